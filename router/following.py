@@ -88,8 +88,15 @@ class Following:
             self._control.follow(address, base, self._tasks)
 
     def engine_down(self, engine: Engine) -> None:
-        """See ``FleetListener``. What a silent engine without events holds is anybody's guess: start over."""
+        """See ``FleetListener``. Of an engine without events nothing is known then: start over."""
         engine.reset()
+        if not engine.silent:
+            self.feeds.suspect(engine.engine_id)
+
+    def engine_restarted(self, engine: Engine) -> None:
+        """See ``FleetListener``."""
+        engine.reset()
+        self.feeds.suspect(engine.engine_id)
 
     def engine_asleep(self, engine: Engine) -> None:
         """See ``FleetListener``. Going to sleep empties vLLM's cache."""

@@ -2,7 +2,8 @@
 
 Written apart from the router's prompt reader on purpose, so that tests can hold the two against each
 other. Facts: transformers' ``apply_chat_template`` environment, and vLLM's way to flatten messages for it:
-text parts joined by newlines, tool-call arguments parsed, tools in their validated form.
+text parts joined by newlines, tool-call arguments parsed, tools in their validated form, developers as one
+system message.
 
 Engines of one process share an instance per directory; every method is thread safe and has no side effect.
 """
@@ -39,7 +40,9 @@ class ChatTokenizer:
             raise ValueError(
                 f"tokenizer_dir: {folder}: tokenizer_config.json lacks eos_token or chat_template"
             )
-        self._template = _environment().from_string(config["chat_template"])
+        source = config["chat_template"]
+        self._template = _environment().from_string(source)
+        self._knows_developer = '"developer"' in source or "'developer'" in source
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_id = self._id_of(self._special["eos_token"])
         added = self._tokenizer.get_added_tokens_decoder()
@@ -79,6 +82,8 @@ class ChatTokenizer:
     ) -> str:
         """The prompt text of a conversation. Raises ``TemplateError``."""
         conversation = [_flatten(message) for message in messages]
+        if not self._knows_developer:
+            conversation = _developers_as_system(conversation)
         values: dict[str, Any] = {
             **self._special,
             "add_generation_prompt": add_generation_prompt,
@@ -161,6 +166,23 @@ def _flatten(message: dict[str, Any]) -> dict[str, Any]:
     else:
         flat.pop("tool_calls", None)
     return flat
+
+
+def _developers_as_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert role ``developer`` for a template that does not know it (vllm/renderers/hf.py, 0.32): to one
+    ``system`` message in front, with the texts of all system messages."""
+    if not any(message["role"] == "developer" for message in conversation):
+        return conversation
+    texts, others, first = [], [], conversation[0]
+    for message in conversation:
+        if message["role"] in {"developer", "system"}:
+            texts.append(message["content"] or "")
+        else:
+            others.append(message)
+    if len(texts) == 1 and first["role"] in {"developer", "system"}:
+        kept = {key: value for key, value in first.items() if key != "tools"}
+        return [{**kept, "role": "system"}, *others]
+    return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
 
 
 def _text(content: Any) -> str | None:

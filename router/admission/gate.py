@@ -36,19 +36,21 @@ class KeyGate:
         *,
         clock: Callable[[], float],
         forward: bool = False,
+        engine_priorities: bool = False,
         engine_fields: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        self.configure(keys, forward=forward)
+        self.configure(keys, forward=forward, engine_priorities=engine_priorities)
         self._clock = clock
         self._engine_fields = tuple(engine_fields)
         self._tenants: dict[str, Tenant] = {}
         self._changed: dict[str, None] = {}
         self.stats = KeyStats()
 
-    def configure(self, keys: KeyFile, *, forward: bool) -> None:
+    def configure(self, keys: KeyFile, *, forward: bool, engine_priorities: bool) -> None:
         """The keys of this file count from now on; what tenants of the same name used stays used."""
         self.keys = keys
         self._forward = forward
+        self.engine_priorities = engine_priorities
 
     def enter(self, fields: _Fields) -> TenantRequest:
         """A request with these header fields. Raises ``ApiError`` (401, 429)."""

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 _FEED_REMEDIES = {
-    "cold": "check events= of this engine and the firewall between router and engine",
+    "cold": "check events= of this engine, the firewall between router and engine, and that the endpoint in "
+    "its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and listens "
+    "nowhere",
     "replaying": "wait; if it lasts, look at the engine's replay socket",
     "degraded": "docs/operations.md, feed states, explains the reason",
     "stale": "check the engine and the network",
@@ -36,7 +38,7 @@ def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "error",
             f"the router says it is down: {view.get('problem')}",
             "it is, or the router cannot reach it from where it runs",
-            "try the doctor on the router's machine",
+            "run kvatlas doctor on the router's machine",
         )
         return
     if view.get("held"):

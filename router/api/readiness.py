@@ -56,6 +56,8 @@ class ReadinessCheck:
             return Readiness(False, f"no engine answers yet{unsynced_note}")
         if not any(status.engine.answers for status in up):
             return Readiness(False, "only prefill engines are up; a decode engine must give the answers")
+        if not any(status.up for status in up):
+            return Readiness(True, "no engine answers polls in time; requests go on to those that time out")
         if unsynced and not waited and not self._warmed_up:
             return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
         problem = self._index_problem()

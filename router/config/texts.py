@@ -18,7 +18,7 @@ from router.config.schema import Config, ModelConfig
 from router.config.wording import meant
 from router.http.addresses import base_url_fault, is_host, split_address
 from router.placement.policies import POLICIES
-from router.prompts.chat.compiled import zone_of
+from router.prompts.clock import zone_of
 
 Rule = Callable[[str], str]
 """Returns the fault of a text with its remedy; "" where it fits."""
@@ -129,6 +129,7 @@ def _elsewhere(text: str) -> str:
 RULES: dict[str, Rule] = {
     "server.host": _host,
     "server.ops_host": _host,
+    "server.ops_names": _host,
     "server.ops_token_file": _path,
     "server.tls_cert_file": _path,
     "server.tls_key_file": _path,

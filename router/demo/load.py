@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from router.demo.apis import PATHS, Api, Message, request_body, text_of, usage_of
+from router.http.reasons import reason_of
 from router.openai.request import Usage
 
 _TOPICS = (
@@ -140,7 +141,7 @@ class ChatLoad:
                 else:
                     outcome = msgspec.structs.replace(outcome, error=f"status {answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            outcome = msgspec.structs.replace(outcome, error=f"{type(error).__name__}: {error}")
+            outcome = msgspec.structs.replace(outcome, error=reason_of(error))
         self._on_done(outcome)
         return outcome
 

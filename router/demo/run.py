@@ -31,6 +31,7 @@ from router.demo.table import live_table
 from router.epp.settings import EppSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
+from router.http.server.server import ListenError
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings
 from router.prompts.config import ANY_MODEL
@@ -39,7 +40,7 @@ from router.replication.schema.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings
 from router.serve.logs import configure_logging
-from router.serve.server import ListenError, RouterServer, make_server
+from router.serve.server import RouterServer, make_server
 from router.tools.console import output_console
 
 ENGINE = EngineSettings(

@@ -20,6 +20,7 @@ from router.epp.context import PickerContext
 from router.epp.settings import EppSettings, EppStats, parse_listen
 from router.http.deadlines import Sweeper, tick_for
 from router.http.h2.connection import H2Connection
+from router.http.reasons import reason_of
 from router.http.server.capacity import Capacity
 from router.http.server.settings import ListenSettings
 from router.http.server.side_server import address_url
@@ -44,6 +45,7 @@ class PickerServer:
         certificates: Certificates,
         clock: Callable[[], float],
         readiness: Callable[[], bool],
+        synced: Callable[[], bool] = lambda: True,
         endpoints: Callable[[], list[str]] = list,
     ) -> None:
         self._settings = settings
@@ -61,6 +63,7 @@ class PickerServer:
             clock,
             Sweeper(clock, tick_for(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
             readiness,
+            synced,
             endpoints,
         )
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -138,7 +141,7 @@ class PickerServer:
                 start_serving=False,
             )
         except OSError as error:
-            raise OSError(f"epp.{key}: cannot listen on {host}:{port}: {error.strerror or error}") from None
+            raise OSError(f"epp.{key}: cannot listen on {host}:{port}: {reason_of(error)}") from None
         address = server.sockets[0].getsockname()
         self.addresses[key] = (address[0], address[1])
         url = address_url(address, is_ssl=tls is not None).replace("http", "grpc", 1)

@@ -1,7 +1,8 @@
 """Polls every server: which models it serves, where its events are, how loaded it is.
 
 One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
-is up; ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
+is up, and so do the answers that clients had of it since the last poll: an API process may be too busy for
+polls. ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
 and is repeated as long as it says any, since a restart may move them; ``GET /metrics`` gives running and
 waiting requests, so that load from elsewhere is seen. What changes is told to a listener. An engine that does
 not answer is asked again soon. Whatever a server answers, and whatever a listener makes of it, the polling
@@ -21,11 +22,19 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_transfers
+from router.fleet.gauges import (
+    read_asleep,
+    read_emptied,
+    read_gauges,
+    read_pool_blocks,
+    read_started,
+    read_transfers,
+)
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
+from router.http.reasons import reason_of
 from router.observe.log_throttle import LogThrottle
 
 _log = structlog.get_logger()
@@ -45,6 +54,9 @@ class FleetListener(Protocol[E_contra]):
 
     def engine_asleep(self, engine: E_contra, /) -> None:
         """An engine that still answers has emptied its cache and went to sleep."""
+
+    def engine_restarted(self, engine: E_contra, /) -> None:
+        """An engine is another process than before, as its metrics say."""
 
     def engine_load(self, engine: E_contra, /, *, running: int, waiting: int) -> None:
         """The engine's own gauges."""
@@ -92,6 +104,8 @@ class FleetPoller(Generic[E]):
         self.configure(settings)
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # polls without an answer, in a row
+        self._answers: dict[str, int] = {}  # answers to clients that each server had given at its last poll
+        self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -132,6 +146,8 @@ class FleetPoller(Generic[E]):
         if task is not None:
             task.cancel()
         self._missed.pop(base_url, None)
+        self._answers.pop(base_url, None)
+        self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
 
     def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
@@ -159,7 +175,8 @@ class FleetPoller(Generic[E]):
             except Exception as error:  # noqa: BLE001  # one server's oddity must not end the polling of all
                 _log.exception("polling failed", server=base_url)
                 for status in self._fleet.ranks(base_url):  # down, so that its next answer is told anew
-                    status.up, status.problem = False, f"polling failed: {error!r}"[:_PROBLEM_LENGTH_MAX]
+                    status.up, status.silent = False, False
+                    status.problem = f"polling failed: {reason_of(error)}"
                 models_due = gauges_due = now() + self._settings.poll_interval_s
                 up = False
             wake = min(models_due, gauges_due) if up else models_due
@@ -168,22 +185,28 @@ class FleetPoller(Generic[E]):
     async def _ask_models(self, base_url: str) -> bool:
         problem = ""
         models: tuple[ModelCard, ...] = ()
+        alive = self._answered_since_last_poll(base_url)
         try:
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
             if ran_out(error):
                 return False  # our own trouble: what was known of the engine stays
-            problem = f"GET /v1/models: {type(error).__name__} {error}"[:_PROBLEM_LENGTH_MAX].strip()
-            if base_url.endswith("/v1") and isinstance(error, _BadAnswerError):
-                problem = f"{problem} (the base URL ends in /v1: leave /v1 out)"
-            missed = self._missed[base_url] = self._missed.get(base_url, 0) + 1
+            problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, aiohttp.ClientConnectorError)
+            alive = alive or self._answered_since_last_poll(base_url)
+            missed = self._missed[base_url] = 0 if alive else self._missed.get(base_url, 0) + 1
+            if not isinstance(error, TimeoutError):
+                self._not_only_slow.add(base_url)
+            for status in self._fleet.ranks(base_url):
+                if alive and not refused and status.silent:  # it answers clients, so it is up again
+                    self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
-            if up and not refused and missed < self._settings.polls_missed_max:
+            if up and not refused and (alive or missed < self._settings.polls_missed_max):
                 return False  # slow under load is not down
         if models:
             self._missed.pop(base_url, None)
+            self._not_only_slow.discard(base_url)
         changed = await self._discover_events(base_url) if models else []
         if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
             await self._ask_version(base_url)  # after the ranks are known: new ones have none yet
@@ -191,8 +214,24 @@ class FleetPoller(Generic[E]):
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 
+    def _in_words(self, error: Exception) -> str:
+        """Why there are no models, and the remedy where it is known."""
+        if isinstance(error, _BadAnswerError) and error.status in {401, 403}:
+            remedy = (
+                "the engine does not accept the key of fleet.api_key_file"
+                if self._session.headers.get("authorization")
+                else "the engine wants an API key (--api-key); set fleet.api_key_file"
+            )
+            return f"{error.status} from /v1/models: {remedy}"
+        if isinstance(error, _BadAnswerError) and error.status != 200:
+            return f"{error.status} from /v1/models"
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return reason_of(error)
+        return f"GET /v1/models: {reason_of(error)}"
+
     def _note(self, status: E, models: tuple[ModelCard, ...], problem: str, *, moved: bool) -> None:
         was_up, had = status.up, status.models
+        status.silent = not models and status.engine.base_url not in self._not_only_slow
         status.up, status.problem = bool(models), problem
         if models:
             same = len(had) == len(models) and all(map(ModelCard.same_as, had, models))
@@ -203,9 +242,27 @@ class FleetPoller(Generic[E]):
                 self._listener.engine_up(status)
         elif was_up:
             _log.warning("engine down", engine=status.engine_id, problem=problem)
+            self._note_all_silent(status)
             self._listener.engine_down(status)
         elif self._seldom.due(status.engine_id, asyncio.get_running_loop().time()) is not None:
             _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
+
+    def _answered_since_last_poll(self, base_url: str) -> bool:
+        """Whether clients have had answers from it: its API process may be too busy for polls only."""
+        answers, before = sum(s.answers for s in self._fleet.ranks(base_url)), self._answers.get(base_url, 0)
+        self._answers[base_url] = answers
+        return answers > before
+
+    def _note_all_silent(self, status: E) -> None:
+        """Said once for each model whose last engine went down."""
+        for card in status.models:
+            ready = self._fleet.ready(card.id)
+            if status in ready:
+                _log.warning(
+                    "no engine of the model answers polls in time; requests go on to those that time out",
+                    model=card.id,
+                    engines=len(ready),
+                )
 
     async def _ask_version(self, base_url: str) -> None:
         """What it runs now: another server may have come at the same address."""
@@ -251,13 +308,20 @@ class FleetPoller(Generic[E]):
             body = await self._get(f"{base_url}/metrics")
         except (*_NO_ANSWER, _BadAnswerError):
             return
+        started = read_started(body)
         for status in self._fleet.ranks(base_url):
+            if None not in (started, status.started) and started != status.started:
+                _log.info("engine restarted", engine=status.engine_id)
+                self._listener.engine_restarted(status)
+            status.started = started or status.started
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
-            self._note_sleep(status, asleep=read_asleep(body, status.engine.dp_rank))
+            self._note_sleep(
+                status, asleep=read_asleep(body, status.engine.dp_rank), emptied=read_emptied(body)
+            )
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status,
@@ -265,8 +329,12 @@ class FleetPoller(Generic[E]):
                     waiting=int(gauges["num_requests_waiting"]),
                 )
 
-    def _note_sleep(self, status: E, *, asleep: bool) -> None:
+    def _note_sleep(self, status: E, *, asleep: bool, emptied: float) -> None:
+        before, status.emptied = status.emptied, emptied
         if asleep == status.asleep:
+            if not asleep and before is not None and emptied > before:
+                _log.info("engine slept and woke", engine=status.engine_id)
+                self._listener.engine_asleep(status)
             return
         status.asleep = asleep
         _log.info("engine sleeps" if asleep else "engine is awake", engine=status.engine_id)
@@ -297,7 +365,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except _BAD_JSON as error:
-        raise _BadAnswerError(f"{type(error).__name__}: {error}") from None
+        raise _BadAnswerError(reason_of(error)) from None
 
 
 def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:

@@ -37,8 +37,9 @@ class EngineStatus:
     in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
 
     __slots__ = (
-        *("_asleep", "_fleet_changed", "_held", "_models", "_up", "base_model", "engine", "engine_id"),
-        *("kv_usage", "pool_blocks", "problem", "transfers", "version"),
+        *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
+        *("engine", "engine_id"),
+        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -52,9 +53,16 @@ class EngineStatus:
         """Blocks of its KV pool, as its metrics say."""
         self.version: str | None = None
         """What it runs, as ``GET /version`` says; asked of engines with a role only."""
+        self.started: float | None = None
+        """When its API process began, as its metrics say: seconds since the epoch."""
         self.transfers: dict[str, float] = {}
         """Transfers of KV that went wrong, as its metrics count them."""
+        self.answers = 0
+        """Answers to clients that it began or ended: signs of life between two polls."""
+        self.emptied: float | None = None
+        """Calls of its server that emptied its cache, as its metrics count them; None: not known yet."""
         self._up = False
+        self._silent = False
         self._held = ""
         self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
@@ -68,6 +76,17 @@ class EngineStatus:
     def up(self, up: bool) -> None:
         if up != self._up:
             self._up = up
+            self._fleet_changed()
+
+    @property
+    def silent(self) -> bool:
+        """It is down since polls timed out, and for no other reason: it may be busy only."""
+        return self._silent
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        if silent != self._silent:
+            self._silent = silent
             self._fleet_changed()
 
     @property
@@ -218,11 +237,14 @@ class Fleet(Generic[E]):
 
     def ready(self, model: str | None) -> list[E]:
         """Engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable order; not
-        to be changed."""
+        to be changed. Where none of them gives answers to clients, those that are silent as well."""
         found = self._ready.get(model)
         if found is None:
-            up = [s for s in self._status.values() if s.up and not s.held and not s.asleep]
-            found = [status for status in up if model is None or status.serves(model)]
+            free = [s for s in self._status.values() if not s.held and not s.asleep and s.models]
+            serving = [status for status in free if model is None or status.serves(model)]
+            found = [status for status in serving if status.up]
+            if not any(status.engine.answers for status in found):
+                found = [status for status in serving if status.up or status.silent]
             if found:  # a name nobody serves is the client's, and there is no end of those
                 self._ready[model] = found
         return found
@@ -258,9 +280,12 @@ class Fleet(Generic[E]):
         return any(status.serves(model) for status in self._status.values())
 
     def model_cards(self) -> list[ModelCard]:
-        """Models served by engines that are up: one card per id, the smallest ``max_model_len`` of all."""
+        """Models served by engines that are ready: one card per id, the smallest ``max_model_len`` of all."""
         cards: dict[str, ModelCard] = {}
-        for card in (card for status in self.ready(None) for card in status.models):
+        usable = self.ready(None)
+        silent = [s for s in self._status.values() if s.silent and s not in usable]
+        usable = usable + [s for s in silent if any(s in self.ready(card.id) for card in s.models)]
+        for card in (card for status in usable for card in status.models):
             known = cards.get(card.id)
             lengths = [
                 c.max_model_len for c in (card, known) if c is not None and c.max_model_len is not None

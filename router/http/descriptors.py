@@ -28,8 +28,8 @@ def needed(connections_max: int) -> int:
 def connections_held(connections_max: int, *, default: int = 0) -> int:
     """Raise the soft limit for this many client connections; how many the process can hold then.
 
-    Fewer are a warning, except where ``connections_max`` is the ``default``, which nobody chose, and at least
-    half of it can be held.
+    Fewer are a warning, except where ``connections_max`` is the ``default``, which was not chosen, and at
+    least half of it can be held.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed(connections_max)
@@ -40,8 +40,8 @@ def connections_held(connections_max: int, *, default: int = 0) -> int:
         return connections_max
     held = max(1, (soft - _OTHERS) // _PER_CONNECTION)
     unasked = connections_max == default and 2 * held >= default
-    (_log.info if unasked else _log.warning)(
-        "too few file descriptors for listen.connections_max",
+    (_log.debug if unasked else _log.warning)(
+        "fewer connections than listen.connections_max: file descriptors are limited",
         connections_max=connections_max,
         held=held,
         limit=soft,

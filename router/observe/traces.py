@@ -32,8 +32,9 @@ _FLUSH_MS = 2000
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenTelemetry traces, off by default. They need `pip install "kvatlas[otel]"`. The SDK's own variables
-    hold for the rest, e.g. ``OTEL_EXPORTER_OTLP_HEADERS`` and ``OTEL_RESOURCE_ATTRIBUTES``."""
+    """OpenTelemetry traces, off by default. They need the extra `otel` (in a checkout: `python -m pip install
+    '.[otel]'`). The SDK's own variables hold for the rest, e.g. ``OTEL_EXPORTER_OTLP_HEADERS`` and
+    ``OTEL_RESOURCE_ATTRIBUTES``."""
 
     endpoint: str = ""
     """Where spans go: the OTLP/HTTP address of a collector, e.g. `http://collector:4318`."""
@@ -184,7 +185,7 @@ def _open(
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError:
         raise TracesNotInstalledError(
-            'traces.endpoint: OpenTelemetry is not installed; pip install "kvatlas[otel]"'
+            "traces.endpoint: OpenTelemetry is not installed; in a checkout: python -m pip install '.[otel]'"
         ) from None
     provider = TracerProvider(
         resource=Resource.create({"service.name": settings.service_name, "service.version": __version__}),
@@ -206,7 +207,8 @@ def _exporter(settings: TraceSettings) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
     except ImportError:
         raise TracesNotInstalledError(
-            'traces.endpoint: the OTLP exporter is not installed; pip install "kvatlas[otel]"'
+            "traces.endpoint: the OTLP exporter is not installed; in a checkout: "
+            "python -m pip install '.[otel]'"
         ) from None
     return OTLPSpanExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=5)
 

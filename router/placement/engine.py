@@ -272,15 +272,16 @@ class Engine(EngineStatus):
         return self._discounted(held, common, coming)
 
     def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
-        if held.mode == "unknown" or held.stale:
+        feed = self.feed
+        unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
+        if held.mode == "unknown" or held.stale or unconfirmed:
             # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
             empty = held.mode == "unknown" and not common and self._known_empty
             # A stale trunk is nothing to count on, but a better bet than elsewhere.
-            trunk = max(held.trunk_tokens if held.stale else 0, common)
+            trunk = max(held.trunk_tokens if held.mode != "unknown" else 0, common)
             return Hit(0, 0, 0, trunk, coming, "exact" if empty else "none", common, held)
         gpu, cpu, storage = held.hit_tokens, held.cpu_tokens, held.storage_tokens
         confidence: Confidence = _CONFIDENCE[held.mode]
-        feed = self.feed
         if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
             gpu, cpu, storage = _expected(held, feed)
             if self.feed_state != FeedState.READY:

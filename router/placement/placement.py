@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family
+from router.admission.prices import estimated_tokens
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Leg, Receipt
+from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -31,9 +33,6 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
-
-_REQUEST_ID_BYTES_MAX = 256
-"""Clients choose it, and receipts are kept."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -133,6 +132,7 @@ class Placement(Attempt):
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
         self._ticket = self._admit()
+        accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
         if accounts.room is not None:
             self._charge(accounts.room)
@@ -169,6 +169,15 @@ class Placement(Attempt):
         """Its tenant has these tokens computed."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
+    def price(self) -> tuple[int, bool]:
+        """See ``Attempt``."""
+        read, request = self.decision.read, self.request
+        if isinstance(read, Prompt):
+            return self.uncached_tokens, True
+        size = estimated_tokens(request, None if read is None else read.reason)
+        # of a text, what is taken to be cached is taken off
+        return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
+
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""
         decision, candidate = self.decision, self.decision.candidate
@@ -192,6 +201,11 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def answered(self, status: int) -> None:
+        """See ``Attempt``."""
+        super().answered(status)
+        self.engine.answers += 1
+
     def unseen(self, ended: Callable[[], None]) -> float:
         """See ``Attempt``."""
         super().unseen(ended)
@@ -201,11 +215,12 @@ class Placement(Attempt):
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
         if response_id is not None and not self.engine.closed:
-            self._accounts.responses.record(response_id, self.engine_id)
+            self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
 
     def _begun(self, now: float) -> None:
         self._answered = True
         engine = self.engine
+        engine.answers += 1
         if self.request.path in CACHE_RESETS:
             # The engine tells of it only with its next batch, so what is known goes at once; a reset that it
             # did not carry out leaves us expecting less than there is.
@@ -231,6 +246,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)
         else:
@@ -314,7 +330,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
-            request_id=request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
             model=request.model or "",
             mode="fallback" if fallback else hit.mode,

@@ -44,8 +44,9 @@ def check_engines(config: Config) -> None:
     if not config.engines and not config.fleet.discovers and not config.admin.enabled:
         raise ConfigError(
             "no engine configured: give --engine URL (repeatable), e.g. kvatlas serve --engine "
-            "http://HOST:8000, [[engines]] in the --config file, or a source of engines (fleet.kubernetes.selector "
-            "or inference_pool, fleet.dns.names, fleet.file.path, or the admin API)"
+            "http://HOST:8000, [[engines]] in the --config file, or a source of engines "
+            "(fleet.kubernetes.selector or inference_pool, fleet.dns.names, fleet.file.path, or the admin "
+            "API)"
         )
 
 

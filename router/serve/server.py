@@ -15,7 +15,7 @@ import structlog
 from router.app import Router
 from router.config.schema import Config
 from router.http.descriptors import connections_held
-from router.http.server.server import ProxyServer, listen_config
+from router.http.server.server import ListenError, ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
 from router.http.server.side_server import url_of
 from router.http.server.stats import ListenStats
@@ -27,10 +27,6 @@ _log = structlog.get_logger()
 STOP_S = 8.0
 """How long a process may take to end beyond its drain."""
 TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
-
-
-class ListenError(OSError):
-    """The address to listen on cannot be had."""
 
 
 class RouterServer(ProxyServer):
@@ -51,14 +47,7 @@ class RouterServer(ProxyServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen. Raises ``ListenError``."""
-        try:
-            await super().startup(sockets)
-        except SystemExit:  # uvicorn's way; it has logged the reason and ended the lifespan
-            if self.lifespan.should_exit:
-                raise ListenError(
-                    "the router could not be started; the previous log line has the reason"
-                ) from None
-            raise ListenError(f"cannot listen on {self.config.host}:{self.config.port}") from None
+        await super().startup(sockets)
         if self.started:
             self.on_listening()
 
@@ -131,7 +120,8 @@ def run_server(
     try:
         server.run(sockets)
     except ListenError as error:
-        _log.error("not started", problem=str(error))
+        if not server.lifespan.should_exit:  # else the application has said why
+            _log.error("not started", problem=f"server.port: {error}")
         return 1
     return 0 if server.started else 1
 

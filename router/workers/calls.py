@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from router.http.reasons import reason_of
 from router.openai.errors import ApiError, worker_unavailable
 from router.workers.seat import LEAD, WorkerSeat
 
@@ -57,7 +58,7 @@ class SiblingCalls:
                     raise OSError(f"worker {slot}: {method} {path}: status {answer.status}")
                 return content
         except (aiohttp.ClientError, KeyError, TimeoutError) as error:
-            raise OSError(f"worker {slot}: {method} {path}: {error!r}") from error
+            raise OSError(f"worker {slot}: {method} {path}: {reason_of(error)}") from error
 
     async def ask_all(self, path: str, *, method: str = "GET", body: bytes | None = None) -> dict[int, bytes]:
         """Answers by worker, of those that answered in time."""

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from router.http.reasons import reason_of
+
 LEAD = 0
 """The worker that answers the ops port and the admin API, for all."""
 _BACKLOG = 2048
@@ -140,7 +142,7 @@ class WorkerSockets:
                     sockets.append(sock)
                     port = port or sock.getsockname()[1]
         except OSError as error:
-            raise PortTakenError(f"{key}: cannot listen on {host}:{port}: {error.strerror}") from None
+            raise PortTakenError(f"{key}: cannot listen on {host}:{port}: {reason_of(error)}") from None
         return found
 
     def _control_of(self, slot: int) -> socket.socket:

@@ -108,3 +108,12 @@ def test_nothing_names_the_machine_it_was_written_on() -> None:
             continue
         named += [f"{page_id(path)}: {word}" for word in MACHINE_WORDS.findall(text)]
     assert not named
+
+
+def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
+    """kvatlas is on no package index: it is installed from a checkout, or a wheel built from one."""
+    by_name = re.compile(r"pip install [^\n`]*kvatlas(\[|['\"]|\s|$)")
+    told = [*pages(), *(ROOT / "router").rglob("*.py"), *(ROOT / "connectors").rglob("*.py")]
+    told += [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
+    lines = [(page_id(path), line) for path in told for line in path.read_text("utf-8").splitlines()]
+    assert [found for found in lines if by_name.search(found[1])] == []

@@ -18,6 +18,12 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
     return (
         gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
         gauge(
+            "engine_silent",
+            "1 if the engine is down since polls timed out, and for no other reason; requests go to it while "
+            "no engine of its model is up",
+            lambda e: e.silent,
+        ),
+        gauge(
             "engine_held",
             "1 if it gets no new requests (drained, not ready, leaving)",
             lambda e: bool(e.held),

@@ -69,7 +69,7 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
         entries = msgspec.convert(tree, _List).engines
     except (msgspec.MsgspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadListError(f"{type(error).__name__}: {error}") from None
+        raise BadListError(f"not a list of engines: {error}") from None
     found: dict[str, DiscoveredEngine] = {}
     for entry in entries:
         fields = {name: getattr(entry, name) for name in EngineAddress.__struct_fields__}

@@ -48,3 +48,5 @@ class H2Stats(msgspec.Struct):
     """Streams refused because their connection had too many, or was ending."""
     streams_reset: int = 0
     """Streams that a gateway reset."""
+    streams_broken: int = 0
+    """Streams ended because the gateway broke a limit of theirs."""

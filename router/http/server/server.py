@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import structlog
 import uvicorn
 
+from router.http.reasons import reason_of
 from router.http.server.config import ListenConfig
 from router.http.server.connection.client_connection import ClientConnection
 from router.http.server.settings import ListenSettings
@@ -43,6 +45,28 @@ def listen_config(
     return ListenConfig(
         app, protocol=ClientConnection, host=host, port=port, listen=listen, stats=stats, **options
     )
+
+
+class ListenError(OSError):
+    """The server cannot be started: its address cannot be had, or its application has said why in the
+    log."""
+
+
+class _NoErrors(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop what the caller is about to say itself."""
+        return record.levelno < logging.ERROR
+
+
+@contextlib.contextmanager
+def _uvicorn_silent() -> Iterator[None]:
+    """Keep uvicorn from writing errors of the start past the log and its format."""
+    logger, silence = logging.getLogger("uvicorn.error"), _NoErrors()
+    logger.addFilter(silence)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silence)
 
 
 class ProxyServer(uvicorn.Server):
@@ -74,9 +98,17 @@ class ProxyServer(uvicorn.Server):
         self._config.configure(listen)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen. Raises ``ListenError``."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        try:
+            with _uvicorn_silent():
+                await super().startup(sockets)
+        except SystemExit as end:  # uvicorn's way of saying that the address cannot be had
+            if self.lifespan.should_exit:
+                raise ListenError("the application could not be started") from None
+            why = end.__context__ or OSError("no address")
+            where = f"{self.config.host}:{self.config.port}"
+            raise ListenError(f"cannot listen on {where}: {reason_of(why)}") from None
         if self.should_exit:
             self._stop_listening()
 

@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 
 from router.http.server.config import ListenConfig
-from router.http.server.server import ProxyServer
+from router.http.server.server import ListenError, ProxyServer
 from router.http.server.settings import ListenSettings
 
 _log = structlog.get_logger()
@@ -45,8 +45,8 @@ class SideServer(ProxyServer):
         """Begin to listen. Raises ``OSError``."""
         try:
             await super().startup(sockets)
-        except SystemExit:  # uvicorn's way of saying that the address cannot be had
-            raise OSError(f"{self._key}: cannot listen on {self.config.host}:{self.config.port}") from None
+        except ListenError as error:
+            raise ListenError(f"{self._key}: {error}") from None
         if self.started:
             say = _log.debug if self.base_url.startswith("unix:") else _log.info
             say(f"{self._name} open", url=self.base_url)

@@ -61,6 +61,8 @@ class LoadStats(msgspec.Struct):
 
     admitted: int = 0
     """Requests placed on an engine, retries included."""
+    admitted_silent: int = 0
+    """Requests placed on an engine whose polls timed out, since no other one of its model was up."""
     first_tokens: int = 0
     """Streams that delivered a first token."""
     finished: int = 0

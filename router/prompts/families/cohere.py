@@ -61,7 +61,7 @@ class Cohere:
 
     def __init__(self, template: str | None) -> None:
         if library is None:
-            raise Missing("Cohere's formats need a package: pip install 'kvatlas[cohere]'")
+            raise Missing("Cohere's formats need a package; in a checkout: python -m pip install '.[cohere]'")
         self._template = None if template is None else load_chat_template(template)
         self.name = f"cohere (cohere-melody {version('cohere-melody')})"
 

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from router.http.reasons import reason_of
 from router.openai.apis import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
@@ -48,14 +49,16 @@ class Mistral:
 
     def __init__(self, folder: Path) -> None:
         if MistralTokenizer is None:
-            raise Missing("Mistral's tokenizer needs a package: pip install 'kvatlas[mistral]'")
+            raise Missing(
+                "Mistral's tokenizer needs a package; in a checkout: python -m pip install '.[mistral]'"
+            )
         file = mistral_file(folder)
         if file is None:
             raise Missing(f"{folder}: no tekken.json and no tokenizer.model.v* for Mistral's tokenizer")
         try:
             self._mistral = MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
         except Exception as error:  # noqa: BLE001  # the package checks little before it reads
-            raise Missing(f"{file}: mistral-common cannot read it: {error!r}") from None
+            raise Missing(f"{file}: mistral-common cannot read it: {reason_of(error)}") from None
         self._tokenizer = self._mistral.instruct_tokenizer.tokenizer
         self.name = f"mistral-common {version('mistral-common')} ({file.name})"
         self.prefix: Ids | None = array("I", [self._tokenizer.bos_id])

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from router.http.client.connection import UpstreamError
 from router.observe.requests import RequestRecord
 from router.proxy.attempt import Attempt
 from router.proxy.stats import ProxyStats
+
+REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
+"""Statuses after which another engine is asked: this one is busy, broken or going down."""
+BROKEN: Final = 500
+"""The status of an engine that the request may have broken."""
+
+
+class EventRefusedError(Exception):
+    """An event stream of success began with an error, and nothing has been passed on."""
+
+    def __init__(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.fields = fields
+        self.body = body
 
 
 def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:

@@ -4,7 +4,7 @@ The first engine's answer is read whole and never passed on; the second one's is
 allowed the second one is told at once what the first one will have (``together.py``). What always holds: the
 attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
 upon which that engine frees what it had computed; the second engine's request is written once, and only while
-the lease is young (``Handoff``).
+the lease is young, and its answer is passed on only if it begins before the lease ends (``Handoff``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
 from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
-from router.proxy.answers.failures import engine_failed
+from router.proxy.answers.endings import aborted
+from router.proxy.answers.failures import BROKEN, REFUSALS, engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound, OwnConnections
@@ -35,11 +36,6 @@ from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.split.quiet import Quiet
 from router.proxy.stats import ProxyStats
-
-REFUSALS = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which another engine is asked: this one is busy, broken or going down."""
-BROKEN = 500
-"""The status of an engine that the request may have broken."""
 
 
 class AgainError(Exception):
@@ -119,14 +115,16 @@ class Legs:
             held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
             self._check(attempt, answer, out, course, transfer_id)
+            if aborted(out.request.path, content):
+                raise UpstreamError("aborted")
             usage = _usage(content)
-            await self._hand_over(attempt, content, course, transfer_id, held_since_s)
+            cached_tokens = None if usage is None else usage.cached_tokens
+            await self._hand_over(attempt, content, course, transfer_id, held_since_s, cached_tokens)
             self._stats.prefill_s += self._clock() - asked_s
         except UpstreamError as error:
             engine_failed(attempt, error, self._proxy_stats)
             course.prefill_failed(transfer_id, attempt.engine_id)
-            broke = error.sent and error.reason != "overflow"
-            raise AgainError(error.reason, broke=broke) from None
+            raise AgainError(error.reason, broke=broke(error)) from None
         finally:
             self._quiet.end()
             if answer is not None:
@@ -152,15 +150,23 @@ class Legs:
         attempt.first_byte(status)
 
     async def _hand_over(
-        self, attempt: Attempt, content: bytes, course: Course, transfer_id: str, held_since_s: float
+        self,
+        attempt: Attempt,
+        content: bytes,
+        course: Course,
+        transfer_id: str,
+        held_since_s: float,
+        cached_tokens: int | None,
     ) -> None:
         told: Told | Problem
         if course.given(transfer_id):
             told = self.connector.problem(content)
+            course.learned(transfer_id, cached_tokens)
         else:
-            told = await self.connector.told(content, transfer_id, _holder(attempt))
+            told = await self.connector.told(content, transfer_id, _holder(attempt), cached_tokens)
         if isinstance(told, bytes):
-            course.handed_over(transfer_id, self._handoff(attempt, told, held_since_s))
+            handoff = self._handoff(attempt, told, held_since_s, cached_tokens=cached_tokens)
+            course.handed_over(transfer_id, handoff)
         elif told:
             course.nothing_held(transfer_id)
             if told != "stopped":
@@ -168,7 +174,13 @@ class Legs:
             raise AgainError(told)
 
     def _handoff(
-        self, attempt: Attempt, params: bytes, held_since_s: float, *, ahead: bool = False
+        self,
+        attempt: Attempt,
+        params: bytes,
+        held_since_s: float,
+        *,
+        ahead: bool = False,
+        cached_tokens: int | None = None,
     ) -> Handoff:
         return Handoff.of(
             params,
@@ -178,6 +190,8 @@ class Legs:
             answered_s=self._clock(),
             settings=self.pd,
             ahead=ahead,
+            leased=self.connector.leased(_holder(attempt)),
+            cached_tokens=cached_tokens,
         )
 
     async def _read(self, answer: Answer) -> bytes:
@@ -205,6 +219,7 @@ class Legs:
         def told() -> None:
             now = self._clock()
             handoff.take(now)
+            attempt.handoff = handoff
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
             self._stats.ahead += handoff.ahead
@@ -242,6 +257,20 @@ class Legs:
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise _in_vain("fetch failed", attempt, out)
+
+    def not_fetched(self, attempt: Attempt, out: Outbound, course: Course | None) -> AgainError:
+        """The second engine's answer began after the end of the lease."""
+        self._stats.answers_late += 1
+        self._stats.handoffs_spent += 1
+        if course is not None:
+            course.not_fetched()
+        attempt.fetch_failed()
+        return _in_vain("late answer", attempt, out)
+
+
+def broke(error: UpstreamError) -> bool:
+    """Whether the request may have broken the engine: it was there, and no answer came of it."""
+    return error.sent and error.reason not in ("overflow", "aborted")
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:

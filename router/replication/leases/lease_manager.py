@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from router.fleet.identity import EngineAddress
+from router.http.reasons import reason_of
 from router.replication.leases.assignment import Member, plan_assignment
 from router.replication.leases.leases import Leases
 from router.replication.leases.membership import Membership
@@ -154,7 +155,7 @@ class LeaseManager:
             except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
                 if not self._failing:
-                    _log.warning("leases cannot be renewed", problem=f"{type(error).__name__}: {error}")
+                    _log.warning("leases cannot be renewed", problem=reason_of(error))
                 self._failing = True
             except IndexRefused as error:
                 self.stats.failed_ticks += 1

@@ -19,6 +19,7 @@ import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError, ResponseError
 
+from router.http.reasons import reason_of
 from router.replication.redis.connecting import connection_arguments
 from router.replication.redis.connection import PipelinedConnection, Reply
 from router.replication.redis.errors import IndexUnavailable, unavailable
@@ -191,7 +192,7 @@ class Client:
 
     async def _not_reachable(self, error: Exception, pause_s: float) -> None:
         problem = unavailable(error) if isinstance(error, RedisError | OSError) else error
-        shown = str(problem) or type(problem).__name__
+        shown = reason_of(problem)
         if not self.last_error:
             _LOG.warning("shared index not reachable", index=repr(self._target), error=shown)
         self.last_error = shown

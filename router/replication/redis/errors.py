@@ -5,6 +5,8 @@ from __future__ import annotations
 from redis.exceptions import AskError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from router.http.reasons import reason_of
+
 
 class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with
     """The shared index cannot answer now. ``reason`` is one short word or two, for counters."""
@@ -28,4 +30,4 @@ def unavailable(error: RedisError | OSError) -> IndexUnavailable:
         return ServerError(code, str(error)) if code else ServerError(word or "ERR", rest)
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return IndexUnavailable("timeout", str(error))
-    return IndexUnavailable("connection", str(error) or type(error).__name__)
+    return IndexUnavailable("connection", str(error) or reason_of(error))

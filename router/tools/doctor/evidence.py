@@ -109,12 +109,23 @@ class EngineEvidence(msgspec.Struct):
     unreadable: str | None = None
     """Why chats of this model cannot be rendered here, and what to do about it."""
     probe: ProbeEvidence | None = None
+    router_tokenizers: dict[str, str] | None = None
+    """Of a running router: the library by configured model; None where no router was asked, or it does not
+    say."""
     sources_ignored: bool = False
     """Whether event endpoints were configured, so that the server's own were not used."""
 
     @property
     def engine_id(self) -> str:
         return self.engine.engine_id
+
+    @property
+    def event_endpoint(self) -> str | None:
+        """Of this rank, as the engine itself names it; None where it does not."""
+        sources = self.server.sources or {}
+        source = sources.get(str(self.engine.dp_rank or 0)) if len(sources) > 1 else None
+        only = next(iter(sources.values()), None) if len(sources) == 1 else source
+        return None if only is None else only.endpoint
 
     @property
     def base_model(self) -> str | None:
@@ -133,6 +144,8 @@ class RouterEvidence(msgspec.Struct):
     engines: dict[str, dict[str, Any]] | None = None
     sources: dict[str, dict[str, Any]] | None = None
     """Where its engines come from; None where it does not say."""
+    tokenizers: dict[str, str] | None = None
+    """The library that tokenizes, by configured model; None where it does not say."""
 
 
 class Evidence(msgspec.Struct):

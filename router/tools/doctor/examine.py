@@ -21,6 +21,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
+from router.http.reasons import reason_of
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
@@ -38,8 +39,8 @@ from router.tools.doctor.evidence import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gather.gauges import read_engine_gauges
-from router.tools.doctor.gather.http import Http
+from router.tools.doctor.gather.gauges import read_engine_gauges, series
+from router.tools.doctor.gather.http import Http, HttpAnswer
 from router.tools.doctor.gather.listener import EventListener
 from router.tools.doctor.gather.parity import compare
 from router.tools.doctor.gather.probe import Prober
@@ -83,6 +84,8 @@ async def examine(
         say(f"asking {len(engines)} engine(s)")
         seen = await _ask_servers(http, config, engines)
         seen.router, seen.probed, seen.seconds = router, settings.probe, settings.seconds
+        for engine in seen.engines:
+            engine.router_tokenizers = None if router is None else router.tokenizers
         examination = _Examination(seen, http, settings, say)
         try:
             await examination.run()
@@ -102,8 +105,25 @@ async def ask_router(http: Http, url: str) -> RouterEvidence:
     told = version.json(dict[str, Any]) or {}
     origins = sources.json(dict[str, dict[str, Any]]) if sources.ok else None
     return RouterEvidence(
-        url, ready, engines, receipts, metrics, str(told.get("version", "")), by_id, origins
+        url,
+        ready,
+        engines,
+        receipts,
+        metrics,
+        str(told.get("version", "")),
+        by_id,
+        origins,
+        _tokenizers(metrics) if metrics.ok else None,
     )
+
+
+def _tokenizers(metrics: HttpAnswer) -> dict[str, str] | None:
+    """By configured model; None from a router that does not say."""
+    page = metrics.body.decode("utf-8", "replace")
+    rows = [labels for name, labels, _ in series(page) if name == "kvatlas_tokenizer_info"]
+    found = {labels.get("model", ""): labels.get("library", "") for labels in rows}
+    says = bool(rows) or "# HELP kvatlas_tokenizer_info " in page
+    return {model: library for model, library in found.items() if library} if says else None
 
 
 def _engines_of(router: RouterEvidence | None) -> tuple[EngineAddress, ...]:
@@ -267,7 +287,7 @@ class _Examination:
         try:
             return await prober.run()
         except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
-            return ProbeEvidence(problem=f"{type(problem).__name__}: {problem}"[:200])
+            return ProbeEvidence(problem=reason_of(problem))
 
     async def _find_tokenizers(self) -> None:
         """As the router would, for each base model: what its engines name, or what is configured."""

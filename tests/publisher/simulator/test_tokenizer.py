@@ -113,3 +113,21 @@ def test_the_same_prompt_gives_the_same_text_and_ends_by_itself() -> None:
     assert tokens[-1] == TOKENIZER.eos_id
     other = SOURCE.continuation([5, 6, 8])
     assert tokens[:8] != [other.token(index, ignore_eos=False) for index in range(8)]
+
+
+def say(role: str, content: str, **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+@pytest.mark.parametrize(
+    ("messages", "rendered_as"),
+    [
+        ([say("developer", "a"), USER], [say("system", "a"), USER]),
+        ([say("developer", "a", tools=[]), USER], [say("system", "a"), USER]),
+        ([say("system", "a"), say("developer", "b"), USER], [say("system", "a\n\nb"), USER]),
+        ([USER, say("developer", "late")], [say("system", "late"), USER]),
+        ([USER, say("system", "kept where it is")], [USER, say("system", "kept where it is")]),
+    ],
+)
+def test_developers_become_one_system_message(messages: list[object], rendered_as: list[object]) -> None:
+    assert TOKENIZER.render(messages) == TOKENIZER.render(rendered_as)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from router.api.admin.settings import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
+from router.http.server.server import ListenError
 from router.serve.check import check
-from router.serve.server import ListenError
 from router.simulate.advise.command import see
 from router.simulate.fetch import fetch_access_log
 from router.tools.doctor.examine import ask_router
@@ -160,7 +160,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_starts() -> None:
                 async with routing(configure(server=server), wait=False):
                     pytest.fail("it must not start")
             (line,) = [line for line in logs if line["event"] == "not started"]
-            assert line["problem"] == f"server.ops_port: cannot listen on 127.0.0.1:{server.ops_port}"
+            where = f"127.0.0.1:{server.ops_port}"
+            assert line["problem"] == f"server.ops_port: cannot listen on {where}: address already in use"
 
         run(main())
 
@@ -204,3 +205,55 @@ def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
     server = ServerConfig(port=0, ops_token_file=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*No such file"):
         check(configure(server=server))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(
+            (host, 200)
+            for host in ("127.0.0.1:1", "10.1.2.3", "[::1]:9001", "localhost", "LOCALHOST.:9001", "ops.a", "")
+        ),
+        *(
+            (host, 421)
+            for host in (
+                "evil.example",
+                "evil.example:9001",
+                "127.0.0.1.evil.example",
+                "localhost.evil.example",
+            )
+        ),
+    ],
+)
+def test_without_a_token_the_port_answers_by_names_of_its_own_only(host: str, status: int) -> None:
+    """Else a page that a browser shows could have its own name lead here (DNS rebinding)."""
+
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines, server=NAMED)) as rig:
+            line = f"Host: {host}\r\n" if host else ""
+            for path in ("/metrics", "/kvatlas/engines", "/health"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", number(rig.ops_url))
+                writer.write(f"GET {path} HTTP/1.0\r\n{line}\r\n".encode())
+                assert int((await reader.read()).split()[1]) == status
+                writer.close()
+
+    run(main())
+
+
+NAMED = ServerConfig(port=0, ops_names=("Ops.A",))
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "multipart/form-data; boundary=a"])
+def test_explain_takes_json_only(kind: str) -> None:
+    """A page of another origin may send anything else without asking (CORS)."""
+
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            url, body = f"{rig.ops_url}/kvatlas/explain", b'{"model":"kvatlas-demo","prompt":"a"}'
+            async with rig.session.post(url, data=body, headers={"content-type": kind}) as answer:
+                assert answer.status == 415
+            headers = {"content-type": "application/json; charset=utf-8"}
+            async with rig.session.post(url, data=body, headers=headers) as answer:
+                assert answer.status == 200
+
+    run(main())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from router.admission.queue.settings import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.serve.reload import apply
+from tests.support.pairs import busy
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
@@ -50,16 +51,6 @@ async def apart(*engines: dict[str, Any], **changes: Any) -> AsyncIterator[tuple
             yield rig, started
             await until(lambda: rig.idle, "every request has ended")
             rig.check_books()
-
-
-@contextmanager
-def busy(rig: Rig) -> Iterator[None]:
-    """A sequence runs on every decode engine, so that prompts are better computed elsewhere."""
-    loads = [engine.load for engine in rig.router.fleet if engine.engine.decodes]
-    tickets = [load.hold(time.monotonic()) for load in loads]
-    yield
-    for load, ticket in zip(loads, tickets, strict=True):
-        load.finish(ticket, time.monotonic())
 
 
 async def receipts(rig: Rig) -> list[Any]:

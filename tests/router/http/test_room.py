@@ -236,7 +236,7 @@ def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
 
 @pytest.mark.parametrize(
     ("hard", "asked", "level"),
-    [(20_000, 10_000, "info"), (20_000, 10_001, "warning"), (4096, 10_000, "warning"), (30_000, 10_000, "")],
+    [(20_000, 10_000, "debug"), (20_000, 10_001, "warning"), (4096, 10_000, "warning"), (30_000, 10_000, "")],
 )
 def test_a_default_that_can_mostly_be_held_is_no_warning(
     hard: int, asked: int, level: str, monkeypatch: pytest.MonkeyPatch

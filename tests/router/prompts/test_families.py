@@ -73,8 +73,16 @@ def test_a_next_turn_reuses_hashes_and_says_what_read_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("family", "module", "missing"),
     [
-        ("harmony", harmony, "harmony (gpt-oss) needs a package: pip install 'kvatlas[harmony]'"),
-        ("cohere", cohere, "Cohere's formats need a package: pip install 'kvatlas[cohere]'"),
+        (
+            "harmony",
+            harmony,
+            "harmony (gpt-oss) needs a package; in a checkout: python -m pip install '.[harmony]'",
+        ),
+        (
+            "cohere",
+            cohere,
+            "Cohere's formats need a package; in a checkout: python -m pip install '.[cohere]'",
+        ),
     ],
 )
 def test_what_is_missing_is_said_and_chats_are_left_to_others(

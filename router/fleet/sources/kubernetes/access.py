@@ -20,6 +20,7 @@ from lightkube.config.models import Cluster, User
 
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources.base import CannotStartError
+from router.http.reasons import reason_of
 
 _TOKEN_BYTES_MAX = 64 * 1024
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -62,8 +63,7 @@ def read_kubeconfig(path: Path) -> SingleConfig:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise AccessError(f"fleet.kubernetes.kubeconfig: {path}: {error}") from None
     except (ConfigError, msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise AccessError(f"{path}: not a kubeconfig that can be used: {what}") from None
+        raise AccessError(f"{path}: not a kubeconfig that can be used: {reason_of(error)}") from None
     return _checked(config)
 
 

@@ -24,6 +24,7 @@ from router.fleet.sources.kubernetes.access import AccessError
 from router.fleet.sources.kubernetes.objects import EndpointSlice, InferencePool, Pod, Received
 from router.fleet.sources.kubernetes.store import ObjectStore
 from router.fleet.sources.kubernetes.transport import BadAnswerError, RefusedError, WatchEndedError
+from router.http.reasons import reason_of
 
 _log = structlog.get_logger()
 T = TypeVar("T", Pod, EndpointSlice, InferencePool)
@@ -102,7 +103,7 @@ class Reflector(Generic[T]):
                 user = self._client.config.user
                 if user is None or user.exec is None:
                     raise
-                told = AccessError(f"login plug-in {user.exec.command} gave no token: {error!r}")
+                told = AccessError(f"login plug-in {user.exec.command} gave no token: {reason_of(error)}")
                 pause_s = self._failed("access", told)
             except (httpx2.HTTPError, TimeoutError, OSError) as error:
                 pause_s = self._failed("connection", error)
@@ -211,7 +212,7 @@ def _text(error: Exception) -> str:
         return f"{error.status.reason or error.status.code} {error.status.message or ''}".strip()
     if isinstance(error, httpx2.HTTPStatusError):
         return error.response.text
-    return str(error) or type(error).__name__
+    return reason_of(error)
 
 
 def _reason(status: int) -> str:

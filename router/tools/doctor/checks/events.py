@@ -23,11 +23,7 @@ def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
             note = f"; {sockets.disconnects} disconnect(s) meanwhile" if sockets.disconnects else ""
             yield ok(f"subscribed to {address}{note}")
         case Connectivity.REFUSED:
-            yield error(
-                f"{address}: nothing accepts connections",
-                "wrong address or port, a firewall, or an engine that has not bound it",
-                _CHECK_ADDRESS,
-            )
+            yield _refused(engine)
         case Connectivity.NO_HANDSHAKE:
             yield error(
                 f"{address}: something listens there, but no ZMQ publisher",
@@ -37,6 +33,23 @@ def reach(engine: EngineEvidence) -> Iterator[CheckResult]:
         case _:
             problem = sockets.events_problem or "no connection within the time allowed"
             yield error(f"{address}: {problem}", "not an address that can be connected to", _CHECK_ADDRESS)
+
+
+def _refused(engine: EngineEvidence) -> CheckResult:
+    """vLLM's publisher binds an endpoint with ``*`` or ``::`` in it, and connects to any other
+    (``_is_bind_endpoint`` of vllm/distributed/kv_events.py, 0.32 and 0.33; 0.0.0.0 is such a one)."""
+    seen = f"{engine.engine.events}: nothing accepts connections"
+    said = engine.event_endpoint
+    if said is None or not said.startswith("tcp://") or "*" in said or "::" in said:
+        cause = "wrong address or port, a firewall, or an engine that has not bound it"
+        return error(seen, cause, _CHECK_ADDRESS)
+    port = said.rpartition(":")[2]
+    return error(
+        seen,
+        f"the engine was started with the endpoint {said}: without * vLLM connects to that address and does "
+        "not listen there",
+        f'start it with "endpoint":"tcp://*:{port}" in --kv-events-config',
+    )
 
 
 @engine_check("events.replay")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from router.prompts.config import ANY_MODEL
 from router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
@@ -14,20 +15,8 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Tokenizer and chat template against the engine's ``/tokenize``."""
     if not engine.server.models:
         return
-    problem = engine.tokenizer_problem
-    if problem is not None:
-        yield warning(
-            f"no tokenizer: {problem}",
-            f"{problem.reason}: prompts are tokenized by asking an engine, which costs a round trip each",
-            problem.remedy,
-        )
-        return
     if not engine.tokenizer:
-        yield info(
-            "no tokenizer given (off)",
-            "prompts are tokenized by asking an engine, which costs a round trip each",
-            "set models.NAME.tokenizer to auto, or give --tokenizer: what the engine was started with",
-        )
+        yield _no_tokenizer(engine)
         return
     for result in engine.parity:
         if result.differs_at is not None:
@@ -43,6 +32,37 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
             "the engine writes its own local date: in another time zone prompts differ for hours each day",
             "set models.NAME.time_zone to the engines', or give router and engines the same TZ",
         )
+
+
+def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
+    """The doctor has none. A router that was asked has said whether it has one."""
+    compare = "give the doctor --tokenizer (or the router's --config): the directory the engine loaded"
+    known = engine.router_tokenizers
+    library = None if known is None else known.get(engine.base_model or ANY_MODEL, known.get(ANY_MODEL))
+    problem = engine.tokenizer_problem
+    if problem is not None and library is None:
+        return warning(
+            f"no tokenizer: {problem}",
+            f"{problem.reason}: an engine is asked for the tokens of each prompt, a round trip each",
+            problem.remedy,
+        )
+    if known is None:
+        return info(
+            "no tokenizer given: nothing compared",
+            "a router without one asks an engine for the tokens of each prompt: a round trip each",
+            f"{compare} its tokenizer from",
+        )
+    if library is not None:
+        return info(
+            f"nothing compared: the router tokenizes with {library}, the doctor was given no tokenizer",
+            "a running router does not say which directory it reads",
+            f"{compare} its tokenizer from",
+        )
+    return info(
+        "the router has no tokenizer for this model",
+        "it asks an engine for the tokens of each prompt, which costs a round trip each",
+        "start the router with --tokenizer (or models.NAME.tokenizer)",
+    )
 
 
 @engine_check("tokens.family")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from router.http.reasons import reason_of
 from router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20
@@ -84,11 +85,9 @@ class Http:
         except TimeoutError:
             return HttpAnswer(0, problem=f"no answer within {timeout_s:g} s")
         except aiohttp.ClientConnectorError as problem:
-            reason = problem.strerror or type(problem.os_error).__name__
-            return HttpAnswer(0, problem=f"cannot connect: {reason}"[:_PROBLEM_LENGTH_MAX])
+            return HttpAnswer(0, problem=f"cannot connect: {reason_of(problem)}"[:_PROBLEM_LENGTH_MAX])
         except (aiohttp.ClientError, OSError, ValueError) as problem:
-            text = f"{type(problem).__name__}: {problem}"
-            return HttpAnswer(0, problem=text[:_PROBLEM_LENGTH_MAX])
+            return HttpAnswer(0, problem=reason_of(problem)[:_PROBLEM_LENGTH_MAX])
 
 
 def _date_skew_s(date: str | None, now: float) -> float | None:

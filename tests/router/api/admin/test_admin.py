@@ -15,8 +15,8 @@ from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
+from router.http.server.server import ListenError
 from router.serve.check import check
-from router.serve.server import ListenError
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running
@@ -233,7 +233,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_starts(tmp_path: Path) -> None
                 async with routing(configure(admin=admin), wait=False):
                     pytest.fail("it must not start")
             (line,) = [line for line in logs if line["event"] == "not started"]
-            assert line["problem"] == f"admin.port: cannot listen on 127.0.0.1:{admin.port}"
+            where = f"127.0.0.1:{admin.port}"
+            assert line["problem"] == f"admin.port: cannot listen on {where}: address already in use"
 
         run(main())
 

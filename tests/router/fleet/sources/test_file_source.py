@@ -120,7 +120,7 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
 @pytest.mark.parametrize(
     ("content", "reason", "told"),
     [
-        ("[[engines]", "malformed", "TOMLDecodeError"),
+        ("[[engines]", "malformed", "not a list of engines: Expected"),
         ("", "malformed", "missing required field `engines`"),
         ("engine = []", "malformed", "unknown field `engine`"),
         ('[[engines]]\nbase_url = "ftp://x"', "malformed", "expected http://HOST:PORT"),

@@ -277,7 +277,7 @@ def usage(prompt_tokens: int, cached: int | None) -> dict[str, Any]:
     ("config", "remedy"),
     [
         ({"architectures": ["KimiK3ForConditionalGeneration"]}, "--renderer"),
-        ({"model_type": "gpt_oss"}, "pip install 'kvatlas[harmony]'"),
+        ({"model_type": "gpt_oss"}, "pip install '.[harmony]'"),
     ],
 )
 def test_chats_that_only_code_renders(

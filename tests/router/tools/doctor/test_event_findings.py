@@ -269,3 +269,18 @@ def test_several_ranks_at_one_address() -> None:
 def test_the_events_of_another_rank() -> None:
     found = run(heard(lambda publisher: publisher.publish([stored()]), dp_rank=3))
     found.expect("events.ranks", Severity.ERROR, "rank 0 where rank 3 was expected")
+
+
+@pytest.mark.parametrize("bound_to", ["tcp://10.0.0.1:5557", "tcp://0.0.0.0:5557"])
+def test_an_endpoint_that_the_engine_connects_to_instead_of_listening(bound_to: str) -> None:
+    async def main() -> None:
+        sources = {"0": {"endpoint": bound_to, "enable_kv_cache_events": True}}
+        async with saying(server(sources=sources)) as url:
+            found = await look(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+            found.expect("events.reach", Severity.ERROR, bound_to, "without *", '"endpoint":"tcp://*:5557"')
+        sources = {"0": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": True}}
+        async with saying(server(sources=sources)) as url:
+            found = await look(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+            found.expect("events.reach", Severity.ERROR, "wrong address or port")
+
+    run(main())

@@ -116,3 +116,17 @@ def test_data_parallel_ranks_are_looked_at_one_by_one() -> None:
             assert all(engine.scheduler.stats.prompt_tokens > 0 for engine in engines)
 
     run(main())
+
+
+def test_the_doctor_knows_whether_the_router_has_a_tokenizer() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,):
+            async with routing(configure(engine)) as rig:
+                found = await look(engine.base_url, model=ModelConfig(), router=rig.ops_url)
+                told = found.expect("tokens.parity", Severity.INFO, "the router tokenizes with", "fastokens")
+                assert "asks an engine" not in told.cause
+            async with routing(configure(engine, models={})) as rig:
+                found = await look(engine.base_url, model=ModelConfig(), router=rig.ops_url)
+                found.expect("tokens.parity", Severity.WARNING, "no tokenizer", "--tokenizer")
+
+    run(main())

@@ -1,0 +1,101 @@
+"""Failures are told in words: no name of a Python class reaches a log line or a person."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from router.http.reasons import reason_of
+from tests.support.paths import ROOT
+
+CLASS_NAMES_ALLOWED = {
+    # a fault of ours, shown with the request to report it: the name helps to find it
+    *("router/__main__.py", "router/tools/doctor/registry.py", "router/tools/doctor/gather/listener.py"),
+}
+
+
+def failure(url: str, *, timeout_s: float = 2.0) -> BaseException:
+    """What aiohttp raises for a question to ``url``."""
+
+    async def ask() -> BaseException:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                async with session.get(url) as answer:
+                    await answer.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                return error
+        raise AssertionError("it was answered")
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The URL of a port that accepts and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+
+
+def test_a_refused_port_a_silent_one_and_an_unknown_host(silent: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert reason_of(failure(f"http://127.0.0.1:{port}/")) == "connection refused"
+    assert reason_of(failure(f"http://localhost:{port}/")) == "connection refused"  # IPv6 and IPv4
+    assert reason_of(failure(silent, timeout_s=0.05)) == "no answer in time"
+    assert reason_of(failure("http://no-such-host.invalid/")) == "host name not known"
+    assert reason_of(failure(silent.replace("http", "https"), timeout_s=0.05)) == "no answer in time"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "no answer in time"),
+        (ConnectionResetError(104, "Connection reset by peer"), "connection reset"),
+        (OSError(113, "No route to host"), "no route to host"),
+        (OSError(98, "error while attempting to bind on address"), "address already in use"),
+        (OSError("Multiple exceptions: [Errno 111] a, [Errno 101] b"), "Multiple exceptions"),
+        (ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number"), "TLS failed: "),
+        (msgspec.ValidationError("Expected `int`"), "JSON of another form (Expected `int`)"),
+        (msgspec.DecodeError("malformed"), "not JSON"),
+        (RecursionError(), "nested too deeply"),
+        (KeyError("token"), "there is no 'token'"),
+        (ValueError("the port is none"), "the port is none"),
+        (ValueError("two\nlines"), "two lines"),
+        (RuntimeError(), "failed without a reason"),
+    ],
+)
+def test_words_without_a_class_name(error: Exception, words: str) -> None:
+    assert reason_of(error).startswith(words)
+    assert type(error).__name__ not in reason_of(error)
+
+
+def names_of_classes(path: Path) -> Iterator[str]:
+    """``type(error).__name__`` in a text, and errors printed as Python writes them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr == "__name__" and isinstance(node.value, ast.Call):
+            called = node.value
+            argument = ast.unparse(called.args[0]) if called.args else ""
+            if ast.unparse(called.func) == "type" and argument in {"error", "problem", "exc", "reason"}:
+                yield f"{path}:{node.lineno}"
+        if not isinstance(node, ast.FormattedValue) or node.conversion != ord("r"):
+            continue
+        if ast.unparse(node.value) in {"error", "problem", "exc"}:
+            yield f"{path}:{node.lineno}"
+
+
+def test_no_message_of_the_router_names_a_class() -> None:
+    files = (path for path in (ROOT / "router").rglob("*.py"))
+    checked = [path for path in files if str(path.relative_to(ROOT)) not in CLASS_NAMES_ALLOWED]
+    assert [place for path in checked for place in names_of_classes(path)] == []
