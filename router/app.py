@@ -164,6 +164,7 @@ class Router:
             host=config.server.ops_host,
             port=config.server.ops_listens_on if self.leads else None,
             authenticator=door,
+            names=config.server.ops_names,
             sock=None if seat is None else seat.ops,
             at="" if seat is None else seat.ops_at,
         )
@@ -345,6 +346,7 @@ class Router:
             certificates=self.certificates,
             clock=self.clock,
             readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            synced=lambda: not self.fleet_sources.unsynced(),
             endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 
