@@ -12,6 +12,7 @@ goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -108,6 +109,8 @@ class FleetPoller(Generic[E]):
         self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._unasked: set[str] = set()  # servers whose first poll is not over
+        self._all_asked = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
     def configure(self, settings: FleetSettings) -> None:
@@ -121,6 +124,17 @@ class FleetPoller(Generic[E]):
             for base_url in {status.engine.base_url for status in self._fleet}:
                 self._start(base_url)
             await asyncio.Event().wait()
+
+    async def first_polls(self, wait_s: float) -> None:
+        """Return once there are servers and each has been polled, at most ``wait_s`` later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._all_asked.wait()
+
+    def _asked(self, base_url: str) -> None:
+        self._unasked.discard(base_url)
+        if not self._unasked:
+            self._all_asked.set()
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
         """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
@@ -137,6 +151,7 @@ class FleetPoller(Generic[E]):
 
     def _start(self, base_url: str) -> None:
         if self._tasks is not None and base_url not in self._watching:
+            self._unasked.add(base_url)
             task = self._tasks.create_task(self._watch(base_url), name=f"poll {base_url}")
             self._watching[base_url] = task
 
@@ -145,6 +160,7 @@ class FleetPoller(Generic[E]):
         task = self._watching.pop(base_url, None)
         if task is not None:
             task.cancel()
+            self._unasked.discard(base_url)
         self._missed.pop(base_url, None)
         self._answers.pop(base_url, None)
         self._not_only_slow.discard(base_url)
@@ -164,6 +180,7 @@ class FleetPoller(Generic[E]):
                 up = any(status.up for status in self._fleet.ranks(base_url))
                 if now() >= models_due or (up and self._is_overdue(base_url)):
                     answered = await self._ask_models(base_url)
+                    self._asked(base_url)
                     up = any(status.up for status in self._fleet.ranks(base_url))
                     settings = self._settings
                     models_due = now() + (
