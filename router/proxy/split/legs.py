@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -26,7 +26,15 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
+from router.pd.transfer import (
+    Connector,
+    PrefillHolder,
+    Problem,
+    Query,
+    Told,
+    expired_leases,
+    without_blocks,
+)
 from router.proxy.answers.endings import aborted
 from router.proxy.answers.failures import BROKEN, REFUSALS, engine_failed
 from router.proxy.answers.usage import read_usage
@@ -60,8 +68,10 @@ class Legs:
         stats: PdStats,
         proxy_stats: ProxyStats,
         clock: Callable[[], float],
+        metrics: Query,
     ) -> None:
         self._carrier = carrier
+        self._metrics = metrics
         self.connector = connector
         self.pd = pd
         self.proxy = proxy
@@ -191,6 +201,7 @@ class Legs:
             settings=self.pd,
             ahead=ahead,
             leased=self.connector.leased(_holder(attempt)),
+            source_url=attempt.base_url,
             cached_tokens=cached_tokens,
         )
 
@@ -231,7 +242,9 @@ class Legs:
         try:
             timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
             text = await at_leisure(body.decode(handoff.params))
-            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
+            asking = self._carrier.ask(attempt, out, timeout_s, told, text)
+            waits_s = handoff.leased and not out.request.stream
+            answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
@@ -243,6 +256,36 @@ class Legs:
                 raise AgainError("stale connection") from None
             raise
         return answer
+
+    async def _witnessed(self, asking: Awaitable[Answer], handoff: Handoff) -> Answer:
+        """An answer that is not streamed begins when it is complete, which may be long after its blocks were
+        fetched. They were in time if the prefill engine has let no lease end between a moment before the end
+        of this one and the answer."""
+        task = asyncio.ensure_future(asking)
+        try:
+            await asyncio.wait({task}, timeout=max(0.0, handoff.until_s - self._clock()))
+            before = None if task.done() else await self._expired_leases(handoff.source_url)
+            counts = self._clock() < handoff.lease_end_s
+            answer = await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        late = self._clock() >= handoff.lease_end_s
+        if (
+            late
+            and counts
+            and before is not None
+            and await self._expired_leases(handoff.source_url) == before
+        ):
+            handoff.fetched()
+        return answer
+
+    async def _expired_leases(self, base_url: str) -> float | None:
+        try:
+            return expired_leases(await self._metrics(base_url))
+        except OSError:
+            return None
 
     def _late(self, attempt: Attempt, out: Outbound) -> AgainError:
         self._stats.leases_late += 1
