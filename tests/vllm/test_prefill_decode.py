@@ -288,8 +288,8 @@ def test_of_two_prompts_behind_a_sidecar_both_answers_are_right(apart: Apart) ->
 
 
 def _introduce(apart: Apart, decode: VllmEngine) -> None:
-    """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM may give
-    it up, upon which a router has the prompt computed once more."""
+    """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM may
+    give it up, upon which a router has the prompt computed again."""
     body: dict[str, Any] = {"model": "tiny", "prompt": [random.randrange(10, 1000) for _ in range(40)]}
     for _ in range(SPLITS_TRIED):
         with apart.client(apart.prefill.base_url) as client:
@@ -340,7 +340,8 @@ def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_ag
             "leases_late": 0,
             "answers_late": 1,
         }
-    assert _figure(source, late) == read_late + 1, "the decode engine fetched in time"
+    _reuse(apart, rng)  # the engine counts while it works
+    _wait_until(lambda: _figure(source, late) == read_late + 1)
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -544,7 +545,8 @@ def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(watch
                 reasons.extend(piece.choices[0].finish_reason or "" for piece in pieces)
         return reasons
 
-    aborted = 'kvatlas_proxy_engine_failures_total{reason="aborted"}'
+    failures = partial(_figure, watched.router.ops_url, "kvatlas_proxy_engine_failures_total")
+    before = failures()
     url, (engine, _, way) = next(iter(watched.decode.items()))
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(ask, number) for number in range(6) for ask in (whole, stream)]
@@ -555,4 +557,4 @@ def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(watch
         way.close()
         reasons = {reason for one in asked for reason in one.result()}
     assert reasons <= {"length", ""}, reasons
-    assert watched.router.metric(aborted) > 0, f"{url} had nothing to abort"
+    assert failures() > before, f"{url} had nothing to end"
