@@ -345,6 +345,7 @@ class Router:
             certificates=self.certificates,
             clock=self.clock,
             readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            synced=lambda: not self.fleet_sources.unsynced(),
             endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 

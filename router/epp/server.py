@@ -45,6 +45,7 @@ class PickerServer:
         certificates: Certificates,
         clock: Callable[[], float],
         readiness: Callable[[], bool],
+        synced: Callable[[], bool] = lambda: True,
         endpoints: Callable[[], list[str]] = list,
     ) -> None:
         self._settings = settings
@@ -62,6 +63,7 @@ class PickerServer:
             clock,
             Sweeper(clock, tick_for(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
             readiness,
+            synced,
             endpoints,
         )
         self.addresses: dict[str, tuple[str, int]] = {}

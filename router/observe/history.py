@@ -101,7 +101,7 @@ class HistoryLog:
         return EVERY_S - now % EVERY_S
 
     def at(self, now: float, counts: Mapping[str, Counts], gauges: Gauges, *, unix_s: float) -> RecentHistory:
-        """What is shown at ``now``, which is ``unix_s`` in Unix time."""
+        """The history at ``now``, which is ``unix_s`` in Unix time."""
         oldest = int(now // EVERY_S) - INTERVALS_MAX
         kept = [interval for interval in self._ring if interval.slot >= oldest]
         return RecentHistory(unix_s, EVERY_S, [*kept, self._present(now, counts, gauges)])

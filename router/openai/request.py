@@ -48,6 +48,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     stream: bool = False
     request_id: bytes = b""
     """The client's ``x-request-id``, or the one made for it."""
+    client: int = 0
+    """Tells clients apart: by tenant where they have keys, else by address; only in this process."""
     trace: Phases | None = None
     """Of a request that is traced."""
     pinned: str | None = None

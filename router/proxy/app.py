@@ -221,6 +221,7 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace = record.trace
         if body is seen:
             request.prompt = look.prompt

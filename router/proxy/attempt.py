@@ -81,7 +81,10 @@ class Attempt:
     def asked(self) -> None:
         """The engine is asked now; said by whoever made this to be asked ``later``."""
         self.asked_s = self.now()
-        self._breaker.begin(self.asked_s, streams=self.request.stream, expected_s=self.expected_s)
+        request = self.request
+        self._breaker.begin(
+            self.asked_s, streams=request.stream, expected_s=self.expected_s, client=request.client
+        )
 
     @property
     def answer_headers(self) -> Fields:
@@ -132,7 +135,8 @@ class Attempt:
         now = self.now()
         self._breaker.record(status == _TOO_MANY, now, connection=False)
         if wait_s > 0:
-            self._breaker.refused(xxhash.xxh3_64_intdigest(self.request.body), wait_s, now)
+            request = self.request
+            self._breaker.refused(xxhash.xxh3_64_intdigest(request.body), wait_s, now, request.client)
         return self._end(None, "status")
 
     def fetch_failed(self) -> bool:

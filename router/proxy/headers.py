@@ -49,6 +49,9 @@ class RequestHead(msgspec.Struct, gc=False):
     """As declared; None without one."""
     encoding: bytes
     """The body's content encoding; empty where it has none."""
+    forwarded_for: bytes
+    """Addresses on the way here, the latest last; a client may have made up all but those that a trusted
+    gateway and this hop added."""
 
 
 def read_request_headers(
@@ -78,7 +81,7 @@ def read_request_headers(
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
-    return RequestHead(kept, request_id, None if length is None else int(length), encoding)
+    return RequestHead(kept, request_id, None if length is None else int(length), encoding, forwarded_for)
 
 
 def _values(headers: list[Header], name: bytes) -> list[bytes]:

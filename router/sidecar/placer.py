@@ -80,7 +80,7 @@ class SidecarPlacer:
             self._stats.prefillers_refused += 1
             return None, "not_allowed"
         now = self._clock()
-        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now))
+        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now, request.client))
         return next(able, None), "no_prefill_engine"
 
     async def _read(self, request: InboundRequest) -> tuple[SplitBody | None, str]:

@@ -246,8 +246,8 @@ def _texts(message: bytes) -> list[str]:
     """Of a ``google.protobuf.Value``."""
     found: list[str] = []
     for number, value in fields(message):
-        if number == 3:
-            found = [as_text(value)]
+        if number == 3:  # one text may be a list: gateways copy it from a header (lwepp, handlers/request.go)
+            found = [each for part in as_text(value).split(",") if (each := part.strip())]
         elif number == 6:
             found = [
                 each for at, item in fields(as_bytes(value)) if at == 1 for each in _texts(as_bytes(item))

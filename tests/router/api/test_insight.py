@@ -1,4 +1,4 @@
-"""What the status page counts as requests, errors and 503s."""
+"""Counts of requests, errors and 503s for the status page, and ids that name a request."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from publisher.engine import SimulatedEngine
+from router.admission.key_file import digest_of
+from router.admission.settings import KeySettings
 from router.config.schema import ServerConfig
 from router.fleet.identity import EngineAddress
 from tests.support.browser import browsing
@@ -288,21 +290,32 @@ def test_without_engines_and_a_router_that_goes_away() -> None:
 
 
 @pytest.mark.long
-def test_names_from_outside_are_text() -> None:
-    """Of models and requests; nothing of it becomes markup or a script."""
+def test_names_from_outside_are_text(tmp_path: Path) -> None:
+    """None becomes markup or a script; those of tenants are checked when the key file is read."""
+    file = tmp_path / "keys.toml"
+    tenant = "tenants-are-shown"
+    file.write_text(f'[tenants."{tenant}"]\n[[keys]]\ntenant = "{tenant}"\nsha256 = "{digest_of("a-key")}"\n')
 
     async def main() -> None:
-        engine = {"model": EVIL}
-        async with running(engine) as engines, routing(configure(*engines)) as rig, browsing() as tab:
+        keys = KeySettings(file=str(file))
+        async with (
+            running({"model": EVIL}) as engines,
+            routing(configure(*engines, keys=keys)) as rig,
+            browsing() as tab,
+        ):
             for model in (EVIL, "</script><script>window.hacked=1</script>"):
                 body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "model": model}
-                url, headers = f"{rig.url}/v1/chat/completions", {"x-request-id": EVIL}
+                url, headers = (
+                    f"{rig.url}/v1/chat/completions",
+                    {"x-request-id": EVIL, "authorization": "Bearer a-key"},
+                )
                 async with rig.session.post(url, json=body, headers=headers) as answer:
                     assert answer.status == (200 if model == EVIL else 404)
             await tab.open(f"{rig.ops_url}/kvatlas/")
             await tab.shows("#engines", EVIL)
             await tab.shows("#done", EVIL)
             await tab.shows("#done", "</script>")
+            await tab.shows("#done", tenant)
             await tab.js("document.querySelector('#done a').click()")
             await tab.shows("#found", EVIL)
             assert await tab.js("document.querySelectorAll('img').length") == 0

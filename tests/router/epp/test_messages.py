@@ -114,7 +114,9 @@ def test_request_headers(
     assert found.headers == [(name.encode(), value) for name, value in fields]
     assert found.end_of_stream == ends
     assert found.modes == m.Modes(mode, 0)
-    assert m.endpoints(found.metadata, m.SUBSET, "endpoints") == (None if subset is None else tuple(subset))
+    split = [each.strip() for text in subset or () for each in text.split(",")]
+    listed = tuple(each for each in split if each)
+    assert m.endpoints(found.metadata, m.SUBSET, "endpoints") == (None if subset is None else listed)
     assert m.endpoints(found.metadata, m.SUBSET, "other") is None
 
 
