@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family
+from router.admission.prices import estimated_tokens
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
@@ -167,6 +168,15 @@ class Placement(Attempt):
     def _charge(self, room: WaitingRoom) -> None:
         """Its tenant has these tokens computed."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
+
+    def price(self) -> tuple[int, bool]:
+        """See ``Attempt``."""
+        read, request = self.decision.read, self.request
+        if isinstance(read, Prompt):
+            return self.uncached_tokens, True
+        size = estimated_tokens(request, None if read is None else read.reason)
+        # of a text, what is taken to be cached is taken off
+        return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
 
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""

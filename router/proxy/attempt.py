@@ -91,6 +91,11 @@ class Attempt:
         """What is added to the answer, once its head has come."""
         return self.client_headers
 
+    def price(self) -> tuple[int, bool]:
+        """Prompt tokens that its tenant is charged with until the engine reports what it computed, and
+        whether they rest on the prompt's tokens."""
+        return self.uncached_tokens, False
+
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
         return {}

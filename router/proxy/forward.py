@@ -176,7 +176,7 @@ class Forwarder:
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
         """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
         if out.entry is not None:
-            out.entry.placed(placement.uncached_tokens)
+            out.entry.placed(*placement.price())
         if course is None:
             return self._attempt(placement, out, carrier, None, send)
         return self._carry_on(placement, out, carrier, send, course)

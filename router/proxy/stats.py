@@ -34,6 +34,9 @@ class ProxyStats(ClientStats):
     """Requests for a path that affects every client of an engine (403)."""
     kv_transfer_params_removed: int = 0
     """Requests whose body had ``kv_transfer_params``, which was taken out."""
+    forms_refused: int = 0
+    """Forms (audio uploads) refused: not to be read with certainty, or with fields that must not reach
+    engines."""
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
