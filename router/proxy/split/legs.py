@@ -261,25 +261,29 @@ class Legs:
         """An answer that is not streamed begins when it is complete, which may be long after its blocks were
         fetched. They were in time if the prefill engine has let no lease end between a moment before the end
         of this one and the answer."""
-        task = asyncio.ensure_future(asking)
-        try:
-            await asyncio.wait({task}, timeout=max(0.0, handoff.until_s - self._clock()))
-            before = None if task.done() else await self._expired_leases(handoff.source_url)
-            counts = self._clock() < handoff.lease_end_s
-            answer = await task
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        late = self._clock() >= handoff.lease_end_s
-        if (
-            late
-            and counts
-            and before is not None
-            and await self._expired_leases(handoff.source_url) == before
-        ):
+        came = asyncio.Event()
+
+        async def asks() -> Answer:
+            try:
+                return await asking
+            finally:
+                came.set()
+
+        answer, before = await asyncio.gather(asks(), self._count_before(handoff, came))
+        late = before is not None and self._clock() >= handoff.lease_end_s
+        if late and await self._expired_leases(handoff.source_url) == before:
             handoff.fetched()
         return answer
+
+    async def _count_before(self, handoff: Handoff, came: asyncio.Event) -> float | None:
+        """The count shortly before the end of the lease; None: the answer came first, or it is not known."""
+        try:
+            async with asyncio.timeout(max(0.0, handoff.until_s - self._clock())):
+                await came.wait()
+        except TimeoutError:
+            count = await self._expired_leases(handoff.source_url)
+            return count if self._clock() < handoff.lease_end_s else None
+        return None
 
     async def _expired_leases(self, base_url: str) -> float | None:
         try:
