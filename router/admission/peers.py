@@ -121,10 +121,6 @@ class OthersUse:
                 self._take(other, known, said.beat, tenant, use)
         if said.whole:
             known.whole_beat = said.beat if known.whole_beat is None else min(said.beat, known.whole_beat)
-            for tenant, (beat, use) in known.uses.items():
-                if beat < said.beat and tenant not in said.tenants and use.active:
-                    idle = msgspec.structs.replace(use, active=0)
-                    self._take(other, known, said.beat, tenant, idle)
 
     def age(self, now: float) -> None:
         """Time has passed without a message, perhaps."""
