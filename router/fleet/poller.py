@@ -22,7 +22,14 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_started, read_transfers
+from router.fleet.gauges import (
+    read_asleep,
+    read_emptied,
+    read_gauges,
+    read_pool_blocks,
+    read_started,
+    read_transfers,
+)
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
@@ -312,7 +319,9 @@ class FleetPoller(Generic[E]):
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
-            self._note_sleep(status, asleep=read_asleep(body, status.engine.dp_rank))
+            self._note_sleep(
+                status, asleep=read_asleep(body, status.engine.dp_rank), emptied=read_emptied(body)
+            )
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status,
@@ -320,8 +329,12 @@ class FleetPoller(Generic[E]):
                     waiting=int(gauges["num_requests_waiting"]),
                 )
 
-    def _note_sleep(self, status: E, *, asleep: bool) -> None:
+    def _note_sleep(self, status: E, *, asleep: bool, emptied: float) -> None:
+        before, status.emptied = status.emptied, emptied
         if asleep == status.asleep:
+            if not asleep and before is not None and emptied > before:
+                _log.info("engine slept and woke", engine=status.engine_id)
+                self._listener.engine_asleep(status)
             return
         status.asleep = asleep
         _log.info("engine sleeps" if asleep else "engine is awake", engine=status.engine_id)

@@ -52,7 +52,7 @@ from router.prompts.request import (
 )
 from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, has_many_values
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.truncation import ids_of
+from router.prompts.tokens.truncation import ids_of, truncated
 
 __all__ = [
     "ModelDirError",
@@ -230,7 +230,10 @@ class PromptReader:
             return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         local = self._local.get(target.name)
         if local is None:
-            raise NotLocalError("no_tokenizer")
+            if not isinstance(parsed, CompletionBody):
+                raise NotLocalError("no_tokenizer")
+            given = await self._done(long, lambda: _completion_tokens(parsed))
+            return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         if not local.renderer.reads(path):
             raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
         scope = target.scope(extras)
@@ -361,6 +364,21 @@ def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:
 
 def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:
     return iter((request.body,)) if parsed is None else pieces_of(parsed)
+
+
+def _completion_tokens(body: CompletionBody) -> EngineTokens:
+    """The first prompt of a completion whose prompts are token ids: no tokenizer is needed for it."""
+    if body.prompt_embeds is not None:
+        raise NotLocalError("embeds")
+    if body.suffix is not None:
+        raise NotLocalError("field")
+    if not bytes(body.prompt).lstrip().startswith(b"["):
+        raise NotLocalError("no_tokenizer")
+    first, count = first_prompt(decode_prompt(body.prompt))
+    if isinstance(first, str):
+        raise NotLocalError("no_tokenizer")
+    ids = truncated(ids_of(first), body, max_model_len=None, from_text=False)
+    return EngineTokens(ids, num_prompts=count)
 
 
 def _given_tokens(body: GenerateBody) -> EngineTokens:
