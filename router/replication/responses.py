@@ -1,9 +1,9 @@
 """Which engine holds which response, and whose it is, for all replicas: one key per response in the shared
 index, written when the response is made and read where it is asked for and not known.
 
-Always true: no request waits for a write, and a read ends in time; the index's content is outside input. With a
-key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the index
-does not hold: an entry that says who may read a response counts only if a router wrote it.
+Always true: no request waits for a write, and a read ends in time; the index's content is outside input.
+With a key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the
+index does not hold: an entry that says who may read a response counts only if a router wrote it.
 """
 
 from __future__ import annotations
