@@ -36,7 +36,7 @@ from router.pd.transfer import (
     without_blocks,
 )
 from router.proxy.answers.endings import aborted
-from router.proxy.answers.failures import BROKEN, REFUSALS, engine_failed
+from router.proxy.answers.failures import BROKEN, REFUSALS, abandoned, await_first_byte, engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound, OwnConnections
@@ -121,9 +121,11 @@ class Legs:
         answer: Any = None
         try:
             timeout_s = self.proxy.first_byte_timeout_s
+            await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
             held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
+            attempt.arrived()
             self._check(attempt, answer, out, course, transfer_id)
             if aborted(out.request.path, content):
                 raise UpstreamError("aborted")
@@ -131,7 +133,10 @@ class Legs:
             cached_tokens = None if usage is None else usage.cached_tokens
             await self._hand_over(attempt, content, course, transfer_id, held_since_s, cached_tokens)
             self._stats.prefill_s += self._clock() - asked_s
-        except UpstreamError as error:
+        except (UpstreamError, asyncio.CancelledError) as raised:
+            error = raised if isinstance(raised, UpstreamError) else abandoned(attempt, self._proxy_stats)
+            if error is None:
+                raise
             engine_failed(attempt, error, self._proxy_stats)
             course.prefill_failed(transfer_id, attempt.engine_id)
             raise AgainError(error.reason, broke=broke(error)) from None
@@ -317,7 +322,7 @@ class Legs:
 
 def broke(error: UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was there, and no answer came of it."""
-    return error.sent and error.reason not in ("overflow", "aborted")
+    return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
