@@ -164,6 +164,7 @@ class Router:
             host=config.server.ops_host,
             port=config.server.ops_listens_on if self.leads else None,
             authenticator=door,
+            names=config.server.ops_names,
             sock=None if seat is None else seat.ops,
             at="" if seat is None else seat.ops_at,
         )

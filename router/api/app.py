@@ -53,6 +53,7 @@ from router.openai.errors import (
     internal_error,
     method_not_allowed,
     model_not_found,
+    not_json,
     unknown_path,
 )
 from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
@@ -271,6 +272,7 @@ def _add_insight(
     async def explain_request(request: Request) -> Response:
         """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
         default that of a chat (messages), a completion (prompt) or a response (input)."""
+        _check_json(request)
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
         path = request.query_params.get("path") or await at_leisure(_likely_path(body))
@@ -283,6 +285,14 @@ def _add_insight(
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _check_json(request: Request) -> None:
+    """What a page of another origin can send without being asked for leave (CORS) is no JSON. Raises
+    ``ApiError``."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise not_json(kind)
 
 
 def _add_requests(app: FastAPI, view: OpsView) -> None:

@@ -188,6 +188,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
     address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
+    ops_names: tuple[str, ...] = ()
+    """Names, without a port, by which the ops port is asked where it wants no token, e.g. that of a Service.
+    IP addresses, `localhost`, the machine's own name and `ops_host` always do; by any other name it answers
+    421, since a page in a browser may have been made to lead here (DNS rebinding)."""
     ops_port: int | Literal["off", "public"] | None = None
     """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one where `port` is 0. 0 takes a free
     one, `off` answers nowhere, `public` answers everybody on the router's own port."""

@@ -120,6 +120,7 @@ def _elsewhere(text: str) -> str:
 RULES: dict[str, Rule] = {
     "server.host": _host,
     "server.ops_host": _host,
+    "server.ops_names": _host,
     "server.ops_token_file": _path,
     "server.tls_cert_file": _path,
     "server.tls_key_file": _path,

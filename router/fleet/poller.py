@@ -162,7 +162,7 @@ class FleetPoller(Generic[E]):
         while True:
             try:
                 up = any(status.up for status in self._fleet.ranks(base_url))
-                if now() >= models_due:
+                if now() >= models_due or (up and self._is_overdue(base_url)):
                     answered = await self._ask_models(base_url)
                     up = any(status.up for status in self._fleet.ranks(base_url))
                     settings = self._settings
@@ -202,7 +202,10 @@ class FleetPoller(Generic[E]):
                 if alive and not refused and status.silent:  # it answers clients, so it is up again
                     self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
-            if up and not refused and (alive or missed < self._settings.polls_missed_max):
+            # A poll that times out while requests wait longer than expected needs no second one.
+            hangs = isinstance(error, TimeoutError) and self._is_overdue(base_url)
+            missed_max = 1 if hangs else self._settings.polls_missed_max
+            if up and not refused and (alive or missed < missed_max):
                 return False  # slow under load is not down
         if models:
             self._missed.pop(base_url, None)
@@ -252,6 +255,9 @@ class FleetPoller(Generic[E]):
         answers, before = sum(s.answers for s in self._fleet.ranks(base_url)), self._answers.get(base_url, 0)
         self._answers[base_url] = answers
         return answers > before
+
+    def _is_overdue(self, base_url: str) -> bool:
+        return any(status.overdue for status in self._fleet.ranks(base_url))
 
     def _note_all_silent(self, status: E) -> None:
         """Said once for each model whose last engine went down."""

@@ -177,6 +177,21 @@ def on_ops_port(path: str, where: str) -> ApiError:
     return ApiError(404, "ops_port", message, kind="not_found_error")
 
 
+def ops_name_unknown(host: str) -> ApiError:
+    """421: the ops port is asked by a name that is not this machine's."""
+    message = (
+        f"Host {echoed(host)} is no name by which the ops port is asked without a token: use its IP address, "
+        "localhost or server.ops_host, or add the name to server.ops_names."
+    )
+    return ApiError(421, "ops_name_unknown", message, headers=_NO_RETRY)
+
+
+def not_json(kind: str) -> ApiError:
+    """415: the body is declared to be something else."""
+    message = f"content-type {echoed(kind)}: send the request as application/json."
+    return ApiError(415, "unsupported_content_type", message, headers=_NO_RETRY)
+
+
 def internal_error() -> ApiError:
     """500: a fault of ours."""
     message = "Internal error in the router; its log has the details."

@@ -19,6 +19,7 @@ from router.fleet.identity import EngineAddress
 WRONG: dict[str, str] = {
     "server.host": "http://0.0.0.0",
     "server.ops_host": "300.1.1.1",
+    "server.ops_names": "ops.example:9001",
     "server.ops_token_file": " ",
     "server.tls_cert_file": "",
     "server.tls_key_file": "a\nb",
