@@ -54,7 +54,7 @@ from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
 from router.proxy.settings import ProxySettings
-from router.proxy.split.bootstrap import Bootstrap
+from router.proxy.split.engine_page import EnginePage
 from router.proxy.split.legs import AgainError, Legs, broke, new_transfer_id
 from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
@@ -104,7 +104,7 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
-        self._bootstrap = Bootstrap(client)
+        self._bootstrap = EnginePage(client, b"/query")
         self._legs = Legs(
             self._own,
             connector_of(pd, self._bootstrap),
@@ -113,6 +113,7 @@ class Forwarder:
             stats=pd_stats,
             proxy_stats=stats,
             clock=clock,
+            metrics=EnginePage(client, b"/metrics"),
         )
         self._together = Together(self._legs, pd_stats, clock)
         self._lines = 0
