@@ -279,6 +279,10 @@ class Router:
             background = [tasks.create_task(work) for work in works]
             if self.accounts.access is not None:
                 self.accounts.access.start()
+            if self.crew is not None and self.crew.seat.life:
+                # Its siblings serve: a replacement that accepts before it knows an engine refuses what they
+                # would answer. Until then connections wait in the backlog of its socket.
+                await poller.first_polls(self.config.fleet.poll_timeout_s)
             try:
                 yield
             finally:
