@@ -28,6 +28,8 @@ from router.prompts.config import ModelPrompts
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
 
+_WATCH_S = 1.0
+"""How often engines at which requests wait are looked at."""
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
@@ -62,7 +64,7 @@ class Following:
     def begin(self, tasks: asyncio.TaskGroup) -> list[Coroutine[Any, Any, None]]:
         """From now on feeds run in ``tasks``. Returns what is to work beside them."""
         self._tasks = tasks
-        return [self._audit.detect(), self._audit.audit_all()]
+        return [self._audit.detect(), self._audit.audit_all(), self._watch_waiting()]
 
     def end(self) -> None:
         """Stop every feed; none begins until the next ``begin``."""
@@ -90,8 +92,29 @@ class Following:
     def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. Of an engine without events nothing is known then: start over."""
         engine.reset()
+        self._abandon(engine)
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
+
+    def _abandon(self, engine: Engine) -> None:
+        """Requests that wait for its first byte go to other engines, where there are any."""
+        now = self._clock()
+
+        def elsewhere(model: str | None) -> bool:
+            ready = self.fleet.ready(model)
+            return any(other is not engine and other.up and other.breaker.allows(now) for other in ready)
+
+        engine.abandon(elsewhere)
+
+    async def _watch_waiting(self) -> None:
+        """Breakers say nothing by themselves: look now and then whether one that is waited at holds."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now = self._clock()
+            for engine in self.fleet:
+                breaker = engine.breaker
+                if engine.waiting and (breaker.silent(now) or not breaker.closed):
+                    self._abandon(engine)
 
     def engine_restarted(self, engine: Engine) -> None:
         """See ``FleetListener``."""
@@ -114,6 +137,7 @@ class Following:
             fleet_changed=fleet_changed,
             elsewhere=None if self._shared is None else self._shared.lookup,
             leaving=(
+                self._abandon,
                 lambda engine: self._control.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
                 lambda engine: self._audit.forget(engine.engine_id),
@@ -150,6 +174,12 @@ class Following:
             )
             for name, configured in config.adapters().items()
         }
+
+    def tokenizer_of(self, model: str) -> tuple[str, ModelPrompts]:
+        """The configured tokenizer of a served model, and how its prompts are made besides."""
+        configured = self._config.model(model)
+        prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own(model))
+        return configured.tokenizer, prompts
 
     def take(self, config: Config) -> None:
         """Another configuration is running: engines of models of which other facts are known are followed

@@ -1,7 +1,7 @@
-"""What a request is charged by its size until an engine reports what it computed.
+"""Estimates of a request's tokens by its size, charged until an engine reports usage.
 
 Where a prompt's tokens are known they count. Else these estimates do: of the order of what engines report,
-rather above it, so that nobody gets far ahead of a limit while many requests are under way.
+rather above it, so that no tenant gets far ahead of a limit while many requests are under way.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class TenantStats(msgspec.Struct):
 
 
 class _Elsewhere(msgspec.Struct):
-    """What another process has of a tenant's limits: requests ``active`` there, and what was taken of the
+    """Share of another process in a tenant's limits: requests ``active`` there, and what was taken of the
     buckets here for it and may come back."""
 
     active: int = 0
@@ -79,7 +79,7 @@ class Tenant:
         )
 
     def used_elsewhere(self, other: Hashable, before: Use | None, use: Use, now: float) -> bool:
-        """See ``LimitKeeper``."""
+        """Count the use at another process; False: refused. ``LimitKeeper``."""
         pairs = ((self._requests, use.requests_used), (self._tokens, use.tokens_used))
         if any(bucket is not None and used > bucket.capacity * (1 + _ROUNDING) for bucket, used in pairs):
             return False
@@ -204,7 +204,7 @@ class TenantRequest:
         self._open = True
 
     def placed(self, uncached_tokens: int, known: bool = True) -> None:
-        """An engine gets it now, and should compute so many tokens of its prompt; not ``known``: by its size.
+        """An engine gets it now, and should compute these tokens of its prompt; not ``known``: by its size.
         Asked again after a retry, the last one counts."""
         self._known = known
         self._charge(uncached_tokens)
@@ -246,7 +246,7 @@ _ROUNDING = 1e-6
 
 
 def _used(bucket: TokenBucket | None, now: float) -> float:
-    """What it lacks of being full, at most one period's worth."""
+    """Tokens it lacks of being full, at most one period's worth."""
     return 0.0 if bucket is None else min(bucket.capacity, bucket.capacity - bucket.left(now))
 
 

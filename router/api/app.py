@@ -27,6 +27,7 @@ from router.api.answers import (
     LiveRequest,
     ModelList,
     PrefixView,
+    PromptsBrief,
     Ready,
     ReceiptView,
     Version,
@@ -185,7 +186,12 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
             status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
             for status in sources.fleet
         }
-        return json_answer(Ready(state.ready, state.reason, engines), 200 if state.ready else 503)
+        prompts = {
+            model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
+            for model, one in sources.tokenizer_origins().items()
+        }
+        ready = Ready(state.ready, state.reason, engines, prompts)
+        return json_answer(ready, 200 if state.ready else 503)
 
     @_get(app, "/version", refer(Version))
     async def version() -> Response:

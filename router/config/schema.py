@@ -29,6 +29,7 @@ from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ANY_MODEL, ModelPrompts, PromptSettings
+from router.prompts.origin.source import AUTO, parse_source
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
@@ -58,9 +59,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Which of them a model needs: [README](../README.md#with-vllm); why: [exactness.md](exactness.md).
     """
 
-    tokenizer: str | None = None
-    """Local directory with `tokenizer.json` (Hugging Face layout). Where not set, an engine is asked for
-    the tokens of each prompt."""
+    tokenizer: str = AUTO
+    """``auto``: what the engines say they serve (`root` of their `/v1/models`): a directory that is readable
+    here, or a repository of the hub, of which the tokenizer is fetched. Or a directory with `tokenizer.json`
+    (Hugging Face layout), a repository `ORG/NAME[@REVISION]`, or ``off``: an engine is asked for the tokens
+    of each prompt. All but a directory are compared with the engines' own tokens before they are used."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
@@ -141,9 +144,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompts(self) -> ModelPrompts:
-        """The part the prompt reader needs."""
+        """The part the prompt reader needs; a directory that is still to be found is not in it."""
+        source = parse_source(self.tokenizer)
         return ModelPrompts(
-            tokenizer_dir=self.tokenizer,
+            tokenizer_dir=source.name if source.kind == "directory" else None,
             chat_template=self.chat_template,
             chat_template_content_format=self.chat_template_content_format,
             tokenizer_mode=self.tokenizer_mode,

@@ -90,6 +90,11 @@ class EngineStatus:
             self._fleet_changed()
 
     @property
+    def overdue(self) -> bool:
+        """Requests wait for it longer than expected: it should be polled now."""
+        return False
+
+    @property
     def held(self) -> str:
         """Why it gets no new requests although it may be up; "": it gets them."""
         return self._held

@@ -84,7 +84,7 @@ class Form:
         return (yield from joined((view[: found.start], text, view[found.end :])))
 
     def look(self) -> Peek:
-        """What the proxy needs of it."""
+        """The fields that the proxy reads."""
         priority = self.value("priority")
         return Peek(
             self.value("model"),

@@ -201,6 +201,15 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def awaited(self, cancel: Callable[[], object]) -> None:
+        """See ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
+        if self.request.pinned is None and self.request.earlier_response is None:
+            self.engine.waiting[self] = cancel
+
+    def arrived(self) -> None:
+        """See ``Attempt``."""
+        self.engine.waiting.pop(self, None)
+
     def answered(self, status: int) -> None:
         """See ``Attempt``."""
         super().answered(status)
@@ -246,6 +255,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        self.arrived()
         engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)

@@ -393,8 +393,8 @@ class ProxyApp:
 
 
 def _served(record: RequestRecord) -> bool:
-    """Whether an engine may have computed it: it answered with success, nobody saw the answer, or the client
-    left while one was at work."""
+    """Whether an engine may have computed it: it answered with success, the answer passed unseen, or the
+    client left while one was at work."""
     if record.gone and not record.status:
         return bool(record.engine)
     return record.unseen or 200 <= record.status < 300

@@ -35,7 +35,7 @@ _TRANSCODED_BYTES_MAX = 1 << 20
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What is kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
+    """Fields kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
 
     transfer: bool = True
     report_mode: ReportMode = "pass"

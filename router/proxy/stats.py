@@ -16,6 +16,8 @@ class ProxyStats(ClientStats):
     """Gauge: requests being answered now."""
     retries: int = 0
     """Further attempts at another engine."""
+    requests_moved: int = 0
+    """Requests that waited for a first byte when their engine went down, and were given to another one."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Failed attempts at engines, by reason."""
     streams_broken: int = 0

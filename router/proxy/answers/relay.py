@@ -56,6 +56,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _pass_on(self, first: bytes) -> Awaitable[None] | None:
         connection = self._connection
+        self._attempt.arrived()
         self._record.status = connection.status
         if self._head.sse:
             return self._pass_events(first)

@@ -77,7 +77,7 @@ def by_aiohttp() -> tuple[bytes, bytes]:
 
 
 def by_httpx() -> tuple[bytes, bytes]:
-    """What the ``openai`` client sends with."""
+    """By the client library under ``openai``."""
     import openai  # noqa: PLC0415  # slow
 
     client = openai.OpenAI(api_key="x", base_url="http://h/")
