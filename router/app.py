@@ -119,6 +119,7 @@ class Router:
             config.prompts,
             self.calls.ask,
             setting_of=self.following.tokenizer_of,
+            chunk_size_found=self.following.learn_chunk_size,
             clock=clock,
         )
         self.traces = Traces(config.traces) if config.traces.endpoint else None

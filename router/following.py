@@ -51,6 +51,8 @@ class Following:
         self._clock = clock
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
+        self._chunk_sizes: dict[str, int] = {}
+        """Chunk of chunked local attention by served model, as the models' own files say."""
         self.scopes = Scopes(self._facts, None if shared is None else shared.index_of)
         self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
         self._control: FeedControl = self.feeds
@@ -164,7 +166,11 @@ class Following:
             self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
 
     def _facts(self, model: str) -> ModelFacts:
-        return msgspec.structs.replace(self._config.model(model).facts(), lora_paths=self._adapters.of(model))
+        facts = self._config.model(model).facts()
+        chunk = (
+            self._chunk_sizes.get(model) if facts.attention_chunk_size is None else facts.attention_chunk_size
+        )
+        return msgspec.structs.replace(facts, attention_chunk_size=chunk, lora_paths=self._adapters.of(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
         """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
@@ -187,20 +193,31 @@ class Following:
         before, self._config = self._config, config
         self._adapters.configure(config.adapters())
         served = [engine for engine in self.fleet if engine.base_model is not None]
-        other = {
-            base
-            for base in {engine.base_model or "" for engine in served}
-            if _cache_facts(before, base) != _cache_facts(config, base)
-        }
         for engine in served:
             self._learn_adapters(engine, engine.base_model or "")
-            if engine.base_model in other:
-                self._control.stop(engine.engine_id)
-                engine.learn_from(None, shadow=None)
-        for base in other:
+        bases = {engine.base_model or "" for engine in served}
+        self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
+
+    def learn_chunk_size(self, model: str, tokens: int | None) -> None:
+        """What a served model's own files say of chunked local attention; a configured size goes first, and
+        groups of other kinds, which the events tell, do without."""
+        if tokens is None or self._chunk_sizes.get(model) == tokens:
+            return
+        before = self._facts(model)
+        self._chunk_sizes[model] = tokens
+        if self._facts(model) != before:
+            self._relearn({model})
+
+    def _relearn(self, bases: set[str]) -> None:
+        """Follow the engines of these models again, with other facts."""
+        engines = [engine for engine in self.fleet if engine.base_model in bases]
+        for engine in engines:
+            self._control.stop(engine.engine_id)
+            engine.learn_from(None, shadow=None)
+        for base in bases:
             self.scopes.relearn(base)
-        for engine in served:
-            if engine.base_model in other and engine.up:
+        for engine in engines:
+            if engine.up:
                 self.engine_up(engine)
 
 

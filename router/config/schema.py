@@ -87,7 +87,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
-    """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
+    """Chunk of chunked local attention, in tokens, for such models (e.g. Llama 4). Not set: what the model's
+    `config.json` says, where the tokenizer was found by the engines' word or by name; else required."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None

@@ -24,6 +24,7 @@ from router.fleet.status import Fleet
 from router.openai.errors import ApiError
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.origin.locate import Located, Locator
+from router.prompts.origin.model_config import attention_chunk_size
 from router.prompts.origin.probes import compare, compare_one
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
@@ -81,7 +82,8 @@ class _Model:
 
 class TokenizerFinder:
     """``setting_of`` gives the configured ``tokenizer`` of a served model and how its prompts are made;
-    ``post`` asks engines in the router's name."""
+    ``post`` asks engines in the router's name; ``chunk_size_found`` hears what a model's files say of chunked
+    local attention."""
 
     def __init__(
         self,
@@ -91,12 +93,14 @@ class TokenizerFinder:
         post: Post,
         *,
         setting_of: Callable[[str], tuple[str, ModelPrompts]],
+        chunk_size_found: Callable[[str, int | None], None] = lambda _model, _tokens: None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._reader = reader
         self._settings = settings
         self._setting_of = setting_of
+        self._chunk_size_found = chunk_size_found
         self._clock = clock
         self._locator = Locator(settings)
         patient = msgspec.structs.replace(settings, engine_timeout_s=_COMPARE_TIMEOUT_S)
@@ -212,6 +216,7 @@ class TokenizerFinder:
                 problem = found
                 continue
             self._use(model, prompts, local, located)
+            self._chunk_size_found(model.name, await asyncio.to_thread(attention_chunk_size, located.folder))
             return
         if problem is not None:
             raise problem

@@ -12,10 +12,12 @@ import pytest
 from huggingface_hub import constants
 
 from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.groups import GroupSpec
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
 from router.prompts.config import ANY_MODEL, PromptSettings
 from router.prompts.origin.finder import ModelOrigin
+from router.prompts.origin.model_config import attention_chunk_size
 from tests.support.front import fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import run, until
@@ -215,6 +217,47 @@ def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Pa
             assert rig.router.reader.stats.reads["chat", "local"] == 1
 
     run(main())
+
+
+def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "chunked")
+    (folder / "config.json").write_text('{"text_config": {"attention_chunk_size": 128}}')
+    groups = (
+        GroupSpec(0, "full_attention", 16),
+        GroupSpec(1, "chunked_local_attention", 16, attention_chunk_size=128),
+    )
+
+    async def main() -> None:
+        named = {"root": str(folder), "groups": groups}
+        async with running(named) as engines, routing(auto(*engines)) as rig:
+            await origin(rig, "here")
+            for _ in range(3):
+                await rig.chat(TEXT * 20)
+                await rig.caught_up(*engines)
+            facts = rig.router.scopes.scope(MODEL).facts
+            assert facts.attention_chunk_size == 128
+            assert rig.outcomes("exact") >= 2
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ('{"attention_chunk_size": 64}', 64),
+        ('{"attention_chunk_size": 64, "text_config": {"attention_chunk_size": 8192}}', 8192),
+        ('{"attention_chunk_size": null}', None),
+        ('{"attention_chunk_size": true}', None),
+        ('{"attention_chunk_size": -1}', None),
+        ("[]", None),
+        ("no json", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_config_json_may_be_anything(tmp_path: Path, text: str, size: int | None) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert attention_chunk_size(tmp_path) == size
+    assert attention_chunk_size(tmp_path / "nowhere") is None
 
 
 def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
