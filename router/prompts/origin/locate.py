@@ -75,6 +75,9 @@ class Locator:
         self._thread.start()
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await result
+                await asyncio.wait([result])
         except TimeoutError:
+            result.cancel()  # what comes later is not used
             raise too_slow(self._limits) from None
+        self._thread = None  # it delivered, and ends
+        return result.result()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from huggingface_hub import constants
 
@@ -18,6 +19,7 @@ from router.fleet.identity import EngineAddress
 from router.prompts.config import ANY_MODEL, PromptSettings
 from router.prompts.origin.finder import ModelOrigin
 from router.prompts.origin.model_config import attention_chunk_size
+from router.tools.explain.prompt import PromptError, read_prompt
 from tests.support.front import fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import run, until
@@ -146,6 +148,21 @@ def test_a_failure_is_shown_and_mended_while_the_router_serves(
             assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in page
             hub.repositories[NAME].error = None
             await origin(rig, "here")
+
+    run(main())
+
+
+def test_a_hub_that_holds_its_answer_holds_nothing_else(hub: StandInHub) -> None:
+    async def main() -> None:
+        hub.hold.clear()
+        slow = msgspec.structs.replace(settings(hub), hub_timeout_s=0.3)
+        async with running(NAMED) as engines:
+            config = msgspec.structs.replace(auto(*engines, hub=hub), prompts=slow)
+            async with routing(config) as rig:
+                assert "hub_timeout_s" in (await origin(rig, "engine", "too_slow")).problem
+                await rig.chat(TEXT)
+                hub.hold.set()
+                await origin(rig, "here")
 
     run(main())
 
@@ -281,3 +298,14 @@ def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
                 assert "/tokenize" in (await origin(rig, "engine", "not_compared")).problem
 
     run(main())
+
+
+def test_explain_takes_a_name_too(hub: StandInHub, tmp_path: Path) -> None:
+    body = b'{"model": "m", "prompt": "Once upon a time"}'
+    named = Config(models={ANY_MODEL: ModelConfig(tokenizer=NAME)}, prompts=settings(hub))
+    local = Config(models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))})
+    read = [read_prompt(tmp_path / "b.json", body, config, None).token_ids for config in (named, local)]
+    assert list(read[0]) == list(read[1])
+    gone = Config(models={ANY_MODEL: ModelConfig(tokenizer="org/unknown")}, prompts=settings(hub))
+    with pytest.raises(PromptError, match=r"no such repository.*HF_TOKEN"):
+        read_prompt(tmp_path / "b.json", body, gone, None)
