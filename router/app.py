@@ -20,6 +20,7 @@ from router.api.admin.actions import FleetActions
 from router.api.admin.app import AdminApi
 from router.api.app import create_control, create_ops
 from router.api.front import Application, Front
+from router.api.insight import sample_history
 from router.api.metrics.page import Sources
 from router.api.ops import OpsPort, ops_authenticator
 from router.api.readiness import Readiness, ReadinessCheck
@@ -35,10 +36,12 @@ from router.http.server.lifespan import lifespan
 from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
+from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
+from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -110,6 +113,15 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.finder = TokenizerFinder(
+            self.fleet,
+            self.reader,
+            config.prompts,
+            self.calls.ask,
+            setting_of=self.following.tokenizer_of,
+            chunk_size_found=self.following.learn_chunk_size,
+            clock=clock,
+        )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.of(config.alias_shares())
         self.planner, self.proxy = self._assemble()
@@ -129,16 +141,18 @@ class Router:
             self.proxy.stats,
             self.reader.stats,
             lambda: self.listen_stats,
+            self.proxy.requests,
+            HistoryLog(clock()),
             self.sharing.index,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
-            self.proxy.requests,
             self.gate,
             self.aliases,
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
             pd=self.planner.pd_stats,
-            tokenizers=lambda: self.reader.tokenizers(self.config.models),
+            tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
+            tokenizer_origins=self.finder.origins,
             others=self.sharing.others,
         )
         self._view: WholeView | None = None
@@ -161,6 +175,7 @@ class Router:
             host=config.server.ops_host,
             port=config.server.ops_listens_on if self.leads else None,
             authenticator=door,
+            names=config.server.ops_names,
             sock=None if seat is None else seat.ops,
             at="" if seat is None else seat.ops_at,
         )
@@ -211,6 +226,7 @@ class Router:
             aliases=self.aliases,
             tls=self._engine_tls,
             claims=planner.hold is not None,
+            responses=self.accounts.responses,
             pd=self.config.pd,
             pd_stats=planner.pd_stats,
         )
@@ -223,7 +239,13 @@ class Router:
             return None
         fields = [(name.encode(), value.encode()) for name, value in self.config.fleet.headers().items()]
         file = KeyFile(Path(keys.file), clock=self.clock)
-        return KeyGate(file, clock=self.clock, forward=keys.forward, engine_fields=fields)
+        return KeyGate(
+            file,
+            clock=self.clock,
+            forward=keys.forward,
+            engine_priorities=keys.engine_priorities,
+            engine_fields=fields,
+        )
 
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:
         """ASGI 3."""
@@ -247,7 +269,8 @@ class Router:
             poller = self.poller = FleetPoller(self.fleet, self.following, self.config.fleet, session)
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
-            works += [self.certificates.watch(), self._expire_inflight()]
+            works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
+            works.append(self.finder.run())
             works += [work() for work in self.works]
             works += self.sharing.works()
             if self.config.prompts.renderers:
@@ -257,6 +280,10 @@ class Router:
             background = [tasks.create_task(work) for work in works]
             if self.accounts.access is not None:
                 self.accounts.access.start()
+            if self.crew is not None and self.crew.seat.life:
+                # Its siblings serve: a replacement that accepts before it knows an engine refuses what they
+                # would answer. Until then connections wait in the backlog of its socket.
+                await poller.first_polls(self.config.fleet.poll_timeout_s)
             try:
                 yield
             finally:
@@ -280,6 +307,11 @@ class Router:
         while True:
             await asyncio.sleep(inflight.settings.grace_s)
             inflight.expire(self.clock())
+
+    async def _keep_history(self) -> None:
+        while True:
+            wait_s = sample_history(self.sources)
+            await asyncio.sleep(wait_s)
 
     def _in_crew(self) -> AbstractAsyncContextManager[None]:
         if self.crew is None or self._view is None:
@@ -330,6 +362,7 @@ class Router:
             certificates=self.certificates,
             clock=self.clock,
             readiness=lambda: config.epp.conformance_headers or self.readiness().ready,
+            synced=lambda: not self.fleet_sources.unsynced(),
             endpoints=lambda: [endpoint_of(engine.engine.base_url) for engine in self.fleet],
         )
 
@@ -366,6 +399,8 @@ class Router:
         """Another configuration is running."""
         before, self.config = self.config, config
         self.following.take(config)
+        if config.models != before.models:
+            self.finder.forget()
         if config.engines != before.engines:
             self.roster.engines_max = _engines_max(config)
             self.fleet_sources.set_static(config.engines)

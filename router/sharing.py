@@ -47,6 +47,9 @@ class Sharing:
             self.index.share_limits(gate, "" if seat is None else seat.folder.name)
         if seat is not None:
             self.gossip = self._gossip_of(seat, gate)
+        if self.index is not None:
+            secrets = tuple if gate is None else lambda: gate.keys.secrets
+            self.index.share_responses(self._accounts.responses, secrets)
 
     def _gossip_of(self, seat: WorkerSeat, gate: KeyGate | None) -> SiblingGossip:
         alone = self.index is None

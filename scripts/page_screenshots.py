@@ -1,17 +1,25 @@
-"""Take the pictures of the operators' page that docs/operations.md shows, from a router at work, in Chromium.
+"""Take the pictures of the status page that docs/operations.md shows, from routers at work, in Chromium.
 
-    python -m scripts.page_screenshots [FOLDER]        # default: docs/images
+    python -m scripts.page_screenshots [FOLDER]        # default: docs/images; six minutes
 
-Four simulated engines of two kinds of groups and one that is gone, chats with common beginnings, one answer
-under way. Written: ``page-light.png`` (1,280 px) and ``page-dark-360.png`` (a telephone, dark).
+Simulated engines of two kinds of groups and one that is down, five minutes of chats with common beginnings at
+a changing rate, a model that is not served now and then, one answer in progress. Written: ``page-light.png``
+(1,280 px), ``page-dark-360.png`` (a telephone) and ``page-table-dark-768.png`` (12 engines).
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
+
+import openai
 
 from router.fleet.identity import EngineAddress
 from tests.support.browser import Tab, browsing
@@ -19,35 +27,47 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOTS = {"page-light.png": (1280, 1000, "light"), "page-dark-360.png": (360, 1100, "dark")}
 ENGINE = {"groups": "gptoss-like", "prefill_s_per_token": 2e-5}
 GONE = EngineAddress("http://127.0.0.1:9")
 
 
-async def _chats(rig: Rig) -> None:
-    for number in range(48):
+class Shot(NamedTuple):
+    """One picture: pixels, and ``light`` or ``dark``."""
+
+    name: str
+    width: int
+    height: int
+    scheme: str
+
+
+SMALL_FLEET = (Shot("page-light.png", 1280, 1000, "light"), Shot("page-dark-360.png", 360, 1100, "dark"))
+LARGE_FLEET = (Shot("page-table-dark-768.png", 768, 960, "dark"),)
+
+
+async def _chats(rig: Rig, traffic_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    begun, number = loop.time(), 0
+    while (passed := loop.time() - begun) < traffic_s:
         task = f"You work on task {number % 6}. "
         await rig.chat(task * 40 + TEXT * (20 + 10 * (number % 3)) + f"Question {number}.")
         await until(lambda: rig.idle, "request over")
+        if number % 40 == 20:
+            with suppress(openai.NotFoundError):
+                await rig.chat("Hello.", model="another-model")
+        number += 1
+        await asyncio.sleep(0.25 + 0.2 * math.sin(passed / 6))
 
 
-async def _shoot(tab: Tab, folder: Path) -> None:
-    for name, (width, height, scheme) in SHOTS.items():
-        await tab.size(width, height)
-        await tab.prefer(scheme)
-        await tab.shows("#tree", "256 tokens")
-        shot = await tab.call("Page.captureScreenshot", format="png")
-        (folder / name).write_bytes(base64.b64decode(shot["data"]))
-
-
-async def _main(folder: Path) -> None:
+@asynccontextmanager
+async def _page(count: int, traffic_s: float) -> AsyncIterator[Tab]:
+    """The page of a router at work before this many engines and one that is down."""
     async with (
-        running(*[ENGINE] * 4) as engines,
+        running(*[ENGINE] * count) as engines,
         routing(configure(*engines, GONE), wait=False) as rig,
         browsing() as tab,
     ):
-        await until(lambda: len([engine for engine in rig.router.fleet if engine.up]) == 4, "engines up")
-        await _chats(rig)
+        await until(lambda: len([engine for engine in rig.router.fleet if engine.up]) == count, "engines up")
+        await _chats(rig, traffic_s)
         await rig.caught_up(*engines)
         stream = await rig.api.chat.completions.create(
             model=MODEL,
@@ -57,14 +77,33 @@ async def _main(folder: Path) -> None:
             extra_body={"ignore_eos": True},
         )
         await anext(stream)
-        await tab.open(f"{rig.ops_url}/kvatlas/")
-        await tab.shows("#engines", "blocks in group 0")
-        await asyncio.sleep(1.5)  # the page asks every second: two rounds, so that its rates are there
-        await _shoot(tab, folder)
+        await tab.open(f"{rig.ops_url}/")
+        await tab.shows("#live", "streaming")
+        yield tab
         await stream.close()
+
+
+async def _shoot(tab: Tab, folder: Path, shots: tuple[Shot, ...]) -> None:
+    for name, width, height, scheme in shots:
+        await tab.size(width, height)
+        await tab.prefer(scheme)
+        await until(partial(_changed, tab, await tab.text("#data")), "the page is drawn in this size")
+        shot = await tab.call("Page.captureScreenshot", format="png")
+        (folder / name).write_bytes(base64.b64decode(shot["data"]))
+
+
+async def _changed(tab: Tab, before: str) -> bool:
+    return await tab.text("#data") != before
+
+
+async def _main(folder: Path) -> None:
+    async with _page(4, 300.0) as tab:
+        await _shoot(tab, folder, SMALL_FLEET)
+    async with _page(11, 30.0) as tab:
+        await _shoot(tab, folder, LARGE_FLEET)
 
 
 if __name__ == "__main__":
     pictures = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
     pictures.mkdir(parents=True, exist_ok=True)
-    run(_main(pictures))
+    run(_main(pictures), 480)

@@ -23,6 +23,7 @@ from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024
+_SECRETS_MAX = 8
 _LOOK_EVERY_S = 1.0
 _BEGIN = "kva-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -71,6 +72,8 @@ class KeyFile:
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
         self.path = path
         self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
+        self.secrets: tuple[bytes, ...] = ()
+        """Known to those who can read the file, and to no tenant: of the file as it is, then as it was."""
         self._take(read_key_file(path))
 
     def tenant_of(self, key: bytes) -> str | None:
@@ -100,6 +103,9 @@ class KeyFile:
 
     def _take(self, table: KeyTable) -> None:
         self.table = table
+        digests = "".join(sorted(entry.sha256 for entry in table.keys))
+        secret = hashlib.sha256(b"kvatlas" + digests.encode()).digest()
+        self.secrets = tuple(dict.fromkeys((secret, *self.secrets)))[:_SECRETS_MAX]
         self._by_part = {entry.sha256[:16]: entry for entry in table.keys}
         self._nobody = KeyEntry(tenant="", sha256=secrets.token_hex(32))
 

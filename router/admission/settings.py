@@ -12,6 +12,9 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     """TOML file with tenants, their limits, and the SHA-256 of each key; `kvatlas keys add` writes it
     ([tenants.md](tenants.md)). Read again when it changes. Every request to an engine, and `/v1/models`, then
     needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    engine_priorities: bool = False
+    """Engines schedule by priority (vLLM's `--scheduling-policy priority`; others refuse any but 0): requests
+    of tenants of the class `low` get `priority` 1, of `high` -1, where their bodies have none."""
     forward: bool = False
     """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
     that is set."""

@@ -18,6 +18,7 @@ from router.fleet.identity import EngineId
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.index.learn.layout import CacheLayout
+from router.observe.history import HistoryInterval, RecentHistory
 from router.observe.receipts import Receipt
 from router.placement.load.account import EngineLoad
 
@@ -45,12 +46,24 @@ class EngineBrief(msgspec.Struct, frozen=True):
     feed: str
 
 
+class PromptsBrief(msgspec.Struct, frozen=True):
+    """How the prompts of one model become tokens: ``here``, or by asking an ``engine``, and why."""
+
+    how: str
+    source: str
+    by: str
+    reason: str
+    problem: str
+    remedy: str
+
+
 class Ready(msgspec.Struct, frozen=True):
-    """Whether traffic should come here, and if not, why; engines by their ids."""
+    """Whether traffic should come here, and if not, why; engines by their ids, models by their names."""
 
     ready: bool
     reason: str
     engines: Mapping[EngineId, EngineBrief]
+    prompts: Mapping[str, PromptsBrief] = {}
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -105,6 +118,27 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     why: dict[str, Any]
 
 
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has ended, at ``at_s`` in Unix time. ``status`` is HTTP's, or ``client_gone``,
+    ``broken_stream`` or ``unseen`` (a gateway passed the answer on without showing it). Token counts are the
+    engine's."""
+
+    at_s: float
+    request_id: str
+    path: str
+    model: str
+    tenant: str
+    engine: str
+    status: str
+    attempts: int
+    waited_s: float
+    first_token_s: float | None
+    duration_s: float
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+
+
 class PrefixView(msgspec.Struct, frozen=True):
     """A prefix that prompts begin with: ``rate`` prompts of the last ten minutes; ``holders``: engine ->
     groups of layers that hold its last block on the GPU. ``parent`` is a shorter prefix's id."""
@@ -148,7 +182,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 _KINDS = (
     *(Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer),
-    *(LiveRequest, PrefixView, EngineProblem),
+    *(LiveRequest, EndedRequest, PrefixView, EngineProblem, RecentHistory, HistoryInterval),
 )
 
 

@@ -20,12 +20,14 @@ from router import __version__
 from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
+    EndedRequest,
     EngineBrief,
     EngineView,
     Health,
     LiveRequest,
     ModelList,
     PrefixView,
+    PromptsBrief,
     Ready,
     ReceiptView,
     Version,
@@ -40,6 +42,7 @@ from router.api.readiness import Readiness
 from router.api.views import OpsView, OwnView
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
+from router.observe.history import RecentHistory
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
@@ -51,6 +54,7 @@ from router.openai.errors import (
     internal_error,
     method_not_allowed,
     model_not_found,
+    not_json,
     unknown_path,
 )
 from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
@@ -102,6 +106,8 @@ def create_ops(
     view = view or OwnView(sources)
     _add_metrics(app, view)
     _add_insight(app, planner, sources, view, body_bytes_max)
+    _add_requests(app, view)
+    _add_page(app)
     return app
 
 
@@ -180,7 +186,12 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
             status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
             for status in sources.fleet
         }
-        return json_answer(Ready(state.ready, state.reason, engines), 200 if state.ready else 503)
+        prompts = {
+            model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
+            for model, one in sources.tokenizer_origins().items()
+        }
+        ready = Ready(state.ready, state.reason, engines, prompts)
+        return json_answer(ready, 200 if state.ready else 503)
 
     @_get(app, "/version", refer(Version))
     async def version() -> Response:
@@ -229,12 +240,6 @@ def _add_insight(
         """Every engine as the router sees it."""
         return json_answer(await view.engines())
 
-    @app.head(CONTROL_PREFIX, include_in_schema=False)
-    @app.get(CONTROL_PREFIX, include_in_schema=False)
-    async def operators_page() -> Response:
-        """The page for people."""
-        return page()
-
     @_get(
         app,
         "/kvatlas/problems",
@@ -244,11 +249,6 @@ def _add_insight(
         """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
         return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
-
-    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
-    async def requests() -> Response:
-        """Requests that have not ended, oldest first: where they are, and why there."""
-        return json_answer(await view.requests())
 
     @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
     async def prefixes() -> Response:
@@ -260,11 +260,6 @@ def _add_insight(
         """Where engines come from, and how well that works."""
         known = {} if sources.origins is None else sources.origins.stats
         return json_answer(dict(known))
-
-    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
-    async def receipts() -> Response:
-        """The latest receipts, oldest first."""
-        return json_answer(await view.receipts())
 
     @_get(app, "/kvatlas/access_log")
     async def access_log() -> Response:
@@ -283,6 +278,7 @@ def _add_insight(
     async def explain_request(request: Request) -> Response:
         """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
         default that of a chat (messages), a completion (prompt) or a response (input)."""
+        _check_json(request)
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
         path = request.query_params.get("path") or await at_leisure(_likely_path(body))
@@ -295,6 +291,50 @@ def _add_insight(
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _check_json(request: Request) -> None:
+    """What a page of another origin can send without being asked for leave (CORS) is no JSON. Raises
+    ``ApiError``."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise not_json(kind)
+
+
+def _add_requests(app: FastAPI, view: OpsView) -> None:
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
+        """Requests that have not ended, oldest first: where they are, and why there."""
+        return json_answer(await view.requests())
+
+    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
+    async def receipts(request_id: str = "") -> Response:
+        """The latest receipts, oldest first; with ``?request_id=`` all kept ones of one request."""
+        return json_answer(await view.receipts(request_id))
+
+    @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
+    async def answers(request_id: str = "") -> Response:
+        """The latest requests that ended, oldest first. With ``?request_id=`` all kept ones that it names: an
+        id, its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
+        return json_answer(await view.answers(request_id))
+
+    @_get(app, "/kvatlas/history", refer(RecentHistory))
+    async def history() -> Response:
+        """Counts of the last five minutes, by intervals of a few seconds."""
+        return json_answer(await view.history())
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.api_route(CONTROL_PREFIX, methods=["GET", "HEAD"], include_in_schema=False)
+    async def status_page() -> Response:
+        """The status page, for browsers."""
+        return page()
+
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(CONTROL_PREFIX.rstrip("/"), methods=["GET", "HEAD"], include_in_schema=False)
+    async def to_status_page() -> Response:
+        """Lead to the status page. The address is relative: a proxy in front may add a path of its own."""
+        return Response(status_code=307, headers={"location": CONTROL_PREFIX.removeprefix("/")})
 
 
 def _likely_path(body: bytes) -> Generator[None, None, str]:

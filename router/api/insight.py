@@ -1,19 +1,29 @@
-"""What the page shows of requests under way, hot prefixes and blocks held, read from live objects."""
+"""Data of the status page, read from live objects: requests, the last minutes, hot prefixes, blocks held."""
 
 from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
 from publisher.events import BlockHash
-from router.api.answers import LiveRequest, PrefixView
+from router.api.answers import EndedRequest, LiveRequest, PrefixView
 from router.api.metrics.page import Sources
 from router.index.base import Plane
 from router.index.media import GPU
-from router.observe.requests import RequestRecord, RequestTracker
+from router.observe.history import Counts, Gauges, RecentHistory
+from router.observe.receipts import COMPARED
+from router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from router.placement.engine import Engine
 
+T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
+_ID_CHARS_MIN = 8
+"""Of a request id that is recognised inside a longer text."""
 
 
 def live_requests(tracker: RequestTracker) -> list[LiveRequest]:
@@ -40,6 +50,93 @@ def _stage(record: RequestRecord) -> str:
     if not record.attempts:
         return "reading"
     return "streaming" if record.bytes_out else "placed"
+
+
+def ended_requests(tracker: RequestTracker, latest: int, request_id: str = "") -> list[EndedRequest]:
+    """The latest that ended, oldest first; with ``request_id`` all of those that it names."""
+    unix_offset_s = time.time() - tracker.clock()
+    if request_id:
+        found = [record for record in tracker.ended if is_named(record.request_id, request_id)]
+    else:
+        found = list(last(tracker.ended, latest))
+    return [_ended(record, unix_offset_s) for record in found]
+
+
+def last(kept: deque[T], count: int) -> list[T]:
+    """The latest ``count``, oldest first, in a time that does not depend on how many are kept."""
+    return list(islice(reversed(kept), count))[::-1]
+
+
+def is_named(request_id: str, asked: str) -> bool:
+    """``asked`` is this request's id, its beginning, or an engine's id made of it (``chatcmpl-ID``)."""
+    return request_id.startswith(asked) or (len(request_id) >= _ID_CHARS_MIN and request_id in asked)
+
+
+def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
+    ended_s = record.arrived_s if record.ended_s is None else record.ended_s
+    usage, first_s = record.usage, record.first_s
+    return EndedRequest(
+        at_s=ended_s + unix_offset_s,
+        request_id=record.request_id,
+        path=record.path,
+        model=record.model,
+        tenant=record.tenant,
+        engine=record.engine,
+        status=record.outcome,
+        attempts=record.attempts,
+        waited_s=record.waited_s,
+        first_token_s=None if first_s is None else first_s - record.arrived_s,
+        duration_s=ended_s - record.arrived_s,
+        prompt_tokens=None if usage is None else usage.prompt_tokens,
+        cached_tokens=None if usage is None else usage.cached_tokens,
+        completion_tokens=None if usage is None else usage.completion_tokens,
+    )
+
+
+def sample_history(sources: Sources) -> float:
+    """Enter the present counters in the history; gives the seconds until the next time."""
+    return sources.history.add(sources.accounts.now(), _counts(sources), _gauges(sources))
+
+
+def show_history(sources: Sources) -> RecentHistory:
+    """The last five minutes."""
+    now = sources.accounts.now()
+    return sources.history.at(now, _counts(sources), _gauges(sources), unix_s=time.time())
+
+
+def _gauges(sources: Sources) -> Gauges:
+    return Gauges(
+        active=sources.proxy.requests_active,
+        engines=len(sources.fleet),
+        engines_up=sum(status.up for status in sources.fleet),
+    )
+
+
+def _counts(sources: Sources) -> dict[str, Counts]:
+    """By engine; under "" requests that no engine of the fleet was asked for."""
+    sums: dict[str, dict[str, int]] = {"": {}}
+    for (_, engine, outcome), count in sources.requests.counts.items():
+        failed = outcome[0] == "5" or outcome == BROKEN
+        one = sums.setdefault(engine, {})
+        one["requests"] = one.get("requests", 0) + count
+        one["errors"] = one.get("errors", 0) + (count if failed else 0)
+        one["unavailable"] = one.get("unavailable", 0) + (count if outcome == "503" else 0)
+    listen = sources.listen()
+    if listen is not None:  # 503 by the listener; a request whose body found no room is counted already
+        none = sums[""]
+        refused = listen.connections_refused + listen.bodies_refused
+        none["requests"] = none.get("requests", 0) + listen.connections_refused
+        none["errors"] = none.get("errors", 0) + refused
+        none["unavailable"] = none.get("unavailable", 0) + refused
+    for status in sources.fleet:
+        receipts = status.receipts
+        sums.setdefault(status.engine_id, {}).update(
+            prompt_tokens=receipts.prompt_tokens,
+            hit_tokens=receipts.actual_tokens,
+            exact=receipts.outcomes.get("exact", 0),
+            compared=sum(receipts.outcomes.get(outcome, 0) for outcome in COMPARED),
+        )
+    return {engine: Counts(**one) for engine, one in sums.items()}
 
 
 def hot_prefixes(sources: Sources) -> list[PrefixView]:

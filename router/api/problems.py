@@ -38,7 +38,7 @@ def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "error",
             f"the router says it is down: {view.get('problem')}",
             "it is, or the router cannot reach it from where it runs",
-            "try the doctor on the router's machine",
+            "run kvatlas doctor on the router's machine",
         )
         return
     if view.get("held"):

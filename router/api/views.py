@@ -7,12 +7,23 @@ from typing import Protocol
 
 import msgspec
 
-from router.api.answers import EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
-from router.api.insight import blocks_held, hot_prefixes, live_requests
+from router.api.answers import EndedRequest, EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
+from router.api.insight import (
+    blocks_held,
+    ended_requests,
+    hot_prefixes,
+    is_named,
+    last,
+    live_requests,
+    show_history,
+)
 from router.api.metrics.page import Sources, families, page_steps
+from router.observe.history import RecentHistory
 from router.openai.members import at_leisure
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
+
+LATEST_SHOWN = 256
 
 
 class OpsView(Protocol):
@@ -24,11 +35,17 @@ class OpsView(Protocol):
     async def engines(self) -> list[EngineView]:
         """Every engine as the router sees it."""
 
-    async def receipts(self) -> Sequence[ReceiptView | msgspec.Raw]:
-        """The latest receipts, oldest first."""
+    async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
+        """The latest receipts, oldest first; with ``request_id`` all kept ones of this request."""
 
     async def requests(self) -> Sequence[LiveRequest]:
         """Requests that have not ended, oldest first."""
+
+    async def answers(self, request_id: str = "") -> Sequence[EndedRequest]:
+        """The latest requests that ended, oldest first; with ``request_id`` all kept ones that it names."""
+
+    async def history(self) -> RecentHistory:
+        """The last five minutes."""
 
     async def prefixes(self) -> Sequence[PrefixView]:
         """What most prompts begin with, shorter ones first."""
@@ -49,14 +66,24 @@ class OwnView:
         others = self._sources.others()
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
-    async def receipts(self) -> list[ReceiptView]:
-        """See ``OpsView``."""
-        return [view_receipt(receipt) for receipt in self._sources.accounts.receipts.latest]
+    async def receipts(self, request_id: str = "") -> list[ReceiptView]:
+        """Of this process."""
+        kept = self._sources.accounts.receipts.latest
+        if request_id:
+            return [view_receipt(receipt) for receipt in kept if is_named(receipt.request_id, request_id)]
+        return [view_receipt(receipt) for receipt in last(kept, LATEST_SHOWN)]
+
+    async def answers(self, request_id: str = "") -> list[EndedRequest]:
+        """Of this process."""
+        return ended_requests(self._sources.requests, LATEST_SHOWN, request_id)
+
+    async def history(self) -> RecentHistory:
+        """Of this process."""
+        return show_history(self._sources)
 
     async def requests(self) -> list[LiveRequest]:
         """See ``OpsView``."""
-        book = self._sources.requests
-        return [] if book is None else live_requests(book)
+        return live_requests(self._sources.requests)
 
     async def prefixes(self) -> list[PrefixView]:
         """See ``OpsView``."""

@@ -17,6 +17,9 @@ from router.http.h2.stream import Stream, StreamHandler
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
 _CHECK: Final = b"/grpc.health.v1.Health/Check"
+_LIGHT_PICKER: Final = "inference-extension"
+"""The service of the conformance suite's liveness and readiness probes: the light picker serves once it
+knows its pool (pkg/lwepp/server/runserver.go)."""
 _SERVING, _NOT_SERVING = 1, 2
 _MESSAGE_BYTES_MAX: Final = 4096
 _NOT_GRPC: Final = literal(b":status", b"415")
@@ -82,6 +85,8 @@ class HealthCall:
             serves = True
         elif service in ("readiness", EXTERNAL_PROCESSOR):
             serves = not self._context.draining and self._context.readiness()
+        elif service == _LIGHT_PICKER:
+            serves = self._context.synced()
         else:
             self._stream.send_headers(grpc.only_trailers(grpc.NOT_FOUND, "unknown service"), end=True)
             return

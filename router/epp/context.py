@@ -34,6 +34,8 @@ class PickerContext(msgspec.Struct):
     clock: Callable[[], float]
     sweeper: Sweeper
     readiness: Callable[[], bool]
+    synced: Callable[[], bool]
+    """Whether every source of engines has been heard."""
     endpoints: Callable[[], list[str]] = list
     """Of every engine that is known, up or not."""
     stats: EppStats = msgspec.field(default_factory=EppStats)
@@ -41,6 +43,8 @@ class PickerContext(msgspec.Struct):
     tasks: asyncio.TaskGroup | None = None
     passing: set[Callable[[], None]] = msgspec.field(default_factory=set)
     watched_due: float = 1.0
+    turn: int = 0
+    """Of the conformance suite's requests."""
     seldom: LogThrottle = msgspec.field(default_factory=lambda: LogThrottle(_TELL_EVERY_S))
 
     @property

@@ -41,8 +41,9 @@ class EppSettings(H2Settings, frozen=True):
     to those are always watched."""
     conformance_headers: bool = False
     """For the conformance suite of the Gateway API Inference Extension alone, which tests gateways: requests
-    go where their header `test-epp-endpoint-selection` says, and `x-conformance-test-served-endpoint` tells
-    who served. Nothing else of the router is asked: never set it where there are clients."""
+    go where their header `test-epp-endpoint-selection` says, in turns where it allows several endpoints, and
+    `x-conformance-test-served-endpoint` tells who served. Nothing else of the router is asked: never set it
+    where there are clients."""
     request_timeout_s: float = 30.0
     """Longest pause between two messages with a request's head and body, in seconds."""
     drain_delay_s: float = 0.0
@@ -82,6 +83,9 @@ class EppStats(H2Stats):
     """Requests sent to an engine, by the gateway's mode: duplex or buffered."""
     immediate: int = 0
     """Requests answered by the picker itself: errors, and what no engine is asked for."""
+    gateways_own: int = 0
+    """Requests that the gateway answered itself before an engine was named (a body too large for it to
+    buffer, its own time-out): they end as left by the client."""
     fallbacks_served: int = 0
     """Requests that another engine served than the one that was chosen."""
     calls_refused: dict[str, int] = msgspec.field(default_factory=dict)

@@ -42,6 +42,9 @@ class FeedStats(msgspec.Struct):
     """Gauge: applied batches that the known residency is based on."""
     waiting_batches: int = 0
     """Gauge: batches that exist but have not been applied yet, nor given up."""
+    unconfirmed: bool = False
+    """Gauge: 1 from the loss of the connection until a replay or a batch has shown which process the engine
+    is; meanwhile its blocks count for nothing."""
     held_batches: int = 0
     """Gauge: live batches waiting for a gap before them to be repaired."""
     batches: int = 0

@@ -12,7 +12,8 @@ is adopted: it must be of the process that is heard, and batches heard after its
 Which process is speaking is told by content: a repair also asks for the batch applied last (the anchor) and
 compares digests, and a seq that goes back is a repetition if its digest is known and a restart otherwise. A
 publisher id, where there is one, decides alone. After a disconnect nothing is applied until the anchor has
-been confirmed, as far as there is a replay socket.
+been confirmed, as far as there is a replay socket; until the anchor or a batch has confirmed the process,
+what was known of it is ``unconfirmed``: the blocks of a process that may have ended count for nothing.
 
 Beside this module: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
 No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
@@ -49,6 +50,7 @@ class FeedMachine:
         self._connected = False
         self._connection_seen = False  # by the socket's monitor, not just implied by a message
         self._ever_connected = False
+        self._unconfirmed = False
         self._owed_since = NEVER_OWED
         self._live_seq = NOWHERE  # of the last live batch of this connection
 
@@ -69,6 +71,7 @@ class FeedMachine:
         if self._connected:
             self._connected = self._connection_seen = False
             self._live_seq = NOWHERE
+            self._unconfirmed = self._position.next_seq > 0
             self._stats.disconnects += 1
             self._recovery.abandon(now)
             self._position.drop_held()  # replay has them still; mixed with a new process's they would do harm
@@ -134,6 +137,15 @@ class FeedMachine:
         """What is known is shown to be wrong by other means: discount it, and have it all anew."""
         self._position.doubt(reason)
         self._recovery.trust.at_once(now)
+        return self._finish()
+
+    def suspect(self, now: float) -> list[Action]:
+        """The engine's process may have ended, as others saw: have the one that is connected confirmed."""
+        recovery = self._recovery
+        if self._connected and recovery.has_replay and self._position.next_seq > 0:
+            self._unconfirmed = True
+            if recovery.repair is None or recovery.repair.kind is not RepairKind.CHECK:
+                recovery.start(now, RepairKind.CHECK)
         return self._finish()
 
     def computed(self, now: float, since: float) -> list[Action]:
@@ -251,6 +263,7 @@ class FeedMachine:
         stats.known_batches = self._position.known
         stats.waiting_batches = max(0, self._position.top_seq + 1 - max(self._position.next_seq, 0))
         stats.held_batches = len(self._position.held)
+        stats.unconfirmed = self._unconfirmed = self._unconfirmed and not self._is_confirmed
         state, reason = self._state()
         if (state, reason) != self.announced:
             self.announced = stats.state, stats.reason = state, reason
@@ -258,6 +271,12 @@ class FeedMachine:
         out = self._recovery.out[:]
         self._recovery.out.clear()
         return out
+
+    @property
+    def _is_confirmed(self) -> bool:
+        repair = self._recovery.repair
+        checks = repair is not None and repair.kind is RepairKind.CHECK
+        return self._connected and not self._recovery.unverified and not checks
 
     def _state(self) -> tuple[FeedState, str]:
         recovery = self._recovery

@@ -89,6 +89,12 @@ class FeedManager:
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
 
+    def suspect(self, engine_id: str) -> None:
+        """The engine was seen to be down, or to have begun anew."""
+        followed = self._followed.get(engine_id)
+        if followed is not None and followed.feed is not None:
+            followed.feed.suspect()
+
     def computed(self, engine_id: str, since: float) -> None:
         """An engine's answer shows that it stored blocks since then (clock seconds)."""
         followed = self._followed.get(engine_id)

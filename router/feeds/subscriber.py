@@ -143,6 +143,10 @@ class Feed:
         """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""
         self._actions.extend(self._machine.distrust(self._clock(), reason))
 
+    def suspect(self) -> None:
+        """Tell the feed that the engine's process may have ended. Its blocks count once it is confirmed."""
+        self._actions.extend(self._machine.suspect(self._clock()))
+
     # Tasks.
 
     async def _read_live(self, reader: MessageReader, monitor: MessageReader) -> None:

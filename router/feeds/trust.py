@@ -7,8 +7,9 @@ READY: all of it. Otherwise what is known is evidence, and the expected share of
 where ``applied`` are the batches that what is known rests on (since the engine's start, its last cache clear,
 or up to a snapshot's cut), ``missing`` those known to be lost, and ``waiting`` those that exist but have not
 been applied yet. Where something is wrong and no number says how much (a phantom alarm, a process that could
-not be told from the one before), half of that. A feed that is only silent or cut off keeps its share: nothing
-says that anything happened since.
+not be told from the one before), half of that. A feed that is only silent keeps its share: nothing says that
+anything happened since. One that lost its connection has none until the process is confirmed: an engine that
+restarts loses its cache, and its next event may be long in coming.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def expected_share(stats: FeedStats) -> float:
     """Share of a predicted hit to be expected, 0 to 1."""
     if stats.state is FeedState.READY:
         return 1.0
+    if stats.unconfirmed:
+        return 0.0
     unknown = stats.missing_batches + stats.waiting_batches
     known = stats.known_batches
     share = known / (known + unknown) if known else 0.0

@@ -39,7 +39,7 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
         *("engine", "engine_id"),
-        *("kv_usage", "pool_blocks", "problem", "transfers", "version"),
+        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -53,10 +53,14 @@ class EngineStatus:
         """Blocks of its KV pool, as its metrics say."""
         self.version: str | None = None
         """What it runs, as ``GET /version`` says; asked of engines with a role only."""
+        self.started: float | None = None
+        """When its API process began, as its metrics say: seconds since the epoch."""
         self.transfers: dict[str, float] = {}
         """Transfers of KV that went wrong, as its metrics count them."""
         self.answers = 0
         """Answers to clients that it began or ended: signs of life between two polls."""
+        self.emptied: float | None = None
+        """Calls of its server that emptied its cache, as its metrics count them; None: not known yet."""
         self._up = False
         self._silent = False
         self._held = ""
@@ -84,6 +88,11 @@ class EngineStatus:
         if silent != self._silent:
             self._silent = silent
             self._fleet_changed()
+
+    @property
+    def overdue(self) -> bool:
+        """Requests wait for it longer than expected: it should be polled now."""
+        return False
 
     @property
     def held(self) -> str:

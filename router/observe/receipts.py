@@ -25,11 +25,14 @@ DRIFT_SHARE = 0.25
 """One in four wrong over the window. Load alone makes about one in ten wrong in the demo: what a prompt
 finds is decided when the engine gets to it, not when it is placed."""
 DRIFT_MIN = 20
-RECEIPTS_KEPT = 256
+RECEIPTS_KEPT = 4096
+"""Found by request id; pages show the latest few."""
 ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 """Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
 
 Leg = Literal["", "prefill", "decode"]
+COMPARED = ("exact", "over", "under")
+"""Outcomes of predictions that the engine's report can be held against."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 

@@ -7,6 +7,7 @@ those of the fleet; statuses are HTTP's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ OTHER = "other"
 GONE, BROKEN, UNSEEN = "client_gone", "broken_stream", "unseen"
 """Instead of the status, where the client left before the end, where the engine broke off, and where a
 gateway passed the answer on without showing it."""
+ENDED_KEPT = 4096
+REQUEST_ID_CHARS_MAX = 256
+"""Of a request id, as receipts and pages show it: clients choose it."""
 _TEXT_MAX = 200
 _TELL_EVERY_S = 5.0
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -82,6 +86,8 @@ class RequestTracker:
         self.models: dict[str, ModelTimes] = {}
         self.live: set[RequestRecord] = set()
         """Requests that have not ended."""
+        self.ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
+        """The latest that have, oldest first."""
         self._here = here
         self._seldom = LogThrottle(_TELL_EVERY_S)
 
@@ -130,6 +136,8 @@ class RequestTracker:
             record.trace.end(record.facts(), failed=failed)
         if self.log:
             _log.info("request", **record.log_fields(now))
+        record.retire(now)
+        self.ended.append(record)
 
     def forget(self, engine_id: str) -> None:
         """The engine left the fleet."""
@@ -172,6 +180,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     waited_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
+    ended_s: float | None = None
     usage: Usage | None = None
     times: ModelTimes | None = None
     trace: RequestTrace | None = None
@@ -222,6 +231,14 @@ class RequestRecord(msgspec.Struct, eq=False):
         if self.gone or not self.status:
             return GONE
         return str(self.status)
+
+    def retire(self, now: float) -> None:
+        """It ended and is kept as one of the latest: without its prompt, and texts of clients only so far."""
+        self.ended_s = now
+        self.why = dict
+        self.trace = None
+        self.path, self.model = self.path[:_TEXT_MAX], self.model[:_TEXT_MAX]
+        self.request_id = self.request_id[:REQUEST_ID_CHARS_MAX]
 
     def facts(self) -> dict[str, Any]:
         """Attributes of its span, by OpenTelemetry's names where there are some."""

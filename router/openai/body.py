@@ -25,8 +25,8 @@ from router.openai.outline import OutlineError, top_level
 _REASON_LENGTH_MAX = 200
 _LENIENT_BYTES_MAX = 1 << 20
 """Above this size a body is only read by the fast parser: the slow one would hold the event loop."""
-_GUARDED: Final = frozenset({"kv_transfer_params", "vllm_xargs", "sampling_params"})
-_HINTS: Final = (b"kv_transfer_params", b"vllm_xargs", b"\\u")
+_GUARDED: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "sampling_params"})
+_HINTS: Final = (b"_transfer_params", b"vllm_xargs", b"\\u")
 """Without one of these no key of a text can be a guarded one, however it is written."""
 _INLINE_BYTES_MAX: Final = 4 << 20
 """Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
@@ -41,14 +41,18 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """It has a field that ``router.proxy.screen`` looks into; of a large body: it may have."""
     previous_response: str | None = None
     """The response that it goes on from (Responses API)."""
+    request_id: str | None = None
+    """The id that its own response is to get (vLLM's Responses API)."""
     priority: int | None = None
     """The whole number that it has there, for engines that schedule by it."""
+    prioritized: bool = False
+    """It has something there, which an engine may take for a number."""
     prompt: object | None = None
     """What its prompt is made of, where that was decoded with the rest."""
 
 
 _ABSENT = msgspec.Raw(b"null")
-_SEEN = ("model", "stream", "previous_response_id", "priority")
+_SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
 _WHOLE = re.compile(rb"-?[0-9]{1,18}")
 _PRIORITY_END = 10**18
 
@@ -59,9 +63,11 @@ class _Peek(msgspec.Struct, gc=False):
     model: msgspec.Raw = _ABSENT
     stream: msgspec.Raw = _ABSENT
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    ec_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     previous_response_id: msgspec.Raw = _ABSENT
+    request_id: msgspec.Raw = _ABSENT
     priority: msgspec.Raw = _ABSENT
 
 
@@ -78,13 +84,7 @@ async def peek_any_size(body: bytes) -> Peek:
     except OutlineError as error:
         raise invalid_json(error) from None
     guarded = await at_leisure(has_any(body, _HINTS))
-    return _read(
-        found.get("model", b""),
-        found.get("stream", b""),
-        found.get("previous_response_id", b""),
-        found.get("priority", b""),
-        guarded=guarded,
-    )
+    return _read(*(found.get(name, b"") for name in _SEEN), guarded=guarded)
 
 
 def peek(body: bytes) -> Peek:
@@ -98,17 +98,15 @@ def peek(body: bytes) -> Peek:
             found.get("stream") is True,
             not _GUARDED.isdisjoint(found),
             _plain_text(found.get("previous_response_id")),
+            _plain_text(found.get("request_id")),
             _whole(found.get("priority")),
+            found.get("priority") is not None,
         )
     unset = msgspec.UNSET
-    guarded = not (seen.kv_transfer_params is seen.vllm_xargs is seen.sampling_params is unset)
-    return _read(
-        bytes(seen.model),
-        bytes(seen.stream),
-        b"" if seen.previous_response_id is _ABSENT else bytes(seen.previous_response_id),
-        b"" if seen.priority is _ABSENT else bytes(seen.priority),
-        guarded=guarded,
-    )
+    guarded = any(getattr(seen, name) is not unset for name in _GUARDED)
+    rest = (seen.previous_response_id, seen.priority, seen.request_id)
+    others = (b"" if raw is _ABSENT else bytes(raw) for raw in rest)
+    return _read(bytes(seen.model), bytes(seen.stream), *others, guarded=guarded)
 
 
 def _plain_text(value: Any) -> str | None:
@@ -116,14 +114,20 @@ def _plain_text(value: Any) -> str | None:
     return value.encode(errors="replace").decode() if isinstance(value, str) else None
 
 
-def _read(model: bytes, stream: bytes, previous: bytes, priority: bytes, *, guarded: bool) -> Peek:
+def _read(
+    model: bytes, stream: bytes, previous: bytes, priority: bytes, request_id: bytes, *, guarded: bool
+) -> Peek:
     try:
-        name = _TEXT.decode(model) if model.startswith(b'"') else None
-        earlier = _TEXT.decode(previous) if previous.startswith(b'"') else None
+        name, earlier, own = map(_text, (model, previous, request_id))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid_json(error) from None
     number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
-    return Peek(name, stream == b"true", guarded, earlier, number)
+    prioritized = priority not in (b"", b"null")
+    return Peek(name, stream == b"true", guarded, earlier, own, number, prioritized)
+
+
+def _text(raw: bytes) -> str | None:
+    return _TEXT.decode(raw) if raw.startswith(b'"') else None
 
 
 def whole_number(raw: msgspec.Raw) -> int | None:

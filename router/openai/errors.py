@@ -144,6 +144,27 @@ def engine_redirects(path: str, status: int) -> ApiError:
     return ApiError(404, "path_not_found", message, kind="not_found_error")
 
 
+def response_not_found(response_id: str) -> ApiError:
+    """404: no such response, or another tenant's."""
+    message = f"Response with id {echoed(response_id)} not found."
+    return ApiError(404, "response_not_found", message, kind="not_found_error", headers=_NO_RETRY)
+
+
+def id_in_use(response_id: str) -> ApiError:
+    """400: the id chosen for a response names another one already."""
+    message = f"request_id {echoed(response_id)} is in use; leave it out, or choose another one."
+    return bad_request("id_in_use", message, param="request_id")
+
+
+def path_not_kept_apart() -> ApiError:
+    """403: engines keep what this path stores or returns for all clients alike, and clients have keys."""
+    message = (
+        "Clients have keys here, and engines do not keep apart by key what this path stores or returns. "
+        "Operators of the router can pass it on by proxy.passed_paths."
+    )
+    return ApiError(403, "path_not_kept_apart", message, kind="permission_error", headers=_NO_RETRY)
+
+
 def path_not_proxied() -> ApiError:
     """403: an engine would answer, and every client of it would feel that."""
     message = "This path affects every client of an engine and is not forwarded."
@@ -154,6 +175,21 @@ def on_ops_port(path: str, where: str) -> ApiError:
     """404: answered by the router, but not to everybody."""
     message = f"{path} is not answered on this port but on the router's ops port, {where}."
     return ApiError(404, "ops_port", message, kind="not_found_error")
+
+
+def ops_name_unknown(host: str) -> ApiError:
+    """421: the ops port is asked by a name that is not this machine's."""
+    message = (
+        f"Host {echoed(host)} is no name by which the ops port is asked without a token: use its IP address, "
+        "localhost or server.ops_host, or add the name to server.ops_names."
+    )
+    return ApiError(421, "ops_name_unknown", message, headers=_NO_RETRY)
+
+
+def not_json(kind: str) -> ApiError:
+    """415: the body is declared to be something else."""
+    message = f"content-type {echoed(kind)}: send the request as application/json."
+    return ApiError(415, "unsupported_content_type", message, headers=_NO_RETRY)
 
 
 def internal_error() -> ApiError:

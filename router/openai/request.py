@@ -48,6 +48,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     stream: bool = False
     request_id: bytes = b""
     """The client's ``x-request-id``, or the one made for it."""
+    client: int = 0
+    """Tells clients apart: by tenant where they have keys, else by address; only in this process."""
     trace: Phases | None = None
     """Of a request that is traced."""
     pinned: str | None = None
@@ -55,6 +57,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     among: frozenset[str] | None = None
     """``host:port`` of the engines that may take it, where a gateway says so."""
     carried: Carried = ""
+    tenant: str = ""
+    """Whose key it came with; "" where clients have none."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     claim: Claim = NO_CLAIM
@@ -71,5 +75,5 @@ class Usage(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-FAILURES = ("refused", "reset", "timeout", "status", "broken_stream")
+FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
 """Why an engine did not answer whole."""

@@ -13,6 +13,7 @@ asked for, and after that the request is whole, so that it ends.
                decode | not reached: another decode engine, same handoff while young
                       | too late: prefill again (its blocks are cached)
                       | 500: the blocks could not be fetched: whole, also on the same engine
+                      | its answer began too late: whole, and nothing is taken from caches
                       | otherwise failed: split anew elsewhere
 """
 
@@ -27,7 +28,10 @@ _BROKEN = 500
 class Course:
     """Of one request, from its first split placement until its end."""
 
-    __slots__ = ("_given", "_handoff", "_settings", "_transfer_id", "_whole", "failed", "prefills")
+    __slots__ = (
+        *("_given", "_handoff", "_settings", "_transfer_id", "_whole", "distrusts_caches", "failed"),
+        "prefills",
+    )
 
     def __init__(self, settings: PdSettings) -> None:
         self._settings = settings
@@ -39,6 +43,8 @@ class Course:
         """Prefill engines asked so far."""
         self.failed: frozenset[str] = frozenset()
         """Prefill engines that are not asked again."""
+        self.distrusts_caches = False
+        """An engine may have stored other blocks under this prompt's hashes."""
 
     @property
     def splits(self) -> bool:
@@ -90,6 +96,17 @@ class Course:
         if self._handoff is not None:
             self._handoff.withdraw()
             self._handoff = None
+
+    def learned(self, transfer_id: str, cached_tokens: int | None) -> None:
+        """The prefill engine says what it took from its cache, of a transfer that was handed over early."""
+        if transfer_id == self._transfer_id and self._handoff is not None:
+            self._handoff.cached_tokens = cached_tokens
+
+    def not_fetched(self) -> None:
+        """The decode engine was told, and its answer began after the lease: what it fetched it has stored
+        under the prompt's hashes (v1/core/sched/scheduler.py ``_update_waiting_for_remote_kv``, 0.32)."""
+        self._handoff = None
+        self._whole = self.distrusts_caches = True
 
     def decode_failed(self, status: int = 0) -> None:
         """The decode engine was told and failed, by this status or (0) by its connection."""

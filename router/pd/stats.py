@@ -18,6 +18,9 @@ class PdStats(msgspec.Struct):
     """Prefills that gave nothing to hand over, by reason."""
     leases_late: int = 0
     """Prefills thrown away because too little was left of their lease."""
+    answers_late: int = 0
+    """Answers thrown away because they began after the end of the lease on the blocks they were made of: the
+    decode engine stood still, or had too much to do."""
     handoffs_spent: int = 0
     """Decode engines that failed after they had been told of the blocks, which are not given to another."""
     handoffs_kept: int = 0

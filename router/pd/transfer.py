@@ -19,6 +19,7 @@ same, and NIXL does not look at the transfer's name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -33,7 +34,8 @@ not known what it holds; its answer ended otherwise than by its length; it has s
 without saying which."""
 Problem = Literal["", "unreadable", "stopped"]
 Query = Callable[[str], Awaitable[bytes]]
-"""The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
+"""A page of the server at ``http://HOST:PORT``: what a bootstrap server answers to ``GET /query``. Raises
+``OSError``."""
 
 
 class PrefillHolder(msgspec.Struct, frozen=True, gc=False):
@@ -49,8 +51,13 @@ class Connector(Protocol):
     def asks(self, transfer_id: str) -> bytes:
         """``kv_transfer_params`` of the request to the prefill engine."""
 
-    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
-        """What its answer of success hands over."""
+    async def told(
+        self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> Told:
+        """What its answer of success hands over. ``cached_tokens``: of the prompt, were in its cache."""
+
+    def leased(self, source: PrefillHolder) -> bool:
+        """Whether a decode engine that comes after the lease is not refused, but reads what lies there."""
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """What a decode engine can be told before there is an answer; None: nothing."""
@@ -62,6 +69,10 @@ class Connector(Protocol):
 
 class _AfterTheAnswer:
     """Of engines that say where the blocks are, or refuse who comes before them."""
+
+    def leased(self, source: PrefillHolder) -> bool:
+        """See ``Connector``."""
+        return False
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """See ``Connector``."""
@@ -128,6 +139,14 @@ _ASKED = (
     '"remote_block_ids":null,"remote_host":null,"remote_port":null'
 )
 _BLOCKS = b'"remote_block_ids":'
+_EXPIRED = re.compile(rb"^vllm:nixl_num_kv_expired_reqs_total(?:\{[^\n]*\})? ([0-9.e+]+)", re.MULTILINE)
+_ENGINE_METRIC = b"vllm:num_requests_running"
+
+
+def expired_leases(page: bytes) -> float | None:
+    """How many leases an engine with NIXL has let end, by its metrics, where they begin with the first one;
+    None: it does not say."""
+    return sum(map(float, _EXPIRED.findall(page))) if _ENGINE_METRIC in page else None
 
 
 def without_blocks(text: bytes) -> bytes:
@@ -159,9 +178,15 @@ class NixlPull(_AfterTheAnswer):
         """See ``Connector``."""
         return b"{%b}" % _ASKED.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
-        """See ``Connector``."""
+    async def told(
+        self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> Told:
+        """See ``Connector``. The parameters have ``cached_tokens`` already, from vLLM 0.31 on."""
         return self.read(answer)
+
+    def leased(self, source: PrefillHolder) -> bool:
+        """See ``Connector``."""
+        return True
 
     def read(self, answer: bytes) -> Told:
         """What the prefill engine's answer hands over."""
@@ -186,10 +211,16 @@ class Mooncake:
         """See ``Connector``."""
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+    async def told(
+        self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> Told:
         """See ``Connector``."""
-        found = await self._find(transfer_id, source)
+        found = await self._find(transfer_id, source, cached_tokens)
         return found if found in ("no connector", "unreadable") else self.problem(answer) or found
+
+    def leased(self, source: PrefillHolder) -> bool:
+        """See ``Connector``: the prefill engine sends what it knows to be there."""
+        return False
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """See ``Connector``."""
@@ -203,8 +234,10 @@ class Mooncake:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
 
-    async def _find(self, transfer_id: str, source: PrefillHolder) -> Told:
-        """The engine is looked up each time: one that was started anew has another id."""
+    async def _find(self, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None) -> Told:
+        """The engine is looked up each time: one that was started anew has another id. From vLLM 0.31 on a
+        decode engine reports ``remote_prefill_cached_tokens`` instead of the whole prompt
+        (v1/engine/output_processor.py)."""
         host = urlsplit(source.base_url).hostname or ""
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         try:
@@ -218,15 +251,16 @@ class Mooncake:
         entry = entries.get(source.rank) if source.rank else next(iter(entries.values()), None)
         if entry is None or not entry.worker_addr:
             return "no connector"
-        return msgspec.json.encode(
-            {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "transfer_id": transfer_id,
-                "remote_engine_id": entry.engine_id,
-                "remote_bootstrap_addr": bootstrap,
-            }
-        )
+        params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_engine_id": entry.engine_id,
+            "remote_bootstrap_addr": bootstrap,
+        }
+        if cached_tokens is not None:
+            params["remote_prefill_cached_tokens"] = cached_tokens
+        return msgspec.json.encode(params)
 
 
 class Offloading(_AfterTheAnswer):
@@ -239,8 +273,11 @@ class Offloading(_AfterTheAnswer):
         """See ``Connector``."""
         return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
-        """See ``Connector``. The answer says nothing."""
+    async def told(
+        self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> Told:
+        """See ``Connector``. The answer says nothing; engines look for ``cached_tokens`` only beside
+        ``do_remote_prefill``, which other connectors beside this one would take for theirs."""
         port = self._port + int(source.rank or 0)
         named = {
             "kv_request_id": transfer_id,
@@ -262,13 +299,15 @@ class Learned:
         """See ``Connector``."""
         return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(self, answer: bytes, transfer_id: str, source: PrefillHolder) -> Told:
+    async def told(
+        self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> Told:
         """See ``Connector``."""
         told = self._nixl.read(answer)
         self._have_mooncake.discard(source.base_url)
         if told != "no connector":
             return told
-        told = await self._mooncake.told(answer, transfer_id, source)
+        told = await self._mooncake.told(answer, transfer_id, source, cached_tokens)
         if isinstance(told, bytes) and len(self._have_mooncake) < _ENGINES_MAX:
             self._have_mooncake.add(source.base_url)
         return told
@@ -277,6 +316,10 @@ class Learned:
         """See ``Connector``; None where the engine has not shown yet that it has Mooncake."""
         known = source.base_url in self._have_mooncake
         return await self._mooncake.ahead(transfer_id, source) if known else None
+
+    def leased(self, source: PrefillHolder) -> bool:
+        """See ``Connector``."""
+        return source.base_url not in self._have_mooncake
 
     def problem(self, answer: bytes) -> Problem:
         """See ``Connector``."""

@@ -33,9 +33,10 @@ class Askable:
 
     def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
         """Raises ``ApiError`` where there is none."""
-        return self._holders(request, self._ready(request.model, exclude), exclude)
+        return self._holders(request, self._ready(request, exclude), exclude)
 
-    def _ready(self, model: str | None, exclude: frozenset[str]) -> list[Engine]:
+    def _ready(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
+        model, client = request.model, request.client
         ready = self._fleet.ready(model)
         if self._fleet.has_roles:
             ready = _answering(ready)
@@ -50,11 +51,11 @@ class Askable:
                 break
         else:
             return untried
-        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now)]
+        closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now, client)]
         if closed:
             return closed
         # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
-        waits_s = [e.breaker.waits_s(now) for e in untried]
+        waits_s = [e.breaker.waits_s(now, client) for e in untried]
         willing = [e for e, wait_s in zip(untried, waits_s, strict=True) if not wait_s]
         if not willing:
             raise no_ready_engine(

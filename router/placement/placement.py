@@ -14,11 +14,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family
+from router.admission.prices import estimated_tokens
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.access_log import Access, AccessLog
 from router.observe.receipts import Leg, Receipt
+from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -31,9 +33,6 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
-
-_REQUEST_ID_BYTES_MAX = 256
-"""Clients choose it, and receipts are kept."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -170,6 +169,15 @@ class Placement(Attempt):
         """Its tenant has these tokens computed."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
+    def price(self) -> tuple[int, bool]:
+        """See ``Attempt``."""
+        read, request = self.decision.read, self.request
+        if isinstance(read, Prompt):
+            return self.uncached_tokens, True
+        size = estimated_tokens(request, None if read is None else read.reason)
+        # of a text, what is taken to be cached is taken off
+        return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
+
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""
         decision, candidate = self.decision, self.decision.candidate
@@ -193,6 +201,15 @@ class Placement(Attempt):
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
 
+    def awaited(self, cancel: Callable[[], object]) -> None:
+        """See ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
+        if self.request.pinned is None and self.request.earlier_response is None:
+            self.engine.waiting[self] = cancel
+
+    def arrived(self) -> None:
+        """See ``Attempt``."""
+        self.engine.waiting.pop(self, None)
+
     def answered(self, status: int) -> None:
         """See ``Attempt``."""
         super().answered(status)
@@ -207,7 +224,7 @@ class Placement(Attempt):
     def made_response(self, response_id: str | None) -> None:
         """See ``Attempt``."""
         if response_id is not None and not self.engine.closed:
-            self._accounts.responses.record(response_id, self.engine_id)
+            self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
 
     def _begun(self, now: float) -> None:
         self._answered = True
@@ -238,6 +255,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        self.arrived()
         engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)
@@ -322,7 +340,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
-            request_id=request.request_id[:_REQUEST_ID_BYTES_MAX].decode("latin-1"),
+            request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
             model=request.model or "",
             mode="fallback" if fallback else hit.mode,

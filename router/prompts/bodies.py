@@ -60,6 +60,7 @@ class _Chat(ChatBody, gc=False, kw_only=True):
     model: str | None = None
     stream: bool | None = False
     kv_transfer_params: Any = msgspec.UNSET
+    ec_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     priority: msgspec.Raw = NULL
@@ -79,9 +80,12 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
         return None
     if not chat.kv_transfer_params is chat.vllm_xargs is chat.sampling_params is msgspec.UNSET:
         return None
+    if chat.ec_transfer_params is not msgspec.UNSET:
+        return None
     chat.kv_transfer_params = None
     priority = None if chat.priority is NULL else whole_number(chat.priority)
-    return Peek(chat.model, chat.stream is True, priority=priority, prompt=chat)
+    prioritized = chat.priority is not NULL and bytes(chat.priority) != b"null"
+    return Peek(chat.model, chat.stream is True, priority=priority, prioritized=prioritized, prompt=chat)
 
 
 def pieces_of(parsed: Parsed) -> Iterator[bytes]:

@@ -63,20 +63,27 @@ def _point(fields: _Fields) -> float:
     return random.random()
 
 
-def with_model(body: bytes, model: str) -> Generator[None, None, bytes]:
-    """Steps (see ``members``) to the body with this model; as it was where it is no object."""
+def with_value(
+    body: bytes, name: bytes, value: str | int, *, adds: bool = False
+) -> Generator[None, None, bytes]:
+    """Steps (see ``members``) to the body with this value of a member of its own: of the last one, which is
+    what engines read; ``adds``: also where there is none. As it was where it is no object."""
     scan = Scan(body)
     start = scan.start()
-    found = None
+    found, empty = None, True
     try:
         for member in scan.members(start) if start is not None else ():
+            empty = False
             if member is None:
                 yield
-            elif member.name == b"model":
+            elif member.name == name:
                 found = member
     except MalformedError:
         return body
-    if found is None:
+    view, text = memoryview(body), msgspec.json.encode(value)
+    if found is not None:
+        return (yield from joined((view[: found.value], text, view[found.end :])))
+    if not adds or start is None:
         return body
-    view = memoryview(body)
-    return (yield from joined((view[: found.value], msgspec.json.encode(model), view[found.end :])))
+    comma = b"" if empty else b","
+    return (yield from joined((view[: start + 1], b'"%b":%b%b' % (name, text, comma), view[start + 1 :])))

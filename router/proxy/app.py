@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar, cast
 
 from router.admission.gate import KeyGate
-from router.admission.queue.claims import read_claim
+from router.admission.key_file import TenantRules
+from router.admission.queue.claims import lowest_priority, read_claim
 from router.admission.tenants import TenantRequest
+from router.fleet.response_holders import ResponseHolders
 from router.http.client.pool import UpstreamClient
 from router.http.server.connection.exchange import Exchange
 from router.http.server.seam import OWN, TOLD, DisconnectWatch, Receive, Scope, Send
@@ -28,31 +30,36 @@ from router.openai.errors import (
     body_too_complex,
     body_too_large,
     encoding_not_supported,
+    id_in_use,
     method_not_allowed,
+    path_not_kept_apart,
     path_not_proxied,
+    response_not_found,
     unknown_path,
 )
+from router.openai.forms import Form, form_type, read_form
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.prompts.bodies import peek_chat
-from router.proxy.aliases import Aliases, with_model
+from router.proxy.aliases import Aliases, with_value
 from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import POST_PATHS, Verdict, judge, remedy, without_trailing_slashes
-from router.proxy.screen import Rules, may_be_object, screen
+from router.proxy.paths import POST_PATHS, Verdict, judge, remedy, response_named, without_trailing_slashes
+from router.proxy.screen import Rules, may_be_object, screen, screen_form
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
+T = TypeVar("T")
 PIN = b"x-kvatlas-engine"
 """A client's choice of an engine; the same name tells it in the answer."""
 CARRIER = "kvatlas.carrier"
 """``scope["extensions"]``: who takes the request to its engine, where that is not this process."""
 _NO_PEEK = Peek()
-_UNREAD = Peek(guarded=True)
+_UNREAD = Peek(guarded=True, prioritized=True)
 _LARGE_BYTES = 4 * 1024 * 1024
 _POST = frozenset({"POST", "OPTIONS"})
 _NONE: dict[str, Any] = {}
@@ -78,6 +85,7 @@ class ProxyApp:
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
         claims: bool = False,
+        responses: ResponseHolders | None = None,
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
     ) -> None:
@@ -86,6 +94,7 @@ class ProxyApp:
         self.pd_stats = pd_stats or PdStats()
         self.requests = requests or RequestTracker(clock)
         self._gate = gate
+        self._responses = responses
         self.client = UpstreamClient(settings, self.stats, clock, tls)
         self._forwarder = Forwarder(
             planner,
@@ -162,7 +171,7 @@ class ProxyApp:
         finally:
             watch.unwatch()
             if entry is not None:
-                entry.leave(record.usage)
+                entry.leave(record.usage, served=_served(record), asked=bool(record.engine))
             self.stats.requests_active -= 1
             self.requests.end(record)
 
@@ -196,12 +205,22 @@ class ProxyApp:
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        look, seen = peek_chat(path, body) or await self._peek(path, method, body), body
-        if entry is not None and method == "POST":
-            entry.tenant.allow(look.model)
+        form, seen = None, body
+        found = None if path in PROMPT_APIS or not body else await self._form(scope["headers"], body)
+        if found is not None:
+            form, look = found
+        else:
+            look = peek_chat(path, body) or await self._peek(path, method, body)
+        earlier = response_named(method, path)
+        if earlier is None and path.startswith(RESPONSES):
+            earlier = look.previous_response
+        await self._check_tenant(path, method, look, earlier, entry)
         model = look.model
         if self._aliases is not None and (behind := self._aliases.model_for(model, scope["headers"])):
-            model, body = behind, await self._named(body, behind)
+            named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
+            model, body = behind, await self._changed(named)
+        if form is None and entry is not None and (look.prioritized or self._engine_priorities):
+            body = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
         raw_path = scope.get("raw_path") or path.encode()
@@ -209,13 +228,13 @@ class ProxyApp:
         request = InboundRequest(
             method, path, query, scope["headers"], body, model, look.stream, head.request_id
         )
+        request.client = hash(record.tenant or tuple(head.forwarded_for.rsplit(b",", 2)[-2:]))
         request.trace = record.trace
         if body is seen:
             request.prompt = look.prompt
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
-        if path.startswith(RESPONSES):
-            request.earlier_response = look.previous_response if path == RESPONSES else _response_id(path)
+        request.tenant, request.earlier_response = record.tenant, earlier
         if self._claims:
             request.claim = read_claim(
                 scope["headers"],
@@ -230,17 +249,70 @@ class ProxyApp:
             request.among, request.carried = carrier.among, carrier.carried
         return Outbound(request, head, target, record, entry, carrier)
 
-    async def _named(self, body: bytes, model: str) -> bytes:
+    async def _check_tenant(
+        self, path: str, method: str, look: Peek, earlier: str | None, entry: TenantRequest | None
+    ) -> None:
+        """Raises ``ApiError`` for what is not this tenant's: a model (403), a response (404), or what engines
+        do not keep apart by tenant (403)."""
+        responses = self._responses
+        held = None if responses is None or earlier is None else await responses.find(earlier)
+        if entry is None:
+            return
+        if earlier is not None and (held is None or held.tenant != entry.tenant.name):
+            raise response_not_found(earlier)
+        if response_named(method, path) is not None:
+            return
+        apart = path in POST_PATHS or (method == "POST" and look.model is not None)
+        if not apart and path not in self.settings.passed_paths:
+            self.stats.paths_refused += 1
+            raise path_not_kept_apart()
+        if method == "POST":
+            entry.tenant.allow(look.model)
+        if responses is not None and look.request_id is not None and path.startswith(RESPONSES):
+            held = await responses.find(look.request_id)
+            if held is not None and held.tenant != entry.tenant.name:
+                raise id_in_use(look.request_id)
+
+    async def _prioritized(
+        self, path: str, method: str, body: bytes, look: Peek, rules: TenantRules
+    ) -> bytes:
+        """The body with a ``priority`` that the tenant's class allows."""
+        lowest, given = lowest_priority(rules), look.priority
+        if look.prioritized:
+            if lowest is None or (given is not None and given >= lowest):
+                return body
+            return await self._changed(with_value(body, b"priority", lowest))
+        if not (rules.priority != "normal" and method == "POST" and path in PROMPT_APIS):
+            return body
+        own = -1 if lowest is None else lowest
+        return await self._changed(with_value(body, b"priority", own, adds=True))
+
+    async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
+        """The form that the body is, and what is needed of it; None: it is none."""
         try:
-            return await at_leisure(with_model(body, model))
+            kind = form_type(fields)
+            if kind is None:
+                return None
+            form = await self._changed(read_form(kind, body))
+            await self._changed(screen_form(form, self._rules))
+            return form, form.look()
+        except ApiError:
+            self.stats.forms_refused += 1
+            raise
+
+    @property
+    def _engine_priorities(self) -> bool:
+        return self._gate is not None and self._gate.engine_priorities
+
+    @staticmethod
+    async def _changed(steps: Generator[None, None, T]) -> T:
+        try:
+            return await at_leisure(steps)
         except TooManyStepsError:
             raise body_too_complex(STEPS_MAX) from None
 
     async def _screen(self, body: bytes) -> bytes:
-        try:
-            found = await at_leisure(screen(body, self._rules))
-        except TooManyStepsError:
-            raise body_too_complex(STEPS_MAX) from None
+        found = await self._changed(screen(body, self._rules))
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 
@@ -320,10 +392,13 @@ class ProxyApp:
         await send({"type": "http.response.body", "body": body})
 
 
+def _served(record: RequestRecord) -> bool:
+    """Whether an engine may have computed it: it answered with success, the answer passed unseen, or the
+    client left while one was at work."""
+    if record.gone and not record.status:
+        return bool(record.engine)
+    return record.unseen or 200 <= record.status < 300
+
+
 def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:
     return next((value.decode("latin-1") for name, value in fields if name == PIN), None)
-
-
-def _response_id(path: str) -> str | None:
-    """The response that ``/v1/responses/{id}`` or a path below it names."""
-    return path[len(RESPONSES) + 1 :].partition("/")[0] or None

@@ -15,6 +15,7 @@ import xxhash
 
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
+from router.pd.handoff import Handoff, NotFetchedError
 from router.pd.sidecar import Prefilled
 from router.proxy.breaker import Breaker
 
@@ -27,9 +28,19 @@ class Attempt:
     ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
 
     __slots__ = (
-        *("_breaker", "_heard", "_open", "asked_s", "base_url", "body", "client_headers", "engine_headers"),
-        *("engine_id", "expected_s", "now", "prefill", "request", "uncached_tokens", "version", "waited_s"),
-        "watched",
+        *(
+            "_breaker",
+            "_heard",
+            "_open",
+            "abandoned",
+            "asked_s",
+            "base_url",
+            "body",
+            "client_headers",
+            "engine_headers",
+        ),
+        *("engine_id", "expected_s", "handoff", "now", "prefill", "request", "uncached_tokens", "version"),
+        *("waited_s", "watched"),
     )
 
     def __init__(
@@ -64,10 +75,14 @@ class Attempt:
         self._open = True
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
+        self.handoff: Handoff | None = None
+        """What the engine has been told of."""
         self.prefill: Attempt | None = None
         """That other engine, which is to be asked first; None: it has been."""
         self.version: str | None = None
         """What the engine runs, of one that computes prompts for others."""
+        self.abandoned = False
+        """Its engine went down before the first byte, and another one can be asked."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -78,7 +93,20 @@ class Attempt:
     def asked(self) -> None:
         """The engine is asked now; said by whoever made this to be asked ``later``."""
         self.asked_s = self.now()
-        self._breaker.begin(self.asked_s, streams=self.request.stream, expected_s=self.expected_s)
+        request = self.request
+        self._breaker.begin(
+            self.asked_s, streams=request.stream, expected_s=self.expected_s, client=request.client
+        )
+
+    @property
+    def answer_headers(self) -> Fields:
+        """What is added to the answer, once its head has come."""
+        return self.client_headers
+
+    def price(self) -> tuple[int, bool]:
+        """Prompt tokens that its tenant is charged with until the engine reports what it computed, and
+        whether they rest on the prompt's tokens."""
+        return self.uncached_tokens, False
 
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
@@ -93,6 +121,12 @@ class Attempt:
         where that is known sooner."""
         self._breaker.unseen(self.asked_s)
         return 0.0
+
+    def awaited(self, cancel: Callable[[], object]) -> None:
+        """The first byte is waited for; ``cancel`` ends that, where the engine goes down meanwhile."""
+
+    def arrived(self) -> None:
+        """The first bytes are there, or nothing more is waited for."""
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""
@@ -124,12 +158,27 @@ class Attempt:
         now = self.now()
         self._breaker.record(status == _TOO_MANY, now, connection=False)
         if wait_s > 0:
-            self._breaker.refused(xxhash.xxh3_64_intdigest(self.request.body), wait_s, now)
+            request = self.request
+            self._breaker.refused(xxhash.xxh3_64_intdigest(request.body), wait_s, now, request.client)
         return self._end(None, "status")
 
     def fetch_failed(self) -> bool:
         """The engine could not fetch what another one had computed, which says little of it."""
         return self._end(None, "status")
+
+    def check_fetched(self) -> None:
+        """The answer begins. Raises ``NotFetchedError`` where the lease on what it is made of has ended."""
+        held = self.handoff
+        if held is not None and self.now() >= held.lease_end_s:
+            raise NotFetchedError
+
+    def corrected(self, usage: Usage | None) -> Usage | None:
+        """What the answer reports, with the hit of the engine that computed the prompt: connectors count what
+        they fetch as cached."""
+        held = self.handoff
+        if usage is not None and held is not None and held.cached_tokens is not None:
+            usage.cached_tokens = held.cached_tokens
+        return usage
 
     def handed_over(self, gap_s: float) -> None:
         """The engine is told of blocks that another one has held for it for so long."""

@@ -8,9 +8,9 @@ An engine is left out for one of three reasons, each with its own end:
   probe at a time; each failed probe doubles the wait up to ``open_s_max``; the first success closes and
   forgets.
 - **Retry-After.** Applied once ``refusals_min`` different requests were refused and none has succeeded
-lately, as
-  one request may be refused for reasons of its own. It ends with its time or with the first request that
-  succeeds; for that a probe is let through now and then.
+  lately, as one request may be refused for reasons of its own. Where all of them were one client's, it holds
+  for that client only. It ends with its time or with the first request that succeeds; for that a probe is let
+  through now and then, which clients that were not refused may take first.
 - **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
   ``silent_s_max`` beyond twice the expected time, while the engine answered nobody. One probe each
   ``silent_probe_s``; ends with the first byte of any answer.
@@ -37,6 +37,8 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     refusals_min: int = 2
     pause_success_s: float = 2.0
     """A success this recent overrules Retry-After."""
+    pause_clients_max: int = 256
+    """Refused clients that are remembered; beyond it all count as refused."""
     pause_probe_s: float = 1.0
     """From Retry-After to the first probe; each refused probe doubles it up to ``open_s_max``."""
     give_up_s: float = 0.5
@@ -46,35 +48,54 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     silent_s_max: float = 15.0
     """A streamed request that waits longer, beyond twice the expected time, shows a silent engine."""
     silent_probe_s: float = 10.0
+    overdue_s: float = 1.0
+    """A streamed request that waits longer, beyond twice the expected time, has the engine polled."""
 
 
 _DEFAULTS = BreakerSettings()
 
 
 class RetryAfterPause:
-    """The pause that an engine asked for (Retry-After), and whether it is applied."""
+    """The pause that an engine asked for (Retry-After), and to whom it applies. Clients are any numbers that
+    tell them apart."""
 
-    __slots__ = ("_probe_at", "_probe_s", "_refused", "_settings", "_success_at", "until")
+    __slots__ = ("_clients", "_probe_at", "_probe_s", "_refused", "_settings", "_success_at", "until")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
         self._refused: set[int] = set()  # different requests since the last success
+        self._clients: set[int] = set()  # and whose they were
         self._success_at = -math.inf
         self._probe_at = 0.0
         self._probe_s = settings.pause_probe_s
         self.until = 0.0
 
-    def allows(self, now: float) -> bool:
-        return now >= self.until or now >= self._probe_at
+    def allows(self, now: float, client: int) -> bool:
+        if now >= self.until or not self._applies_to(client):
+            return True
+        # A client that sends one refused request after the other must not use up the probes of all others.
+        waits_s = (
+            self._settings.pause_probe_s if self._was_refused(client) and len(self._clients) > 1 else 0.0
+        )
+        return now >= self._probe_at + waits_s
 
-    def begin(self, now: float) -> None:
-        self._probe_at = now + self._probe_s
-        self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
+    def _applies_to(self, client: int) -> bool:
+        return len(self._clients) > 1 or client in self._clients
 
-    def refused(self, request: int, until: float, now: float) -> None:
+    def _was_refused(self, client: int) -> bool:
+        return client in self._clients or len(self._clients) >= self._settings.pause_clients_max
+
+    def begin(self, now: float, client: int) -> None:
+        if now < self.until and self._applies_to(client):
+            self._probe_at = now + self._probe_s
+            self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
+
+    def refused(self, request: int, until: float, now: float, client: int) -> None:
         settings = self._settings
         if len(self._refused) < settings.refusals_min:
             self._refused.add(request)
+        if len(self._clients) < settings.pause_clients_max:
+            self._clients.add(client)
         if len(self._refused) < settings.refusals_min or now - self._success_at < settings.pause_success_s:
             return
         if now >= self.until:
@@ -87,6 +108,7 @@ class RetryAfterPause:
         self.until = 0.0
         if self._refused:
             self._refused.clear()
+            self._clients.clear()
 
 
 class Silence:
@@ -168,20 +190,29 @@ class Breaker:
         """No failure keeps the engine out (Retry-After or silence still may)."""
         return self._open_s == 0.0
 
-    def allows(self, now: float) -> bool:
-        """May this engine be chosen now? No side effect."""
+    def allows(self, now: float, client: int = 0) -> bool:
+        """May this engine be chosen now, for this client? No side effect."""
         if self._open_s and now < self._open_until:
             return False
-        if now < self._pause.until and not self._pause.allows(now):
+        if now < self._pause.until and not self._pause.allows(now, client):
             return False
         silence = self._silence
         return (not silence.give_ups and silence.due_at == math.inf) or silence.allows(now)
 
-    def waits_s(self, now: float) -> float:
-        """Seconds for which the engine itself asked (``refused``) to be left alone."""
-        return 0.0 if self._pause.allows(now) else self._pause.until - now
+    def overdue(self, now: float) -> bool:
+        """Whether a streamed request waits longer than expected while the engine answers nobody."""
+        settings = self._settings
+        return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
 
-    def begin(self, now: float, *, streams: bool = False, expected_s: float = 0.0) -> None:
+    def silent(self, now: float) -> bool:
+        """Whether the engine answers nobody although it is asked."""
+        return self._silence.holds(now)
+
+    def waits_s(self, now: float, client: int = 0) -> float:
+        """Seconds for which the engine itself asked (``refused``) to be left alone by this client."""
+        return 0.0 if self._pause.allows(now, client) else self._pause.until - now
+
+    def begin(self, now: float, *, streams: bool = False, expected_s: float = 0.0, client: int = 0) -> None:
         """A request goes there, whose first byte should take ``expected_s``: in the half-open state it is the
         only probe for ``probe_s``."""
         if self.free_until == math.inf and not streams:
@@ -189,8 +220,7 @@ class Breaker:
         if self._open_s:
             self._probing = True
             self._open_until = max(self._open_until, now + self._settings.probe_s)
-        if now < self._pause.until:
-            self._pause.begin(now)
+        self._pause.begin(now, client)
         self._silence.begin(now, streams=streams, expected_s=expected_s)
         if streams:
             self._told()
@@ -225,10 +255,10 @@ class Breaker:
         if self.free_until != math.inf:
             self._told()
 
-    def refused(self, request: int, wait_s: float, now: float) -> None:
-        """The engine refused this request (any number that tells requests apart) and asked to be left alone
-        for ``wait_s``."""
-        self._pause.refused(request, now + wait_s, now)
+    def refused(self, request: int, wait_s: float, now: float, client: int = 0) -> None:
+        """The engine refused this client's request (any numbers that tell them apart) and asked to be left
+        alone for ``wait_s``."""
+        self._pause.refused(request, now + wait_s, now, client)
         self._told()
 
     def heard(self, now: float) -> None:

@@ -24,7 +24,7 @@ from router.http.client.connection import UpstreamError
 from router.http.client.pool import REPEATABLE, UpstreamClient
 from router.http.server.seam import Messages, Send
 from router.observe.requests import RequestRecord
-from router.openai.apis import PROMPT_APIS
+from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.errors import (
     ApiError,
     engine_redirects,
@@ -33,19 +33,29 @@ from router.openai.errors import (
     no_ready_engine,
     retry_after_s,
 )
+from router.openai.members import at_leisure
 from router.openai.request import InboundRequest
+from router.pd.bodies import salted
 from router.pd.course import Course
+from router.pd.handoff import NotFetchedError
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.pd.transfer import connector_of
-from router.proxy.answers.failures import engine_failed
+from router.proxy.answers.failures import (
+    BROKEN,
+    REFUSALS,
+    EventRefusedError,
+    abandoned,
+    await_first_byte,
+    engine_failed,
+)
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
-from router.proxy.headers import REDIRECTS, read_answer_headers
+from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
 from router.proxy.settings import ProxySettings
-from router.proxy.split.bootstrap import Bootstrap
-from router.proxy.split.legs import BROKEN, REFUSALS, AgainError, Legs, new_transfer_id
+from router.proxy.split.engine_page import EnginePage
+from router.proxy.split.legs import AgainError, Legs, broke, new_transfer_id
 from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
 
@@ -94,7 +104,7 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
-        self._bootstrap = Bootstrap(client)
+        self._bootstrap = EnginePage(client, b"/query")
         self._legs = Legs(
             self._own,
             connector_of(pd, self._bootstrap),
@@ -103,6 +113,7 @@ class Forwarder:
             stats=pd_stats,
             proxy_stats=stats,
             clock=clock,
+            metrics=EnginePage(client, b"/metrics"),
         )
         self._together = Together(self._legs, pd_stats, clock)
         self._lines = 0
@@ -129,7 +140,7 @@ class Forwarder:
         course: Course | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
-            if attempt and self._clock() >= retry_end:
+            if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
                 placement = await self._place(out, exclude, course)
@@ -172,7 +183,7 @@ class Forwarder:
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
         """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
         if out.entry is not None:
-            out.entry.placed(placement.uncached_tokens)
+            out.entry.placed(*placement.price())
         if course is None:
             return self._attempt(placement, out, carrier, None, send)
         return self._carry_on(placement, out, carrier, send, course)
@@ -275,6 +286,7 @@ class Forwarder:
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
+        await_first_byte(placement, carrier)
         try:
             if placement.body is not None:
                 placement.asked()
@@ -283,17 +295,14 @@ class Forwarder:
             if connection is None:
                 out.record.unseen = True
                 return None
-            own = placement.client_headers
-            if out.entry is not None:
-                own += out.entry.answer_headers()
+            limits = () if out.entry is None else out.entry.answer_headers()
+            own = (*placement.answer_headers, *limits)
             head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in REFUSALS:
                 self._legs.failed(placement, out, course, connection.status)
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
-                if placement.refused(connection.status, wait_s):
-                    self._stats.count_failure("status")
-                return Refusal(connection.status, head.fields, body)
+                return self._refused(placement, wait_s, Refusal(connection.status, head.fields, body))
             placement.answered(connection.status)
             if connection.status in REDIRECTS:
                 raise engine_redirects(out.request.path, connection.status)
@@ -305,22 +314,41 @@ class Forwarder:
                 out.own if out.own is not None and send == out.own.send else Messages(send),
                 self._stats,
                 self._settings.usage_bytes_max,
+                carrier is self._own,
             )
             if (rest := relay.run()) is not None:
                 await rest
         except UpstreamError as error:
-            self._legs.failed(placement, out, course)
+            self._legs.failed(placement, out, course, _status_of(error, out.request))
             engine_failed(placement, error, self._stats)
             return error
+        except EventRefusedError as error:
+            self._legs.failed(placement, out, course, error.status)
+            return self._refused(placement, 0.0, Refusal(error.status, as_json(error.fields), error.body))
+        except NotFetchedError:
+            raise self._legs.not_fetched(placement, out, course) from None
         except asyncio.CancelledError:
-            self._stats.clients_gave_up += placement.gave_up()
-            raise
+            return self._moved(placement, out, course)
         else:
             return None
         finally:
             placement.finished(None)
             if connection is not None:
                 carrier.done(connection)
+
+    def _moved(self, placement: Attempt, out: Outbound, course: Course | None) -> UpstreamError:
+        """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
+        if (error := abandoned(placement, self._stats)) is None:
+            self._stats.clients_gave_up += placement.gave_up()
+            raise  # noqa: PLE0704  # called while it is handled
+        self._legs.failed(placement, out, course)
+        engine_failed(placement, error, self._stats)
+        return error
+
+    def _refused(self, placement: Attempt, wait_s: float, refusal: Refusal) -> Refusal:
+        if placement.refused(refusal.status, wait_s):
+            self._stats.count_failure("status")
+        return refusal
 
     def _ask(
         self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None
@@ -329,7 +357,15 @@ class Forwarder:
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         if course is not None and placement.body is not None:
             return self._legs.fetch(placement, placement.body, out, course, timeout_s)
+        if course is not None and course.distrusts_caches:
+            return self._ask_without_cache(placement, out, timeout_s)
         return carrier.ask(placement, out, timeout_s)
+
+    async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:
+        """With a salt that no other request has."""
+        body = await at_leisure(salted(out.request.body, new_transfer_id()))
+        answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
+        return answer
 
     async def _read_refusal(self, connection: Answer) -> bytes:
         """The body of an error answer. One that is too long to keep counts as no answer."""
@@ -341,8 +377,21 @@ class Forwarder:
         return body
 
 
+def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:
+    return isinstance(outcome, UpstreamError) and outcome.abandoned
+
+
 def _why(outcome: Refusal | UpstreamError) -> str:
+    if _abandoned(outcome):
+        return "the engine went down"
     return outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}"
+
+
+def _status_of(error: UpstreamError, request: InboundRequest) -> int:
+    """The status that an engine means by breaking off, 0 for none: vLLM fails to write the error of a
+    Responses stream, and cuts the connection (entrypoints/openai/responses/serving.py, 0.32)."""
+    cut = error.reason == "broken_stream" and request.stream and request.path == RESPONSES
+    return BROKEN if cut else 0
 
 
 def _unrepeatable(request: InboundRequest, outcome: Refusal | UpstreamError) -> bool:
@@ -355,4 +404,4 @@ def _broke(outcome: Refusal | UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was there, and no answer came of it."""
     if isinstance(outcome, Refusal):
         return outcome.status == BROKEN
-    return outcome.sent and outcome.reason != "overflow"
+    return broke(outcome)

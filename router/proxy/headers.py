@@ -53,6 +53,9 @@ class RequestHead(msgspec.Struct, gc=False):
     """As declared; None without one."""
     encoding: bytes
     """The body's content encoding; empty where it has none."""
+    forwarded_for: bytes
+    """Addresses on the way here, the latest last; a client may have made up all but those that a trusted
+    gateway and this hop added."""
 
 
 def read_request_headers(
@@ -83,7 +86,7 @@ def read_request_headers(
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
-    return RequestHead(kept, request_id, None if length is None else int(length), encoding)
+    return RequestHead(kept, request_id, None if length is None else int(length), encoding, forwarded_for)
 
 
 def _values(headers: list[Header], name: bytes) -> list[bytes]:
@@ -127,11 +130,18 @@ class AnswerHead(msgspec.Struct, gc=False):
 
     fields: list[Header]
     sse: bool
+    json: bool
     encoded: bool
     """The body is compressed."""
     retry_after: bytes | None
     length: bytes
     """As declared; empty without one."""
+
+
+def as_json(fields: list[Header]) -> list[Header]:
+    """The fields of an event stream's head for an answer that is one JSON object."""
+    kept = [field for field in fields if field[0] not in (b"content-type", b"x-accel-buffering")]
+    return [(b"content-type", b"application/json"), *kept]
 
 
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
@@ -143,7 +153,8 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields = [field for field in headers if field[0] not in _NOT_RETURNED]
         if b"connection" in told and (named := _named(headers)):
             fields = [field for field in fields if field[0] not in named]
-    sse = told.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+    kind = told.get(b"content-type", b"").lower()
+    sse, json = kind.startswith(b"text/event-stream"), kind.startswith(b"application/json")
     encoding = told.get(b"content-encoding")
     encoded = encoding is not None and encoding.lower() != b"identity"
     if b"x-request-id" not in told:
@@ -152,4 +163,4 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
     length = told.get(b"content-length", b"")
-    return AnswerHead(fields, sse, encoded, told.get(b"retry-after"), length)
+    return AnswerHead(fields, sse, json, encoded, told.get(b"retry-after"), length)

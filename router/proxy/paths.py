@@ -14,7 +14,7 @@ from collections.abc import MutableMapping
 from enum import Enum
 from typing import Any
 
-from router.openai.apis import PROMPT_APIS
+from router.openai.apis import PROMPT_APIS, RESPONSES
 
 _PASSED = frozenset({"/tokenize", "/detokenize", "/score", "/rerank", "/pooling", "/classify"})
 _PASSED_PREFIXES = ("/v1/", "/v2/")
@@ -65,6 +65,16 @@ def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset
     if path in _PASSED or (path.startswith(_PASSED_PREFIXES) and folded.startswith(_PASSED_PREFIXES)):
         return Verdict.FORWARD
     return Verdict.UNKNOWN
+
+
+def response_named(method: str, path: str) -> str | None:
+    """The response that a path is about, however it is spelled; None: about none."""
+    named = posixpath.normpath("/" + path.lstrip("/"))
+    if not named.lower().startswith(RESPONSES + "/"):
+        return None
+    response_id, _, action = named[len(RESPONSES) + 1 :].partition("/")
+    # POST of one name more is an action of its own: render (vLLM), compact, input_tokens (OpenAI).
+    return None if method == "POST" and not action else response_id
 
 
 def remedy(path: str) -> str:

@@ -1,8 +1,9 @@
 """Removes fields from client bodies that must not reach engines.
 
-``kv_transfer_params`` tells an engine to fetch KV blocks from another one; a made-up one ends vLLM's engine
-process. vLLM reads it at the top of the body, within ``vllm_xargs``, and within ``extra_args`` of
-``sampling_params`` (``/inference/v1/generate``); it is taken out of all unless clients are trusted.
+``kv_transfer_params`` tells an engine to fetch KV blocks from another one, ``ec_transfer_params`` the output
+of an image encoder; a made-up one ends vLLM's engine process. vLLM reads them at the top of the body, within
+``vllm_xargs``, and within ``extra_args`` of ``sampling_params`` (``/inference/v1/generate``); they are taken
+out of all unless clients are trusted.
 ``kv_cache_report_mode`` within them makes an engine report blocks again that it holds already, which spoils
 every index that counts copies; the operator may have it taken out or refused.
 Members are cut out of the text with their comma, as often as they occur and however their keys are escaped;
@@ -17,14 +18,16 @@ from typing import Literal
 
 import msgspec
 
-from router.openai.errors import ApiError, bad_request
+from router.openai.errors import ApiError, bad_request, echoed
+from router.openai.forms import Form
 from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
-_TRANSFER, _XARGS, _REPORT_MODE = b"kv_transfer_params", b"vllm_xargs", b"kv_cache_report_mode"
+_TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
+_REPORT_MODE = b"kv_cache_report_mode"
 _SAMPLING, _EXTRA = b"sampling_params", b"extra_args"
-_HINTS = (b"kv_transfer_params", b"report_mode", b"\\u")
+_HINTS = (b"_transfer_params", b"report_mode", b"\\u")
 """Without one of these no key in a text can be one of ours, however it is written."""
 _LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
 """A member, and what it lies within."""
@@ -32,7 +35,7 @@ _TRANSCODED_BYTES_MAX = 1 << 20
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What is kept away: ``transfer`` takes ``kv_transfer_params`` out."""
+    """Fields kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
 
     transfer: bool = True
     report_mode: ReportMode = "pass"
@@ -69,6 +72,35 @@ def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
             raise bad_request("invalid_json", "Send the request body in UTF-8.")
         return Screened(body)
     return (yield from _screened(body, rules))
+
+
+def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
+    """Steps to certainty that a form has nothing that must not reach engines: vLLM reads ``vllm_xargs`` of
+    transcriptions and translations as a JSON text. Raises ``ApiError`` 400."""
+    if rules.idle:
+        return
+    for field in form.fields:
+        name = field.name.strip().lower()
+        if rules.transfer and "_transfer_params" in name:
+            raise _field_refused(field.name)
+        outer = next((outer for outer in (_XARGS, _SAMPLING) if name.startswith(outer.decode())), None)
+        if outer is None:
+            continue
+        value = form.value(outer.decode())  # refuses any other spelling
+        if value is None:
+            raise _field_refused(field.name)
+        found = yield from _screened(b'{"%b":%b}' % (outer, value.encode()), rules)
+        if found.transfer or found.report_mode:
+            raise _field_refused(field.name)
+
+
+def _field_refused(name: str) -> ApiError:
+    return bad_request(
+        "form_field_refused",
+        f"The form's field {echoed(name)} has transfer parameters or a report mode, which this router takes "
+        "from no client; remove them.",
+        param=name[:64],
+    )
 
 
 def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
@@ -125,7 +157,7 @@ class _Cutter:
             self.cuts.append((kept_end if kept_end >= 0 else cut_from, last_end))
 
     def _goes(self, member: BodyMember, *, top: bool) -> bool:
-        if member.name == _TRANSFER and self._rules.transfer:
+        if member.name in _TRANSFERS and self._rules.transfer:
             self.transfer += 1
             return True
         if member.name == _REPORT_MODE and not top and self._rules.report_mode != "pass":

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -20,6 +20,7 @@ import structlog
 from router.admission.gate import KeyGate
 from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
+from router.fleet.response_holders import ResponseHolders
 from router.index.models import Scopes
 from router.placement.load.others import OthersLoad
 from router.replication.gossip.inflight import GossipedInflight
@@ -33,6 +34,7 @@ from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.errors import IndexUnavailable
+from router.replication.responses import ResponseDirectory
 from router.replication.schema.keys import ScopeKeys, limits_key
 from router.replication.schema.registry import Registry
 from router.replication.settings import IndexSettings
@@ -80,6 +82,7 @@ class SharedIndex:
         self._reader: SharedReader | None = None
         self.limits: SharedLimits | None = None
         """What tenants use, where they have limits."""
+        self.responses: ResponseDirectory | None = None
         self._descriptions = Descriptions()
         self.load_gossip = LoadGossip(self.replica, own_load, started=self._started)
         self.lease_manager = LeaseManager(
@@ -123,6 +126,18 @@ class SharedIndex:
             clock=self._clock,
             crew=crew,
         )
+
+    def share_responses(self, holders: ResponseHolders, secrets: Callable[[], Sequence[bytes]]) -> None:
+        """Responses made here are found by other replicas, and theirs here; ``secrets`` as in
+        ``ResponseDirectory``."""
+        self.responses = ResponseDirectory(
+            self._write_client,
+            self.settings.namespace,
+            secrets,
+            timeout_s=self.settings.lookup_timeout_s,
+        )
+        holders.listeners.append(self.responses.put)
+        holders.sources.append(self.responses.find)
 
     def scope(self, model: str) -> _Scope:
         """The shared index of a model, created on first use."""
@@ -228,6 +243,8 @@ class SharedIndex:
                 self._stream.run,
             ):
                 self._tasks.create_task(_restarting(work), name=f"shared index: {work.__name__}")
+            if self.responses is not None:
+                self._tasks.create_task(_restarting(self.responses.run), name="shared index: responses")
             if self.limits is not None:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 

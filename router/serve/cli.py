@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from router.config.errors import ConfigError
 from router.config.flags import (
     CheckFlag,
     ConfigFlag,
@@ -119,6 +120,21 @@ def epp(
     fallbacks: Annotated[
         int | None, Parameter(help="Further engines that a gateway is told, in order (default 0).")
     ] = None,
+    pool_name: Annotated[
+        str | None, Parameter(help="InferencePool whose pods are the engines, in Kubernetes.")
+    ] = None,
+    pool_namespace: Annotated[
+        str | None, Parameter(help="Its namespace (default: the picker's own).")
+    ] = None,
+    grpc_port: Annotated[
+        int | None, Parameter(help="Port on which gateways ask, at every address: --listen in short.")
+    ] = None,
+    grpc_health_port: Annotated[
+        int | None, Parameter(help="Port of health checks, at every address: --health-listen in short.")
+    ] = None,
+    zap_encoder: Annotated[
+        str | None, Parameter(help="Form of the log, json or console, as the light picker's flag has it.")
+    ] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
     set_: SetFlags = None,
@@ -129,8 +145,11 @@ def epp(
     from router.serve.command import pick
 
     flags = {
-        "epp.listen": listen,
-        "epp.health_listen": health_listen,
+        "epp.listen": _at("--listen", listen, "--grpc-port", grpc_port),
+        "epp.health_listen": _at("--health-listen", health_listen, "--grpc-health-port", grpc_health_port),
+        "fleet.kubernetes.inference_pool": pool_name,
+        "fleet.kubernetes.namespaces": pool_namespace,
+        "server.log_format": zap_encoder,
         "epp.tls": tls,
         "epp.fallbacks": fallbacks,
         "index.url": index,
@@ -145,6 +164,15 @@ def epp(
         models=any_model(tokenizer),
     )
     return _start(pick, read, print_config=print_config, check_config=check_config)
+
+
+def _at(name: str, address: str | None, port_name: str, port: int | None) -> str | None:
+    """HOST:PORT from either flag. Raises ``ConfigError`` for both."""
+    if port is None:
+        return address
+    if address is not None:
+        raise ConfigError(f"{port_name} {port} and {name} {address}: give one of them")
+    return f"0.0.0.0:{port}"
 
 
 def _start(

@@ -178,7 +178,7 @@ async def apply(router: Router, config: Config) -> None:
         await router.reader.set_models(router.following.prompts_of(config))
     # Nothing fails and nothing waits from here on.
     if gate is not None and file is not None:
-        gate.configure(file, forward=keys.forward)
+        gate.configure(file, forward=keys.forward, engine_priorities=keys.engine_priorities)
     router.aliases = router.sources.aliases = aliases
     server = config.server
     router.planner.configure(

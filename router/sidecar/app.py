@@ -104,6 +104,7 @@ class Sidecar:
             insight,
             host=server.ops_host,
             port=server.ops_listens_on,
+            names=server.ops_names,
             authenticator=ops_authenticator(
                 config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock
             ),

@@ -18,7 +18,7 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.course import Course
 from router.pd.sidecar import PREFILLERS, Prefilled, read_prefillers, tell
 from router.pd.stats import PdStats
-from router.proxy.attempt import Attempt
+from router.proxy.attempt import Attempt, Fields
 from router.proxy.breaker import Breaker
 from router.sidecar.allowed import Allowed
 
@@ -80,7 +80,7 @@ class SidecarPlacer:
             self._stats.prefillers_refused += 1
             return None, "not_allowed"
         now = self._clock()
-        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now))
+        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now, request.client))
         return next(able, None), "no_prefill_engine"
 
     async def _read(self, request: InboundRequest) -> tuple[SplitBody | None, str]:
@@ -158,6 +158,7 @@ class _Answerer(Attempt):
         self.prefill = self._helper = helper
         self._place = place
 
-    def handed_over(self, gap_s: float) -> None:
-        """See ``Attempt``."""
-        self.client_headers = (tell(Prefilled(self._place, self._helper.cached_tokens)),)
+    @property
+    def answer_headers(self) -> Fields:
+        """See ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps not."""
+        return (tell(Prefilled(self._place, self._helper.cached_tokens)),)

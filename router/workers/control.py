@@ -6,6 +6,7 @@ The socket lies in a folder that only its owner may enter, so nobody else is let
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -13,22 +14,34 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.fleet.response_holders import HeldResponse, ResponseHolders
 from router.http.server.server import listen_config
 from router.http.server.side_server import SIDE_LISTEN, SideServer
-from router.workers.calls import PEER_HEADER
+from router.workers.calls import PEER_HEADER, SiblingCalls
 from router.workers.roster import ROSTER_PATH, SharedRoster
 from router.workers.seat import WorkerSeat
 from router.workers.view import WholeView
 
 PREFIX = "/worker/"
+_RESPONSES = "/worker/responses/"
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+_HELD = msgspec.msgpack.Decoder(HeldResponse)
 
 
 class ControlPort:
     """``whole`` is the ASGI application that answers for the router as a whole, at the lead."""
 
-    def __init__(self, seat: WorkerSeat, view: WholeView, roster: SharedRoster, whole: Any) -> None:
+    def __init__(
+        self,
+        seat: WorkerSeat,
+        view: WholeView,
+        roster: SharedRoster,
+        responses: ResponseHolders,
+        whole: Any,
+    ) -> None:
         self._view = view
         self._roster = roster
+        self._responses = responses
         self._whole = whole
         self._server = SideServer(
             listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
@@ -62,5 +75,21 @@ class ControlPort:
             except msgspec.MsgspecError:
                 return Response(status_code=400)
             return Response(status_code=204)
-        part = await self._view.own_part(request.url.path.removeprefix(PREFIX))
+        if asked[0] == "GET" and asked[1].startswith(_RESPONSES):
+            held = self._responses.known(asked[1].removeprefix(_RESPONSES))
+            return Response(status_code=404) if held is None else Response(msgspec.msgpack.encode(held))
+        name = request.url.path.removeprefix(PREFIX)
+        part = await self._view.own_part(name, request.query_params.get("request_id", ""))
         return Response(status_code=404) if part is None or request.method != "GET" else Response(part)
+
+
+async def find_response(calls: SiblingCalls, response_id: str) -> HeldResponse | None:
+    """Ask siblings for a response that was made before this worker began."""
+    if not _PLAIN.fullmatch(response_id):
+        return None
+    for answer in (await calls.ask_all(_RESPONSES + response_id)).values():
+        try:
+            return _HELD.decode(answer)
+        except msgspec.MsgspecError:
+            continue
+    return None

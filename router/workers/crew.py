@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from router.api.metrics.page import Sources
 from router.fleet.desired import Roster
 from router.workers.calls import SiblingCalls
-from router.workers.control import ControlPort
+from router.workers.control import ControlPort, find_response
 from router.workers.gossip import SiblingGossip
 from router.workers.roster import SharedRoster
 from router.workers.seat import LEAD, WorkerSeat
@@ -36,6 +37,7 @@ class Crew:
         self.seat = seat
         self.gossip = gossip
         self.calls = SiblingCalls(seat)
+        gossip.responses.sources.append(partial(find_response, self.calls))
         self.roster = SharedRoster(seat, roster, self.calls, applied=applied, unheard=unheard)
 
     @property
@@ -55,7 +57,9 @@ class Crew:
             await self.roster.restore()
             background.append(tasks.create_task(self.roster.run()))
             try:
-                async with ControlPort(self.seat, view, self.roster, whole).listening():
+                async with ControlPort(
+                    self.seat, view, self.roster, self.gossip.responses, whole
+                ).listening():
                     yield
             finally:
                 for task in background:

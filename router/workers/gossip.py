@@ -19,7 +19,7 @@ import numpy as np
 
 from router.admission.gate import KeyGate
 from router.admission.peers import OthersUse, Uses
-from router.fleet.response_holders import ResponseHolders
+from router.fleet.response_holders import HeldResponse, ResponseHolders
 from router.observe.histogram import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_LOOK, Look
@@ -38,7 +38,7 @@ _LOAD_TIMES = 50
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
 _WHOLE_S = 0.25
-"""What all tenants use is repeated so often: what a lost message had is made up for."""
+"""Pause between messages with the totals of all tenants, which make up for lost ones."""
 _TENANTS_MAX = 512
 """Tenants in one message, some 100 bytes each."""
 _KEYS_MAX = 4096
@@ -52,12 +52,12 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     sent_s: float
     flights: list[bytes] = []
     load: bytes = b""
-    responses: list[tuple[str, str]] = []
-    """(response id, engine id)."""
+    responses: list[tuple[str, HeldResponse]] = []
+    """(response id, engine and tenant)."""
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
     uses: Uses | None = None
-    """What tenants have used."""
+    """Totals of tenants."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -77,22 +77,6 @@ class WorkerGossipStats(msgspec.Struct):
 
 _DECODE = msgspec.msgpack.Decoder(WorkerMessage)
 _ENCODE = msgspec.msgpack.Encoder()
-
-
-class SharedResponses(ResponseHolders):
-    """Tells of each response recorded here."""
-
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def record(self, response_id: str, engine_id: str) -> None:
-        super().record(response_id, engine_id)
-        self._tell(response_id, engine_id)
-
-    def hear(self, response_id: str, engine_id: str) -> None:
-        """Another worker's."""
-        super().record(response_id, engine_id)
 
 
 class SharedAffinity(AffinityMap):
@@ -152,7 +136,8 @@ class SiblingGossip:
             served=served,
             publishes_prefills=False,
         )
-        self.responses = SharedResponses(self._tell_response)
+        self.responses = ResponseHolders()
+        self.responses.listeners.append(self._tell_response)
         self.affinity = SharedAffinity(self._tell_text)
         self._lives: dict[int, int] = {}
         self._fields: dict[str, bytes] = {}
@@ -201,7 +186,7 @@ class SiblingGossip:
     def _begin(self) -> None:
         """An empty message to fill."""
         self._flights: list[bytes] = []
-        self._responses: list[tuple[str, str]] = []
+        self._responses: list[tuple[str, HeldResponse]] = []
         self._texts: list[tuple[bytes, str]] = []
         self._bytes = 0
         self._since_s = 0.0
@@ -212,9 +197,9 @@ class SiblingGossip:
         self._flights.append(entry)
         return True
 
-    def _tell_response(self, response_id: str, engine_id: str) -> None:
-        if self._room(len(response_id) + len(engine_id)):
-            self._responses.append((response_id, engine_id))
+    def _tell_response(self, response_id: str, held: HeldResponse) -> None:
+        if self._room(len(response_id) + len(held.engine_id) + len(held.tenant)):
+            self._responses.append((response_id, held))
 
     def _tell_text(self, keys: Sequence[int], engine_id: str) -> None:
         if self._whole and keys and self._room(8 * min(len(keys), _KEYS_MAX)):
@@ -257,7 +242,7 @@ class SiblingGossip:
             self.load.sent(load, now)
 
     def _uses(self, gate: KeyGate, now: float) -> Uses | None:
-        """What changed, and from time to time everything, in turns where it is much; None: nothing."""
+        """Totals that changed, and from time to time all, in turns where they are many; None: nothing."""
         whole = now >= self._whole_due_s
         names = gate.changed(_TENANTS_MAX)
         if not names and not whole:
@@ -304,8 +289,8 @@ class SiblingGossip:
             self._count_at_s = 0.0
         if message.flights:
             self.inflight.receive(message.flights, now)
-        for response_id, engine_id in message.responses:
-            self.responses.hear(response_id, engine_id)
+        for response_id, held in message.responses:
+            self.responses.learn(response_id, held)
         for keys, engine_id in message.texts:
             self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
         if message.uses is not None and self._others is not None:

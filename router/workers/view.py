@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.answers import LiveRequest, PrefixView, ReceiptView
+from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView
 from router.api.metrics.families import of_stats
 from router.api.metrics.page import Sources, families, in_steps, page_steps
-from router.api.views import OwnView
+from router.api.views import LATEST_SHOWN, OwnView
 from router.http.server.stats import ListenStats
 from router.observe.histogram import Histogram
+from router.observe.history import RecentHistory
 from router.openai.members import at_leisure, at_once
 from router.workers.calls import SiblingCalls
 from router.workers.gossip import WorkerGossipStats
@@ -46,11 +49,13 @@ class WholeView:
         found = await at_leisure(in_steps(family_of, families(self._sources)))
         return WorkerPage(self._seat.slot, self._seat.life, found)
 
-    async def own_part(self, name: str) -> bytes | None:
+    async def own_part(self, name: str, request_id: str = "") -> bytes | None:
         """This worker's part of what the method of this name shows; None: there is none."""
         parts: dict[str, Callable[[], Awaitable[Any]]] = {
             "engines": self._own.engines,
-            "receipts": self._own.receipts,
+            "receipts": partial(self._own.receipts, request_id),
+            "answers": partial(self._own.answers, request_id),
+            "history": self._own.history,
             "requests": self._own.requests,
             "prefixes": self._own.prefixes,
         }
@@ -86,12 +91,26 @@ class WholeView:
                     _add(view, other)
         return views
 
-    async def receipts(self) -> Sequence[ReceiptView | msgspec.Raw]:
-        """See ``OpsView``: those of each worker together."""
-        found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts())
-        for answer in (await self._calls.ask_all("/worker/receipts")).values():
+    async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
+        """Those of each worker together."""
+        found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts(request_id))
+        for answer in (await self._calls.ask_all(_of_request("receipts", request_id))).values():
             found += msgspec.json.decode(answer, type=list[msgspec.Raw])
         return found
+
+    async def answers(self, request_id: str = "") -> list[EndedRequest]:
+        """Those of each worker together, by the time they ended."""
+        found = await self._own.answers(request_id)
+        for answer in (await self._calls.ask_all(_of_request("answers", request_id))).values():
+            found += msgspec.json.decode(answer, type=list[EndedRequest])
+        found.sort(key=lambda request: request.at_s)
+        return found if request_id else found[-LATEST_SHOWN:]
+
+    async def history(self) -> RecentHistory:
+        """Counts of all workers added up."""
+        answers = await self._calls.ask_all("/worker/history")
+        others = [msgspec.json.decode(answer, type=RecentHistory) for answer in answers.values()]
+        return (await self._own.history()).joined(others)
 
     async def requests(self) -> list[LiveRequest]:
         """See ``OpsView``."""
@@ -112,6 +131,10 @@ class WholeView:
                 else:
                     known[other.id] = other
         return sorted(known.values(), key=lambda prefix: prefix.tokens)
+
+
+def _of_request(page: str, request_id: str) -> str:
+    return f"/worker/{page}?{urlencode({'request_id': request_id})}" if request_id else f"/worker/{page}"
 
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:

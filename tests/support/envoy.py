@@ -87,14 +87,15 @@ async def envoy(
     *,
     subset: Sequence[str] | None = None,
     tls: Json | None = None,
+    idle_s: float | None = None,
 ) -> AsyncIterator[Envoy]:
     """Envoy before engines (``host:port``) and pickers (ports). ``subset``: the hint that it gives; ``tls``:
-    what it knows of certificates, where it speaks TLS to pickers."""
+    what it knows of certificates, where it speaks TLS to pickers; ``idle_s``: its stream_idle_timeout."""
     path = program()
     *ports, admin = free_ports(len(LISTENERS) + 1)
     by_name = dict(zip(LISTENERS, ports, strict=True))
     file = folder / "envoy.json"
-    file.write_text(json.dumps(_config(by_name, admin, engines, pickers, subset, tls)))
+    file.write_text(json.dumps(_config(by_name, admin, engines, pickers, subset, tls, idle_s)))
     log = (folder / "envoy.log").open("wb")
     process = await asyncio.create_subprocess_exec(
         *(path, "-c", str(file), "--disable-hot-restart", "--concurrency", "1", "-l", "warning"),
@@ -126,8 +127,12 @@ def _config(
     pickers: Sequence[int],
     subset: Sequence[str] | None,
     tls: Json | None,
+    idle_s: float | None,
 ) -> Json:
     listeners = [_listener(name, port, subset) for name, port in ports.items()]
+    for listener in listeners if idle_s is not None else ():
+        (network,) = listener["filter_chains"][0]["filters"]
+        network["typed_config"]["stream_idle_timeout"] = f"{idle_s}s"
     picker = config.pickers([f"127.0.0.1:{port}" for port in pickers])
     picker["health_checks"] = [
         {

@@ -221,7 +221,8 @@ class FakePlanner:
         self.now: Callable[[], float] = time.monotonic
 
     def available(self, url: str) -> bool:
-        return self.breakers[url].allows(self.now())
+        client = self.requests[-1].client if self.requests else 0
+        return self.breakers[url].allows(self.now(), client)
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None

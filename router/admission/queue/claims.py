@@ -43,6 +43,13 @@ def read_claim(
     return Claim(tenant=tenant, weight=rules.weight, priority=priority, until_s=until_s)
 
 
+def lowest_priority(rules: TenantRules) -> int | None:
+    """The lowest ``priority`` that a tenant's class may give an engine, where lower values come first; None:
+    any. vLLM's default, 0, is that of the class between (vllm/v1/core/sched/scheduler.py of 0.32)."""
+    own = _CLASSES[rules.priority]
+    return None if own is Priority.HIGH else 0 if own is Priority.NORMAL else 1
+
+
 def _class(value: bytes) -> Priority:
     text = value.decode("latin-1").strip().lower()
     if text not in _CLASSES:

@@ -21,6 +21,7 @@ GAUGES = frozenset(
         "epp_connections_open",
         "epp_streams_open",
         "feed_held_batches",
+        "feed_unconfirmed",
         "feed_known_batches",
         "feed_waiting_batches",
         "feed_lag_s",

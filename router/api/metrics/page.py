@@ -31,12 +31,14 @@ from router.fleet.status import Fleet
 from router.http.server.stats import ListenStats
 from router.index.models import Scopes
 from router.observe.histogram import Histogram
+from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
+from router.prompts.origin.finder import ModelOrigin
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
@@ -58,11 +60,13 @@ class Sources(msgspec.Struct):
     proxy: ProxyStats
     prompts: PromptStats
     listen: Callable[[], ListenStats | None]
+    requests: RequestTracker
+    history: HistoryLog
+    """The last five minutes."""
     shared: SharedIndex | None = None
     origins: FleetSources | None = None
     """Where engines come from."""
     admin: AdminStats | None = None
-    requests: RequestTracker | None = None
     gate: KeyGate | None = None
     """Clients' keys, where they need some."""
     aliases: Aliases | None = None
@@ -75,7 +79,9 @@ class Sources(msgspec.Struct):
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """What siblings and replicas have in flight, by engine; None: it is not known."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
-    """The library that tokenizes, by configured model."""
+    """The library that tokenizes, by configured or served model."""
+    tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
+    """How the prompts of each served model are read."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of a worker among several."""
 
@@ -91,8 +97,7 @@ class RouterCollector:
         s = self._sources
         yield from build_info()
         yield _tokenizers(s.tokenizers())
-        if s.requests is not None:
-            yield from of_requests(s.requests)
+        yield from of_requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
         yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
         yield from of_each(
@@ -125,6 +130,8 @@ class RouterCollector:
             yield from of_stats("lease", s.shared.lease_manager.stats)
             yield from of_stats("look", s.shared.lookup.stats)
             yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            if s.shared.responses is not None:
+                yield from of_stats("responses", s.shared.responses.stats)
             if s.shared.limits is not None:
                 yield from of_stats("limits", s.shared.limits.stats)
             yield from of_each("model", "mirror", s.shared.mirror_stats())

@@ -167,7 +167,7 @@ class GatewayCarrier:
     async def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> GatewayAnswer | None:
         """See ``Carrier``."""
         if self.answer is None:
-            if self._speaker.over:
+            if self._speaker.over or self._speaker.shown:  # the client is gone, or has the gateway's answer
                 raise UpstreamError("overflow", sent=False)
             self._send_request(attempt, out)
             if not attempt.watched and not self._context.watches(out.request.path):

@@ -1,11 +1,15 @@
 """A request of the conformance suite of the Gateway API Inference Extension, which tests gateways: it goes
-where its own header says, and its answer says who served it. Nothing is placed, read or accounted.
+where its own header says, in turns where that allows several endpoints, and its answer says who served it.
+Nothing is placed, read or accounted. What the suite relies on is what its light picker does (pkg/lwepp of
+kubernetes-sigs/gateway-api-inference-extension).
 
 The suite's pods are no engines, so this stands beside the router (``epp.conformance_headers``). Always true:
 nothing is held of bodies, and a pause longer than ``request_timeout_s`` ends the stream.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from router.epp.context import PickerContext
 from router.epp.fields import DESTINATION, SERVED_KEY, SUBSET_KEY, Header
@@ -22,6 +26,9 @@ from router.openai.errors import no_ready_engine
 
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = b"x-conformance-test-served-endpoint"
+_ECHO = b"x-echo-set-header"
+"""The suite's backends answer with the field that this one names."""
+_NOT_SERVED = "fail: missing destination endpoint served metadata"
 
 
 class ConformanceExchange:
@@ -80,7 +87,7 @@ class ConformanceExchange:
             else:
                 speaker.give(kind, said.body, ends=said.end_of_stream)
         elif kind == "response_headers":
-            served = m.endpoints(said.metadata, m.LB, SERVED_KEY) or [""]
+            served = m.endpoints(said.metadata, m.LB, SERVED_KEY) or [_NOT_SERVED]
             speaker.show([], [(SERVED, served[0].encode())])
             self._end_if(ends=said.end_of_stream)
         elif kind == "response_body":
@@ -101,8 +108,7 @@ class ConformanceExchange:
             self._finish(grpc.FAILED_PRECONDITION, problem)
             return
         allowed = m.endpoints(said.metadata, m.SUBSET, SUBSET_KEY)
-        known = self._context.endpoints()
-        chosen = select(said.headers, known if allowed is None else [e for e in known if e in allowed])
+        chosen = self._in_turn(select(said.headers, self._context.endpoints(), allowed=allowed))
         if not chosen:
             error = no_ready_engine("No endpoint of the pool is the one that the test asks for.")
             headers = [(b"content-type", b"application/json"), *error.headers]
@@ -115,8 +121,16 @@ class ConformanceExchange:
         else:
             self._choose(buffered=False)
 
+    def _in_turn(self, endpoints: list[str]) -> list[str]:
+        """One of them, and as many behind it as the gateway takes: ORIGINAL_DST takes no list."""
+        context = self._context
+        context.turn += 1
+        at = context.turn % max(1, len(endpoints))
+        return (endpoints[at:] + endpoints[:at])[: 1 + context.settings.fallbacks]
+
     def _choose(self, *, buffered: bool) -> None:
-        headers = m.header_mutation([(DESTINATION.encode(), self._to.encode())])
+        to = self._to.encode()
+        headers = m.header_mutation([(DESTINATION.encode(), to), (_ECHO, SERVED + b":" + to)])
         metadata = m.dynamic_metadata(m.LB, DESTINATION, self._to)
         if buffered:
             self._speaker.choose_buffered(headers, metadata, None)
@@ -124,13 +138,13 @@ class ConformanceExchange:
             self._speaker.choose(headers, metadata)
 
 
-def select(headers: list[Header], known: list[str]) -> list[str]:
-    """The endpoints that the test asks for, by ``ip:port`` or by ``ip``, in its order; the first one known
-    where it asks for none."""
-    asked = next((value for name, value in headers if name == SELECTION), None)
-    if asked is None:
-        return known[:1]
-    names = [name.strip() for name in asked.decode("latin-1").split(",")]
+def select(headers: list[Header], known: list[str], *, allowed: Sequence[str] | None = None) -> list[str]:
+    """The endpoints that the test asks for, in its order, else those that the gateway allows, else all; each
+    is named by ``ip:port``, or by ``ip``, which stands for all of its ports."""
+    asked = next((value for name, value in headers if name == SELECTION), b"").decode("latin-1")
+    names = [name.strip() for name in asked.split(",")] if asked else allowed
+    if names is None:
+        return known
     return list(
         dict.fromkeys(each for name in names for each in known if name in (each, each.rpartition(":")[0]))
     )

@@ -44,8 +44,8 @@ class GatewayExchange:
     """See the module. Used from the event loop only."""
 
     __slots__ = (
-        *("_bell", "_body", "_carrier", "_context", "_gone", "_left_hook", "_own", "_reader", "_said_head"),
-        *("_speaker", "_start", "_stream", "_task", "_timer"),
+        *("_bell", "_body", "_carrier", "_context", "_gateways_own", "_gone", "_left_hook", "_own"),
+        *("_reader", "_said_head", "_speaker", "_start", "_stream", "_task", "_timer"),
     )
 
     def __init__(self, stream: Stream, context: PickerContext) -> None:
@@ -62,6 +62,7 @@ class GatewayExchange:
         self._said_head = False  # the request's head has come
         self._start: Message | None = None
         self._own: list[bytes] = []  # of an answer of the router's own
+        self._gateways_own = False  # the answer is the gateway's, given before an engine was named
         self._gone = False
         self._left_hook: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -104,7 +105,14 @@ class GatewayExchange:
 
     def _leave(self) -> None:
         """Nobody waits for this request any more."""
-        self._gone = self._speaker.over = True
+        self._speaker.over = True
+        if self._gone:
+            return
+        self._leave_router()
+
+    def _leave_router(self) -> None:
+        """For the router the request is over: its client is gone."""
+        self._gone = True
         if self._task is None:
             self._free()
         self._bell.ring()
@@ -128,6 +136,8 @@ class GatewayExchange:
             self._carrier.took(size)
             return True
         self._stream.taken(size)
+        if self._gateways_own:
+            return True
         if self._body.hold(size):
             return True
         self._answer_error(too_many_bodies())
@@ -141,17 +151,40 @@ class GatewayExchange:
             self._on_request(said)
         elif not self._said_head:
             raise GrpcError(grpc.INVALID_ARGUMENT, f"{kind} before request_headers")
+        elif self._gateways_own and kind in {"request_body", "request_trailers"}:
+            pass  # nobody reads the request any more
         elif kind == "request_body":
             self._on_request_body(said)
         elif kind == "request_trailers":
             self._body.trailers = self._body.whole = True
             self._bell.ring()
+        elif self._gateways_own or (kind == "response_headers" and not self._carrier.asked):
+            self._pass_gateways_own(said)
         elif kind == "response_headers":
             self._carrier.on_headers(said)
         elif kind == "response_body":
             self._carrier.on_body(said)
         elif kind == "response_trailers":
             self._carrier.on_trailers()
+
+    def _pass_gateways_own(self, said: m.ProcessingRequest) -> None:
+        """A piece of an answer that the gateway gives itself before an engine was named: 413 of a body too
+        large to be buffered, 504 of its stream_idle_timeout. It goes to the client as it is."""
+        speaker, kind, ends = self._speaker, said.kind, said.end_of_stream
+        self._timer.wait(self._context.settings.request_timeout_s)
+        if not self._gateways_own:
+            self._gateways_own = True
+            self._context.stats.gateways_own += 1
+            speaker.show([], ())
+            ends = ends or speaker.modes.response_body == m.NONE
+            self._leave_router()
+        elif kind == "response_body":
+            speaker.pass_on(kind, said.body, ends=ends)
+        elif kind == "response_trailers":
+            speaker.go_on(kind)
+            ends = True
+        if ends:
+            self._finish()
 
     def _on_request(self, said: m.ProcessingRequest) -> None:
         if self._said_head:
@@ -196,7 +229,7 @@ class GatewayExchange:
         finally:
             self._free()
             scope.pop("extensions", None)  # it refers back to this: no cycle for the collector to find
-            if not self._speaker.over:
+            if not self._speaker.over and not self._gateways_own:
                 self._speaker.reset(INTERNAL_ERROR)
             self._carrier.release()
 
@@ -209,7 +242,7 @@ class GatewayExchange:
     async def receive(self) -> Message:
         """ASGI ``receive``."""
         body = self._body
-        while not self._speaker.over:
+        while not self._speaker.over and not self._gone:
             if body.waits:
                 return {"type": "http.request", "body": body.take(), "more_body": not body.whole}
             await self._bell.rung()
@@ -220,7 +253,7 @@ class GatewayExchange:
         carrier = self._carrier
         if message["type"] == "http.response.start":
             self._start = message
-        elif self._speaker.over or self._start is None:
+        elif self._speaker.over or self._gone or self._start is None:
             return
         elif carrier.answer is None or carrier.broken or carrier.moved:
             self._send_own(message.get("body", b""), more=message.get("more_body", False))
@@ -258,7 +291,7 @@ class GatewayExchange:
 
     def _answer_error(self, error: ApiError) -> None:
         """Before the router has the request, or where it failed."""
-        if self._speaker.over:
+        if self._speaker.over or self._gateways_own:
             return
         if self._speaker.shown:
             self._speaker.reset(INTERNAL_ERROR)
@@ -285,5 +318,6 @@ class GatewayExchange:
 
     def _free(self) -> None:
         """Nobody holds the body any more."""
-        self._timer.stop()
+        if not self._gateways_own:
+            self._timer.stop()
         self._body.free()

@@ -14,6 +14,8 @@ from router.http.h2.hpack import literal
 
 _HEAD: Final = struct.Struct(">BI")  # compressed or not, and the length
 _HEAD_BYTES: Final = 5
+_MESSAGES_MAX: Final = 1024
+"""In one DATA frame, which are all read in one turn of the loop. Of 64 KiB, each would have 64 bytes."""
 OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
 
@@ -100,6 +102,8 @@ class GrpcReader:
             if end > size:
                 break
             found.append(bytes(data[begin:end]))
+            if len(found) > _MESSAGES_MAX:
+                raise GrpcError(RESOURCE_EXHAUSTED, f"more than {_MESSAGES_MAX} messages in one frame")
             at = end
             end += _HEAD_BYTES
         self._needed_bytes = end - at

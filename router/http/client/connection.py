@@ -24,14 +24,15 @@ from router.http.deadlines import NEVER
 _FIELD_SIGNS = 4
 """Bytes of a field's line besides name and value."""
 
-Reason = Literal["refused", "reset", "timeout", "broken_stream", "overflow"]
+Reason = Literal["refused", "reset", "timeout", "broken_stream", "overflow", "aborted"]
 
 
 class UpstreamError(Exception):
     """An engine did not answer whole. ``sent``: the engine may have seen (some of) the request.
 
     ``refused``: no connection; ``reset``: lost or nonsense before the head was whole; ``timeout``;
-    ``broken_stream``: lost after the head; ``overflow``: our own limit of connections.
+    ``broken_stream``: lost after the head; ``overflow``: our own limit of connections; ``aborted``: its
+    answer says that it gave the request up.
     """
 
     def __init__(self, reason: Reason, *, sent: bool = True) -> None:
@@ -40,6 +41,8 @@ class UpstreamError(Exception):
         self.sent = sent
         self.stale = False
         """It was a kept connection, which the engine may have closed before it saw anything."""
+        self.abandoned = False
+        """Its engine went down: the request is no reason for that."""
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -32,9 +32,9 @@ class HeaderBlocks:
             raise H2Error(h2.PROTOCOL_ERROR, "a continuation of nothing")
         else:
             self._size += len(found.payload)
-            if self._size > self._block_bytes_max or len(self._pieces) > _PIECES_MAX:
-                raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
             self._pieces.append(found.payload)
+        if self._size > self._block_bytes_max or len(self._pieces) > _PIECES_MAX + 1:
+            raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
         self.begun = not found.flags & h2.END_HEADERS
         if self.begun:
             return None

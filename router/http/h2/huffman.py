@@ -6,6 +6,7 @@ bytes given.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 _LENGTHS: Final = bytes.fromhex(
@@ -25,18 +26,20 @@ class HuffmanError(ValueError):
     """No word of the code, or the wrong padding."""
 
 
-def _by_length() -> list[tuple[int, int, int, tuple[int, ...]]]:
-    """For each length of words: the length, its first word, the first one beyond it, and its symbols."""
-    rows, word, before = [], 0, 0
+def _by_length() -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
+    """For each length of words: where its words begin, in ``_BITS_MAX`` bits, and the length, its first word,
+    and its symbols. Words of one length follow those of the next shorter one."""
+    begins, rows, word, before = [], [], 0, 0
     for length in sorted(set(_LENGTHS)):
         word <<= length - before
         symbols = tuple(symbol for symbol, bits in enumerate(_LENGTHS) if bits == length)
-        rows.append((length, word, word + len(symbols), symbols))
+        begins.append(word << (_BITS_MAX - length))
+        rows.append((length, word, symbols))
         word, before = word + len(symbols), length
-    return rows
+    return begins, rows
 
 
-_ROWS: Final = _by_length()
+_BEGINS, _ROWS = _by_length()
 
 
 def decode(data: bytes) -> bytes:
@@ -47,28 +50,19 @@ def decode(data: bytes) -> bytes:
         held = held << 8 | byte
         bits += 8
         while bits >= 5:
-            found = _word(held, bits)
-            if found is None:
+            # Bits that have not come count as 0: the beginning of a longer word lies behind all shorter ones.
+            begin = held << (_BITS_MAX - bits) if bits <= _BITS_MAX else held >> (bits - _BITS_MAX)
+            length, first, symbols = _ROWS[bisect_right(_BEGINS, begin) - 1]
+            if length > bits:
                 break
-            symbol, used = found
+            symbol = symbols[(held >> (bits - length)) - first]
             if symbol == _END:
                 raise HuffmanError("the end of the string is no part of it")
             out.append(symbol)
-            bits -= used
+            bits -= length
             held &= (1 << bits) - 1
         if bits > _BITS_MAX:
             raise HuffmanError("no word of the code")
     if bits > 7 or held != (1 << bits) - 1:
         raise HuffmanError("the padding is not of ones")
     return bytes(out)
-
-
-def _word(held: int, bits: int) -> tuple[int, int] | None:
-    """The first symbol in these bits and its length; None: its word is not whole."""
-    for length, first, beyond, symbols in _ROWS:
-        if length > bits:
-            return None
-        word = held >> (bits - length)
-        if word < beyond:
-            return symbols[word - first], length
-    return None

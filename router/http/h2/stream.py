@@ -44,16 +44,17 @@ class StreamLine(Protocol):
 
 
 class Stream:
-    """See the module. ``send_window``: what the peer allows; ``receive_window``: what it still may send."""
+    """See the module. ``credit``: what the peer allowed beyond the window that all streams begin with, less
+    what was sent; ``receive_window``: what the peer still may send."""
 
     __slots__ = (
-        *("_drained", "_granted", "_line", "_pieces", "begun", "closed", "handler", "peer_ended"),
-        *("queued_bytes", "receive_window", "send_window", "stream_id", "trailers"),
+        *("_drained", "_granted", "_line", "_pieces", "begun", "closed", "credit", "handler", "peer_ended"),
+        *("queued_bytes", "receive_window", "stream_id", "trailers"),
     )
 
-    def __init__(self, line: StreamLine, stream_id: int, *, send_window: int, receive_window: int) -> None:
+    def __init__(self, line: StreamLine, stream_id: int, *, receive_window: int) -> None:
         self.stream_id = stream_id
-        self.send_window = send_window
+        self.credit = 0
         self.receive_window = receive_window
         self.handler: StreamHandler | None = None
         self.peer_ended = False
@@ -116,7 +117,7 @@ class Stream:
         """So many of the bytes that wait are sent: they go to ``out``."""
         pieces = self._pieces
         self.queued_bytes -= size
-        self.send_window -= size
+        self.credit -= size
         if not self.queued_bytes:
             out += pieces
             pieces.clear()

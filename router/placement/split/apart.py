@@ -73,7 +73,7 @@ class Apart:
             and engine.engine_id not in exclude
             and (not self._request.carried or self._can_be_named(engine))
             and now >= engine.rests_until
-            and engine.breaker.allows(now)
+            and engine.breaker.allows(now, self._request.client)
         ]
 
     def _can_be_named(self, engine: Engine) -> bool:

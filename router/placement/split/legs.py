@@ -188,6 +188,12 @@ class SidecarPlacement(DecodePlacement):
         """See ``Attempt``."""
         self._told = told
 
+    def corrected(self, usage: Usage | None) -> Usage | None:
+        """See ``Attempt``: the sidecar says what the other engine had."""
+        if usage is not None and self._told is not None and self._told.cached_tokens is not None:
+            usage.cached_tokens = self._told.cached_tokens
+        return usage
+
     def _begun(self, now: float) -> None:
         super()._begun(now)
         told = self._told

@@ -1,9 +1,9 @@
 """Passes one engine's answer on to the client as it comes, and reads of it what the accounts need.
 
-Whole answers and event streams; neither is decoded but for the usage and a response's id. What always holds:
-the head is sent with the first bytes of the body, so an engine that dies before them raises ``UpstreamError``
-with nothing sent, and can be replaced; an answer that ends early is told to the client, by an error event or
-by a cut connection.
+Whole answers and event streams; neither is decoded but for the usage, a response's id and what says that the
+engine gave it up. What always holds: the head is sent with the first bytes of the body, so an engine that
+dies before them raises ``UpstreamError`` with nothing sent, and can be replaced; an answer that ends early is
+told to the client, by an error event or by a cut connection.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from router.http.server.seam import Answering
 from router.observe.requests import RequestRecord
 from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.request import Usage
+from router.proxy.answers.endings import aborted
 from router.proxy.answers.failures import broke_off
 from router.proxy.answers.sse import SseRelay
 from router.proxy.answers.stream import StreamRelay
@@ -25,6 +26,9 @@ from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer
 from router.proxy.headers import AnswerHead
 from router.proxy.stats import ProxyStats
+
+_GATHERED_BYTES_MAX = 256 * 1024
+"""Of an answer that is not streamed; engines send these at once when they are complete."""
 
 
 class AnswerRelay(msgspec.Struct, eq=False):
@@ -37,10 +41,12 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _answer: Answering
     _stats: ProxyStats
     _usage_bytes_max: int
+    _replaceable: bool = False
+    """Another engine may be asked while nothing has been sent."""
 
     def run(self) -> Awaitable[None] | None:
-        """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError`` where
-        nothing has been sent."""
+        """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
+        ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent."""
         first = self._connection.take()
         return self._pass_later() if first is None else self._pass_on(first)
 
@@ -50,13 +56,14 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _pass_on(self, first: bytes) -> Awaitable[None] | None:
         connection = self._connection
+        self._attempt.arrived()
         self._record.status = connection.status
         if self._head.sse:
             return self._pass_events(first)
         return self._pass_whole(first) if connection.finished else self._pass_body(first)
 
     def _pass_events(self, first: bytes) -> Awaitable[None]:
-        events = SseRelay(seeks_id=self._attempt.request.path == RESPONSES)
+        events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
         stream = StreamRelay(
             self._connection,
             self._attempt,
@@ -66,11 +73,14 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._stats,
             events,
             self._success,
+            self._replaceable,
         )
         return stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
         """What came in one piece goes in one."""
+        if self._replaceable:
+            self._check(data)
         self._attempt.first_byte(self._connection.status if data else 0)
         self._start()
         self._record.bytes_out += len(data)
@@ -78,6 +88,12 @@ class AnswerRelay(msgspec.Struct, eq=False):
             return self._settle_later(waits, data)
         self._settle(data)
         return None
+
+    def _check(self, body: bytes) -> None:
+        """Raise where another engine is to be asked instead of passing this whole body on."""
+        self._attempt.check_fetched()
+        if self._wants_usage and aborted(self._attempt.request.path, body):
+            raise UpstreamError("aborted")
 
     async def _settle_later(self, waits: Awaitable[None], body: bytes) -> None:
         await waits
@@ -89,12 +105,18 @@ class AnswerRelay(msgspec.Struct, eq=False):
         if len(body) <= self._usage_bytes_max and self._wants_usage:
             if self._attempt.request.path == RESPONSES:
                 self._attempt.made_response(read_response_id(body))
-            usage = self._record.usage = self._usage_of(body)
+            usage = self._record.usage = self._attempt.corrected(self._usage_of(body))
         self._attempt.finished(usage)
 
     @property
     def _wants_usage(self) -> bool:
-        return self._attempt.request.path in PROMPT_APIS and self._success and not self._head.encoded
+        request = self._attempt.request
+        reports = request.path in PROMPT_APIS or (
+            request.method == "POST"
+            and not request.path.startswith(RESPONSES + "/")  # they repeat what was reported
+            and self._head.json
+        )
+        return reports and self._success and not self._head.encoded
 
     @property
     def _success(self) -> bool:
@@ -106,6 +128,14 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     async def _pass_body(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
+        if self._replaceable:
+            if self._wants_usage and self._head.json:
+                data = await self._gathered(data)
+            if connection.finished:
+                if (waits := self._pass_whole(data)) is not None:
+                    await waits
+                return
+            attempt.check_fetched()
         more = True
         if data:
             attempt.first_byte(connection.status)
@@ -133,6 +163,15 @@ class AnswerRelay(msgspec.Struct, eq=False):
             self._settle(b"".join(seen))
         else:
             attempt.finished(None)
+
+    async def _gathered(self, data: bytes) -> bytes:
+        """This and what follows, whole unless it is long: its end tells whether it is to be passed on. Raises
+        ``UpstreamError``."""
+        pieces, size = [data], len(data)
+        while not self._connection.finished and size < _GATHERED_BYTES_MAX:
+            pieces.append(await self._connection.read())
+            size += len(pieces[-1])
+        return b"".join(pieces)
 
     def _usage_of(self, body: bytes) -> Usage | None:
         try:

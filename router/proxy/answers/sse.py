@@ -3,18 +3,30 @@
 ``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
 line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
 engine dies in the middle of one, an error event can still be added that the client understands. Chunks are
-not parsed; only lines that contain ``"usage"`` are, and the first one of a Responses stream, for its id.
+not parsed; only lines that contain ``"usage"`` are, the first one of a Responses stream, for its id, and
+those before the first token. Where another engine could be asked instead, events that come before anything is
+generated wait for the first one that is.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from router.openai.apis import RESPONSES
 from router.openai.request import Usage
+from router.proxy.answers.endings import (
+    abort_mark,
+    aborts_in_choices,
+    event_aborted,
+    is_opening,
+    waits_for_more,
+)
 from router.proxy.answers.usage import read_response_id, read_usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
 _MARK_BYTES = 256  # enough of what was passed on to recognise its end
+_GOES_ON = b'"finish_reason":null'
+_UNKNOWN_END = b"\0"  # of no line
 _END_MARKS = (
     b"data: [DONE]",
     b"event: message_stop",
@@ -27,14 +39,28 @@ _END_MARKS = (
 class SseRelay:
     """One event stream on its way through. Feed it pieces, pass on what it gives back."""
 
-    __slots__ = ("_last", "_seeks_id", "_tail", "begun", "response_id", "unread_usages", "usage")
+    __slots__ = (
+        *("_abort_mark", "_held", "_holds", "_last", "_path", "_seeks_id", "_tail", "_usual_end", "aborted"),
+        *("begun", "first", "response_id", "unread_usages", "usage"),
+    )
 
-    def __init__(self, *, seeks_id: bool = False) -> None:
-        """``seeks_id``: it is a Responses stream, whose first event names the response."""
-        self._seeks_id = seeks_id
+    def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
+        """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while nothing
+        has been passed on."""
+        self._path = path
+        self._seeks_id = path == RESPONSES  # its first event names the response
+        self._holds = replaceable
+        self._held = b""
+        self._abort_mark = abort_mark(path) if replaceable else b""
+        # The last event of what aborts a message or a response has the usage; of choices, it has another end.
+        self._usual_end = _UNKNOWN_END if replaceable and aborts_in_choices(path) else b""
+        self.aborted = False
+        """The engine gave up: nothing more is to be passed on."""
         self.response_id: str | None = None
         self.begun = False
-        """A data line has been seen: the first token."""
+        """A data line has been seen that is no opening: the first token, or an error."""
+        self.first = b""
+        """Its data."""
         self.usage: Usage | None = None
         self.unread_usages = 0
         self._tail = b""
@@ -51,12 +77,17 @@ class SseRelay:
             data = data[:end]
             if not data:
                 return data
+        if not self.begun:
+            data = self._begin(data)
+            if not data:
+                return data
         # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
-        if not self.begun and data.find(b"data:") >= 0:
-            self.begun = True
+        has_usage = data.find(b'"usage"') >= 0
+        if has_usage or not data.endswith(self._usual_end):
+            data = self._watch(data)
         if self._seeks_id:
             self._read_id(data)
-        if data.find(b'"usage"') >= 0:
+        if has_usage:
             self._read_usage(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
         return data
@@ -73,7 +104,7 @@ class SseRelay:
 
     def end(self) -> bytes:
         """The stream ended as it should: what is left of it."""
-        tail, self._tail = self._tail, b""
+        tail, self._held, self._tail = self._held + self._tail, b"", b""
         if b'"usage"' in tail:
             self._read_usage(tail)
         return tail
@@ -89,6 +120,46 @@ class SseRelay:
             closing = b"\n\n"
         head = b"event: %b\n" % name if name else b""
         return b"%b%bdata: %b\n\n" % (closing, head, error)
+
+    def _begin(self, data: bytes) -> bytes:
+        """What to pass on of the lines up to here, while only openings have come."""
+        data, self._held = self._held + data, b""
+        for line in data.splitlines():
+            if line.startswith(b"data:"):
+                if not is_opening(self._path, line):
+                    self.begun, self.first = True, line[5:]
+                    return data
+                self._holds = self._holds and waits_for_more(line)
+            elif line.startswith(b":"):  # a comment keeps the connection open
+                self._holds = False
+        if self._holds and len(data) < _LINE_BYTES_MAX:
+            self._held = data
+            return b""
+        self._holds = False
+        return data
+
+    def _watch(self, data: bytes) -> bytes:
+        """Lines that may have the end of an answer."""
+        if not self._abort_mark:
+            return data
+        if data.find(self._abort_mark) >= 0:
+            return self._until_aborted(data)
+        if self._usual_end:
+            at = data.rfind(_GOES_ON)
+            self._usual_end = data[at:] if at >= 0 else self._usual_end
+        return data
+
+    def _until_aborted(self, data: bytes) -> bytes:
+        """The lines before the event by which the engine gave up, if one of them does."""
+        passed: list[bytes] = []
+        for line in data.splitlines(keepends=True):
+            if line.startswith(b"data:") and event_aborted(self._path, line[5:]):
+                self.aborted = True
+                if passed and passed[-1].startswith(b"event:"):
+                    passed.pop()
+                break
+            passed.append(line)
+        return b"".join(passed)
 
     def _read_usage(self, data: bytes) -> None:
         for line in data.splitlines():

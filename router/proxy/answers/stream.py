@@ -2,7 +2,7 @@
 
 A piece is passed on by whoever brings it, the engine's connection; the request's task runs only where the
 client is too slow, and at the end. What always holds: the head is sent with the first whole line; a stream
-that breaks off before its end mark ends with an error event.
+that breaks off before its end mark, or that the engine gives up, ends with an error event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from router.http.server.seam import Answering
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
 from router.openai.shapes import error_event
-from router.proxy.answers.failures import broke_off
+from router.proxy.answers.endings import error_status
+from router.proxy.answers.failures import REFUSALS, EventRefusedError, broke_off
 from router.proxy.answers.sse import SseRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer
@@ -35,7 +36,9 @@ class StreamRelay(msgspec.Struct, eq=False):
     _stats: ProxyStats
     _events: SseRelay
     _success: bool
-    """The engine's status says so."""
+    """The engine's status says so, and its first event is no error."""
+    _replaceable: bool = False
+    """Another engine may be asked while nothing has been sent."""
     _begun: bool = False
     """Its first token came."""
     _started: bool = False
@@ -45,7 +48,8 @@ class StreamRelay(msgspec.Struct, eq=False):
     """To be awaited before the next piece."""
 
     async def run(self, first: bytes) -> None:
-        """Pass everything on. Raises ``UpstreamError`` where nothing has been sent."""
+        """Pass everything on. Raises ``UpstreamError``, ``EventRefusedError`` and ``NotFetchedError`` where
+        nothing has been sent."""
         events = self._events
         try:
             self._pass_on(first)
@@ -63,7 +67,7 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._waits = self._answer.piece(events.end(), more=False)
         await self._caught_up()
         self._stats.usage_unread += events.unread_usages
-        self._record.usage = events.usage
+        self._record.usage = self._attempt.corrected(events.usage)
         self._attempt.finished(events.usage)
 
     async def _caught_up(self) -> None:
@@ -95,10 +99,10 @@ class StreamRelay(msgspec.Struct, eq=False):
         if self._connection.complete:
             self._more = False
             out += events.end()
+        if events.aborted:
+            self._give_up(out)
         if not self._begun and events.begun:
-            self._begun = True
-            self._attempt.first_byte(self._connection.status)  # an error's events are no tokens
-            self._attempt.made_response(events.response_id)
+            self._begin(events.first)
         if self._begun and self._success:
             record.piece()
         if not out and self._more:
@@ -109,8 +113,29 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._answer.begin(self._connection.status, self._head.fields, self._head.length)
         self._waits = self._answer.piece(out, more=self._more)
 
+    def _give_up(self, out: bytes) -> None:
+        """The engine gave up behind ``out``, which nobody needs who can have another answer."""
+        if self._started and out:
+            self._record.bytes_out += len(out)
+            self._waits = self._answer.piece(out, more=True)
+        raise UpstreamError("aborted")
+
+    def _begin(self, first: bytes) -> None:
+        """The first event that is no opening came."""
+        attempt, status = self._attempt, self._connection.status
+        self._begun = True
+        if self._replaceable and not self._started:
+            attempt.check_fetched()
+        if self._success and (named := error_status(first)):
+            if self._replaceable and not self._started and named in REFUSALS:
+                raise EventRefusedError(named, self._head.fields, first.strip())
+            self._success, status = False, named
+        attempt.first_byte(status)  # an error's events are no tokens
+        attempt.made_response(self._events.response_id)
+
     async def _break(self, error: UpstreamError) -> None:
         """It broke off: tell the client."""
+        await self._caught_up()
         broke_off(self._attempt, self._record, error, self._stats)
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         told = stream_broken(f"The engine {said} before its answer was complete.")

@@ -4,14 +4,14 @@ The first engine's answer is read whole and never passed on; the second one's is
 allowed the second one is told at once what the first one will have (``together.py``). What always holds: the
 attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
 upon which that engine frees what it had computed; the second engine's request is written once, and only while
-the lease is young (``Handoff``).
+the lease is young, and its answer is passed on only if it begins before the lease ends (``Handoff``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -26,8 +26,17 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
-from router.proxy.answers.failures import engine_failed
+from router.pd.transfer import (
+    Connector,
+    PrefillHolder,
+    Problem,
+    Query,
+    Told,
+    expired_leases,
+    without_blocks,
+)
+from router.proxy.answers.endings import aborted
+from router.proxy.answers.failures import BROKEN, REFUSALS, abandoned, await_first_byte, engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound, OwnConnections
@@ -35,11 +44,6 @@ from router.proxy.headers import read_answer_headers
 from router.proxy.settings import ProxySettings
 from router.proxy.split.quiet import Quiet
 from router.proxy.stats import ProxyStats
-
-REFUSALS = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which another engine is asked: this one is busy, broken or going down."""
-BROKEN = 500
-"""The status of an engine that the request may have broken."""
 
 
 class AgainError(Exception):
@@ -64,8 +68,10 @@ class Legs:
         stats: PdStats,
         proxy_stats: ProxyStats,
         clock: Callable[[], float],
+        metrics: Query,
     ) -> None:
         self._carrier = carrier
+        self._metrics = metrics
         self.connector = connector
         self.pd = pd
         self.proxy = proxy
@@ -115,18 +121,25 @@ class Legs:
         answer: Any = None
         try:
             timeout_s = self.proxy.first_byte_timeout_s
+            await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
             held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
+            attempt.arrived()
             self._check(attempt, answer, out, course, transfer_id)
+            if aborted(out.request.path, content):
+                raise UpstreamError("aborted")
             usage = _usage(content)
-            await self._hand_over(attempt, content, course, transfer_id, held_since_s)
+            cached_tokens = None if usage is None else usage.cached_tokens
+            await self._hand_over(attempt, content, course, transfer_id, held_since_s, cached_tokens)
             self._stats.prefill_s += self._clock() - asked_s
-        except UpstreamError as error:
+        except (UpstreamError, asyncio.CancelledError) as raised:
+            error = raised if isinstance(raised, UpstreamError) else abandoned(attempt, self._proxy_stats)
+            if error is None:
+                raise
             engine_failed(attempt, error, self._proxy_stats)
             course.prefill_failed(transfer_id, attempt.engine_id)
-            broke = error.sent and error.reason != "overflow"
-            raise AgainError(error.reason, broke=broke) from None
+            raise AgainError(error.reason, broke=broke(error)) from None
         finally:
             self._quiet.end()
             if answer is not None:
@@ -152,15 +165,23 @@ class Legs:
         attempt.first_byte(status)
 
     async def _hand_over(
-        self, attempt: Attempt, content: bytes, course: Course, transfer_id: str, held_since_s: float
+        self,
+        attempt: Attempt,
+        content: bytes,
+        course: Course,
+        transfer_id: str,
+        held_since_s: float,
+        cached_tokens: int | None,
     ) -> None:
         told: Told | Problem
         if course.given(transfer_id):
             told = self.connector.problem(content)
+            course.learned(transfer_id, cached_tokens)
         else:
-            told = await self.connector.told(content, transfer_id, _holder(attempt))
+            told = await self.connector.told(content, transfer_id, _holder(attempt), cached_tokens)
         if isinstance(told, bytes):
-            course.handed_over(transfer_id, self._handoff(attempt, told, held_since_s))
+            handoff = self._handoff(attempt, told, held_since_s, cached_tokens=cached_tokens)
+            course.handed_over(transfer_id, handoff)
         elif told:
             course.nothing_held(transfer_id)
             if told != "stopped":
@@ -168,7 +189,13 @@ class Legs:
             raise AgainError(told)
 
     def _handoff(
-        self, attempt: Attempt, params: bytes, held_since_s: float, *, ahead: bool = False
+        self,
+        attempt: Attempt,
+        params: bytes,
+        held_since_s: float,
+        *,
+        ahead: bool = False,
+        cached_tokens: int | None = None,
     ) -> Handoff:
         return Handoff.of(
             params,
@@ -178,6 +205,9 @@ class Legs:
             answered_s=self._clock(),
             settings=self.pd,
             ahead=ahead,
+            leased=self.connector.leased(_holder(attempt)),
+            source_url=attempt.base_url,
+            cached_tokens=cached_tokens,
         )
 
     async def _read(self, answer: Answer) -> bytes:
@@ -205,6 +235,7 @@ class Legs:
         def told() -> None:
             now = self._clock()
             handoff.take(now)
+            attempt.handoff = handoff
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
             self._stats.ahead += handoff.ahead
@@ -216,7 +247,9 @@ class Legs:
         try:
             timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
             text = await at_leisure(body.decode(handoff.params))
-            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
+            asking = self._carrier.ask(attempt, out, timeout_s, told, text)
+            waits_s = handoff.leased and not out.request.stream
+            answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
@@ -228,6 +261,40 @@ class Legs:
                 raise AgainError("stale connection") from None
             raise
         return answer
+
+    async def _witnessed(self, asking: Awaitable[Answer], handoff: Handoff) -> Answer:
+        """An answer that is not streamed begins when it is complete, which may be long after its blocks were
+        fetched. They were in time if the prefill engine has let no lease end between a moment before the end
+        of this one and the answer."""
+        came = asyncio.Event()
+
+        async def asks() -> Answer:
+            try:
+                return await asking
+            finally:
+                came.set()
+
+        answer, before = await asyncio.gather(asks(), self._count_before(handoff, came))
+        late = before is not None and self._clock() >= handoff.lease_end_s
+        if late and await self._expired_leases(handoff.source_url) == before:
+            handoff.fetched()
+        return answer
+
+    async def _count_before(self, handoff: Handoff, came: asyncio.Event) -> float | None:
+        """The count shortly before the end of the lease; None: the answer came first, or it is not known."""
+        try:
+            async with asyncio.timeout(max(0.0, handoff.until_s - self._clock())):
+                await came.wait()
+        except TimeoutError:
+            count = await self._expired_leases(handoff.source_url)
+            return count if self._clock() < handoff.lease_end_s else None
+        return None
+
+    async def _expired_leases(self, base_url: str) -> float | None:
+        try:
+            return expired_leases(await self._metrics(base_url))
+        except OSError:
+            return None
 
     def _late(self, attempt: Attempt, out: Outbound) -> AgainError:
         self._stats.leases_late += 1
@@ -242,6 +309,20 @@ class Legs:
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise _in_vain("fetch failed", attempt, out)
+
+    def not_fetched(self, attempt: Attempt, out: Outbound, course: Course | None) -> AgainError:
+        """The second engine's answer began after the end of the lease."""
+        self._stats.answers_late += 1
+        self._stats.handoffs_spent += 1
+        if course is not None:
+            course.not_fetched()
+        attempt.fetch_failed()
+        return _in_vain("late answer", attempt, out)
+
+
+def broke(error: UpstreamError) -> bool:
+    """Whether the request may have broken the engine: it was there, and no answer came of it."""
+    return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:

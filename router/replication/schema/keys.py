@@ -56,6 +56,11 @@ def schema_key(namespace: str) -> bytes:
     return f"{namespace}:schema".encode()
 
 
+def response_key(namespace: str, response_id: str) -> bytes:
+    """Where it stands which engine holds a response, and whose it is."""
+    return f"{namespace}:response:{response_id}".encode(errors="replace")
+
+
 def limits_key(namespace: str) -> bytes:
     """Where replicas tell each other what tenants use."""
     return f"{namespace}:limits".encode()

@@ -28,7 +28,9 @@ class Descriptions:
         if engine is None or feed is None:
             return
         seat = residency.scope(model).residency(engine_id).seat()
-        facts = engine_facts(engine, seat, feed.state, feed.missing_batches)
+        # Others take a degraded feed's blocks as they are: of a process that may have ended, none counts.
+        state = FeedState.STALE if feed.unconfirmed else feed.state
+        facts = engine_facts(engine, seat, state, feed.missing_batches)
         published = self._published.get(engine_id)
         if facts == published:
             return

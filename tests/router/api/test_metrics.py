@@ -31,7 +31,9 @@ from router.fleet.status import Fleet
 from router.http.server.stats import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
+from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, Receipt
+from router.observe.requests import RequestTracker
 from router.openai.members import at_leisure, at_once
 from router.pd.stats import PdStats
 from router.placement.affinity import AffinityStats
@@ -102,6 +104,8 @@ def sources() -> Sources:
         proxy,
         PromptStats(),
         ListenStats,
+        RequestTracker(lambda: 100.0),
+        HistoryLog(100.0),
         shared,
         origins,
         AdminStats(changes={"drain": 2}),

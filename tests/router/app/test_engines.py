@@ -196,6 +196,46 @@ def test_a_restarted_engine_is_known_to_be_empty(moved: bool) -> None:
     run(main())
 
 
+def test_an_engine_that_restarts_between_polls_is_not_credited_with_its_old_blocks() -> None:
+    async def main() -> None:
+        ports = own_ports()
+        first = SimulatedEngine(EngineSettings(**QUICK, **ports))
+        await first.start()
+        async with routing(configure(first, fleet=NEVER)) as rig:
+            assert await check_exact(rig, [first], TEXT * 20) > 100
+            (engine,) = rig.router.fleet
+            feed = engine.feed
+            await first.stop()
+            await until(lambda: feed.unconfirmed, "the event socket is lost")
+            elsewhere = own_ports() | {"port": ports["port"]}
+            async with started(**elsewhere):  # it answers before the router hears of its events
+                assert engine.up
+                assert (await hits(rig, TEXT * 20))[:2] == (-1, 0)
+            async with started(**ports) as second:
+                await until(lambda: not feed.unconfirmed, "the process that speaks is known")
+                assert (await hits(rig, TEXT * 20))[:2] == (0, 0)
+                await rig.caught_up(second)
+                assert await check_exact(rig, [second], TEXT * 20, TEXT * 7) > 200
+            rig.check_books()
+
+    run(main())
+
+
+def test_a_connection_that_was_cut_counts_again_once_the_process_is_confirmed() -> None:
+    async def main() -> None:
+        async with started() as engine, routing(configure(engine, fleet=NEVER)) as rig:
+            assert await check_exact(rig, [engine], TEXT * 20) > 100
+            (known,) = rig.router.fleet
+            rig.router.following.engine_restarted(known)  # as a changed start time in its metrics would say
+            assert known.feed.unconfirmed
+            await until(lambda: not known.feed.unconfirmed, "confirmed by replay")
+            predicted, reported, _ = await hits(rig, TEXT * 20)
+            assert predicted == reported > 0
+            assert known.feed.restarts == 0
+
+    run(main())
+
+
 def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
     async def main() -> None:
         async with started(publish_events=False) as mute:

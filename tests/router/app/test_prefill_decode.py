@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from router.admission.queue.settings import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.serve.reload import apply
+from tests.support.pairs import busy
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
@@ -50,16 +51,6 @@ async def apart(*engines: dict[str, Any], **changes: Any) -> AsyncIterator[tuple
             yield rig, started
             await until(lambda: rig.idle, "every request has ended")
             rig.check_books()
-
-
-@contextmanager
-def busy(rig: Rig) -> Iterator[None]:
-    """A sequence runs on every decode engine, so that prompts are better computed elsewhere."""
-    loads = [engine.load for engine in rig.router.fleet if engine.engine.decodes]
-    tickets = [load.hold(time.monotonic()) for load in loads]
-    yield
-    for load, ticket in zip(loads, tickets, strict=True):
-        load.finish(ticket, time.monotonic())
 
 
 async def receipts(rig: Rig) -> list[Any]:
@@ -227,6 +218,26 @@ def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_hold
             stats = rig.router.proxy.pd_stats
             assert (stats.split, stats.handoffs, stats.handoffs_kept) == (1, 0, 1)
             assert stats.whole == {"retried": 1}
+
+    run(main())
+
+
+def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_again() -> None:
+    """The state of the last token is always, so that an engine without it lacks no more than the rest."""
+
+    async def main() -> None:
+        groups = {"groups": "mamba-hybrid"}
+        async with apart({**P, **groups}, {**D, **groups}) as (rig, (p, d)):
+            await rig.ask("POST", "/v1/completions", completion(1))
+            await rig.caught_up(p, d)
+            more = {**completion(1), "prompt": prompt(1)[:400] + prompt(5, 400)}
+            with busy(rig):
+                _, told = await rig.ask("POST", "/kvatlas/explain", more)
+                (found,) = [one for one in told["engines"] if one["engine"] == d.base_url]
+                await rig.ask("POST", "/v1/completions", more)
+            assert found["hit_tokens"]["GPU"] < found["trunk_tokens"] == 400
+            fetched = d.scheduler.stats.external_prefix_cache_hits
+            assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
 
     run(main())
 

@@ -15,10 +15,12 @@ import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.admission.key_file import digest_of
+from router.admission.queue.settings import QueueSettings
 from router.admission.settings import KeySettings
 from router.epp.request import conformance
 from router.epp.request.conformance import select
 from router.fleet.identity import EngineAddress
+from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
 from tests.support.envoy import envoy, program
 from tests.support.pki import make_authority, make_certificate
@@ -28,6 +30,7 @@ from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 pytestmark = pytest.mark.envoy
 SELECTION = conformance.SELECTION.decode()
+SERVED = conformance.SERVED.decode()
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,44 @@ def test_ranks_behind_one_port_are_told_apart_by_a_header(tmp_path: Path) -> Non
     run(main())
 
 
+@pytest.mark.parametrize("form", ["buffered", "buffered_original_dst"])
+def test_a_body_that_envoy_cannot_buffer_is_its_413(tmp_path: Path, form: str) -> None:
+    async def main() -> None:
+        async with recorder() as engine, AsyncExitStack() as stack:
+            rig = await stack.enter_async_context(
+                routing(configure(EngineAddress(engine.url), epp=epp()), wait=False)
+            )
+            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+            names = [engine.url.removeprefix("http://")]
+            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+            status, _, answer = await through.ask(form, "/v1/embeddings", b"x" * 3_000_000)
+            assert (status, answer) == (413, b"Payload Too Large")
+            await until(lambda: rig.idle, "the request has ended")
+            assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
+            sent = {"model": MODEL, "input": "a"}
+            assert (await through.ask(form, "/v1/embeddings", sent))[0] == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_request_that_waits_longer_than_envoy_does_is_its_504(tmp_path: Path, form: str) -> None:
+    async def main() -> None:
+        queue = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+        async with running(ONE) as (engine,), AsyncExitStack() as stack:
+            rig = await stack.enter_async_context(routing(configure(engine, epp=epp(), queue=queue)))
+            gateway = envoy(tmp_path, [endpoint(engine)], [port_of(rig)], idle_s=1.0)
+            through = await stack.enter_async_context(gateway)
+            await stack.enter_async_context(busy(rig))
+            asked = {"model": MODEL, "prompt": "nothing of it is in flight", "max_tokens": 1}
+            status, _, answer = await through.ask(form, "/v1/completions", asked)
+            assert (status, answer) == (504, b"stream timeout")
+            await until(lambda: not len(rig.router.accounts.room), "it has left")
+            assert (stats_of(rig).gateways_own, stats_of(rig).calls_refused) == (1, {})
+
+    run(main())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, form: str) -> None:
     async def main() -> None:
@@ -133,8 +174,16 @@ def test_requests_of_the_conformance_suite_go_where_they_say(tmp_path: Path, for
                     told = json.loads(answer)
                     assert told["bytes"] == 100_000
                     assert told["fields"]["x-gateway-destination-endpoint"] == sent
-                    if form == "override_host":
-                        assert headers["x-conformance-test-served-endpoint"] == sent
+                    assert told["fields"]["x-echo-set-header"] == f"{SERVED}:{sent}"
+                    assert headers[SERVED] == sent if form == "override_host" else headers[SERVED]
+                served = set()
+                for own in ({SELECTION: ",".join(names)}, {}):
+                    for _ in range(4):
+                        status, headers, answer = await through.ask(form, "/any", b"x", headers=own)
+                        assert status == 200, "one endpoint is named, as ORIGINAL_DST needs it"
+                        served.add(json.loads(answer)["fields"]["x-gateway-destination-endpoint"])
+                    assert served == set(names), "in turns"
+                    served.clear()
                 own = {SELECTION: "10.0.0.9"}
                 status, _, answer = await through.ask(form, "/any", b"x", headers=own)
                 assert (status, json.loads(answer)["error"]["code"]) == (503, "no_ready_engine")
@@ -155,7 +204,11 @@ def test_addresses_of_the_conformance_suite() -> None:
     }
     for asked, found in cases.items():
         assert select([(SELECTION.encode(), asked)], known) == found
-    assert select([], known) == known[:1]
+        assert select([(SELECTION.encode(), asked)], known, allowed=["10.0.0.1:8000"]) == found
+    for headers in ([], [(SELECTION.encode(), b"")]):
+        assert select(headers, known) == known
+        assert select(headers, known, allowed=["10.0.0.2", "10.0.0.1:8000"]) == [*known[1:3], known[0]]
+        assert select(headers, known, allowed=[]) == []
 
 
 @contextmanager

@@ -7,12 +7,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.epp.fields import DESTINATION
+from router.admission.queue.settings import QueueSettings
+from router.epp.fields import DESTINATION, SUBSET_KEY
 from router.epp.settings import EppSettings, EppStats
 from router.epp.wire import messages as m
 from router.epp.wire.grpc import GrpcReader, message_frame
@@ -20,7 +22,7 @@ from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
-from tests.router.epp.test_messages import read
+from tests.router.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -212,7 +214,6 @@ def test_an_error_of_an_engine_waits_for_the_router() -> None:
 WRONG = {
     "an answer before its request": (OK, "3", "malformed"),
     "two heads": (POST + POST, "3", "malformed"),
-    "an answer of an engine that was not named": (POST + OK, "3", "malformed"),
     "a body behind its end": (REQUEST + body(REQUEST_BODY, b"more"), "3", "malformed"),
     "compressed": (b"\1\0\0\0\1x", "12", "malformed"),
     "cut": (message_frame(b"\x22\x05ab"), "3", "malformed"),
@@ -231,6 +232,90 @@ def test_a_gateway_that_breaks_the_protocol_is_told(sent: bytes, status: str, re
             assert peer.headers[number][-1]["grpc-status"] == status
             assert stats_of(rig).calls_refused == {reason: 1}
             assert not peer.closed  # nor is any other call of its connection ended
+
+    run(main())
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["text", "list"])
+def test_a_subset_hint_of_comma_joined_endpoints(*, listed: bool) -> None:
+    """Gateways that copy it from a header send one text (lwepp, handlers/request.go)."""
+
+    async def main() -> None:
+        async with gateway() as (_, peer, engine):
+            endpoint = engine.base_url.removeprefix("http://")
+            for text, chosen in ((f"10.0.0.9:1, {endpoint}", True), ("10.0.0.9:1,10.0.0.8:1", False)):
+                asked = PB["ProcessingRequest"]()
+                asked.ParseFromString(next(iter(GrpcReader(1 << 20).feed(POST))))
+                hint = asked.metadata_context.filter_metadata.add(key=m.SUBSET).value
+                if listed:
+                    hint.get_or_create_list(SUBSET_KEY).extend([text])
+                else:
+                    hint[SUBSET_KEY] = text
+                number = peer.open(PROCESS)
+                await peer.send(number, message_frame(asked.SerializeToString()) + REQUEST.removeprefix(POST))
+                await until(partial(said, peer, number), "answered")
+                if chosen:
+                    assert said(peer, number)[0].dynamic_metadata[m.LB][DESTINATION] == endpoint
+                    peer.state.reset_stream(number)
+                    peer.flush()
+                else:
+                    assert (await error_of(peer, number))[0] == 503
+
+    run(main())
+
+
+def gateways_own(status: bytes) -> bytes:
+    return head(RESPONSE_HEADERS, {b":status": status, b"content-type": b"text/plain"})
+
+
+@pytest.mark.parametrize("mode", [m.FULL_DUPLEX, m.BUFFERED])
+def test_an_answer_of_the_gateways_own_before_the_choice_goes_to_the_client(mode: int) -> None:
+    """Envoy's 413 of a body that it cannot buffer, its 504 of stream_idle_timeout: neither is a fault."""
+
+    async def main() -> None:
+        async with gateway() as (rig, peer, _):
+            number = peer.open(PROCESS)
+            fields = {b":method": b"POST", b":path": CHAT, b":authority": b"a"}
+            await peer.send(number, head(REQUEST_HEADERS, fields, mode=mode))
+            if mode == m.FULL_DUPLEX:
+                await peer.send(number, body(REQUEST_BODY, b'{"model"'))
+            await peer.send(number, gateways_own(b"413") + body(RESPONSE_BODY, b"Payload "))
+            await until(lambda: rig.idle, "the request has ended")
+            await peer.send(number, body(RESPONSE_BODY, b"Too Large", ends=True))
+            await peer.until_over(number)
+            assert peer.headers[number][-1] == ENDS
+            found = said(peer, number)
+            kinds = [field.name for each in found for field, _ in each.ListFields()]
+            assert kinds[-3:] == ["response_headers", "response_body", "response_body"]
+            assert "immediate_response" not in kinds
+            assert not found[-3].response_headers.response.header_mutation.set_headers
+            pieces = [one.response_body.response.body_mutation.streamed_response for one in found[-2:]]
+            assert b"".join(piece.body for piece in pieces) == b"Payload Too Large"
+            assert pieces[-1].end_of_stream
+            stats = stats_of(rig)
+            assert (stats.gateways_own, stats.calls_refused, stats.immediate) == (1, {}, 0)
+            assert rig.router.proxy.stats.engine_failures == {}
+
+    run(main())
+
+
+def test_an_answer_of_the_gateways_own_while_the_request_waits() -> None:
+    async def main() -> None:
+        one_at_once = QueueSettings(saturation_s=60.0, engine_requests_max=1, wait_s_max=600.0)
+        async with gateway(queue=one_at_once) as (rig, peer, _):
+            first, waits = peer.open(PROCESS), peer.open(PROCESS)
+            await peer.send(first, REQUEST)
+            await until(lambda: len(said(peer, first)) == 2, "the choice is told")
+            other = chat(messages=[{"role": "user", "content": "nothing of it is in flight"}])
+            await peer.send(waits, POST + body(REQUEST_BODY, other) + body(REQUEST_BODY, b"", ends=True))
+            await until(lambda: rig.router.accounts.room.stats.waiting == 1, "one waits")
+            await peer.send(waits, gateways_own(b"504"))
+            await until(lambda: rig.router.proxy.stats.requests_active == 1, "it has left")
+            await peer.send(waits, body(RESPONSE_BODY, b"stream timeout", ends=True))
+            await peer.until_over(waits)
+            assert (peer.headers[waits][-1], stats_of(rig).gateways_own) == (ENDS, 1)
+            peer.state.reset_stream(first)
+            peer.flush()
 
     run(main())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from router.epp.settings import EppSettings
 from router.epp.wire.grpc import message_frame
 from router.epp.wire.protobuf import bytes_field
+from router.fleet.identity import EngineAddress
 from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
@@ -19,6 +20,23 @@ async def check(peer: H2Peer, service: bytes) -> tuple[bytes, dict[str, str]]:
     await peer.send(number, message_frame(bytes_field(1, service)), end=True)
     await peer.until_over(number)
     return peer.data[number][5:], peer.headers[number][-1]
+
+
+def test_the_light_pickers_service_serves_once_the_pool_is_known() -> None:
+    """Liveness and readiness of the conformance suite's pods: also while nothing is ready."""
+
+    async def main() -> None:
+        settings = EppSettings(listen="127.0.0.1:0", health_listen="127.0.0.1:0", tls=False)
+        gone = EngineAddress("http://127.0.0.1:9")
+        async with routing(configure(gone, epp=settings), wait=False) as rig:
+            assert rig.router.picker is not None
+            async with h2_peer(rig.router.picker.addresses["health_listen"][1]) as peer:
+                assert await check(peer, b"readiness") == (b"\x08\x02", OK)
+                assert await check(peer, b"inference-extension") == (b"\x08\x01", OK)
+                rig.router.fleet_sources.unsynced = lambda: ["kubernetes"]  # type: ignore[method-assign]
+                assert await check(peer, b"inference-extension") == (b"\x08\x02", OK)
+
+    run(main())
 
 
 def test_a_router_that_leaves_is_alive_and_not_ready() -> None:

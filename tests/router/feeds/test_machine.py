@@ -9,6 +9,7 @@ from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
 from router.feeds.base import FeedSettings, FeedState, FeedStats
 from router.feeds.machine import FeedMachine
+from router.feeds.trust import expected_share
 from router.feeds.wire import Frame
 from tests.router.feeds.feed_network import make_frame
 
@@ -42,6 +43,9 @@ class Driver:
 
     def connected(self) -> None:
         self.do(self.machine.connected(self.now))
+
+    def suspect(self) -> None:
+        self.do(self.machine.suspect(self.now))
 
     def disconnected(self) -> None:
         self.do(self.machine.disconnected(self.now))
@@ -414,6 +418,66 @@ def test_a_reconnect_to_the_same_process_fetches_what_was_missed() -> None:
     assert driver.applied == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert driver.state == (FeedState.READY, "")
     assert (driver.stats.restarts, driver.stats.disconnects) == (0, 1)
+
+
+def test_from_the_loss_of_the_connection_on_nothing_counts_until_the_process_is_confirmed() -> None:
+    driver = ready()
+    assert not driver.stats.unconfirmed
+    driver.tick(1000.0)
+    assert not driver.stats.unconfirmed  # silence alone says nothing
+    driver.disconnected()
+    assert driver.stats.unconfirmed
+    assert expected_share(driver.stats) == 0
+    driver.connected()
+    assert driver.stats.unconfirmed
+    driver.live(frame(3))  # fits by its number only
+    assert driver.stats.unconfirmed
+    driver.replay(frame(2), end=False)
+    assert not driver.stats.unconfirmed
+    driver.replay(frame(3))
+    assert driver.state == (FeedState.READY, "")
+
+
+def test_a_restart_ends_it_too_and_so_does_a_batch_where_there_is_no_replay() -> None:
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    driver.replay()
+    assert (driver.stats.restarts, driver.stats.unconfirmed) == (1, False)
+    driver = Driver(has_replay=False)
+    driver.connected()
+    driver.live(frame(0), frame(1))
+    driver.disconnected()
+    driver.connected()
+    assert (driver.state, driver.stats.unconfirmed) == ((FeedState.DEGRADED, "unverified"), True)
+    driver.live(frame(2))
+    assert not driver.stats.unconfirmed
+    assert 0 < expected_share(driver.stats) < 1  # it may be a coincidence
+
+
+def test_a_check_without_an_answer_confirms_nothing() -> None:
+    driver = ready()
+    driver.disconnected()
+    driver.connected()
+    for _ in range(SETTINGS.replay_attempts_max):
+        driver.fail()
+    assert driver.stats.unconfirmed
+
+
+def test_a_suspect_process_is_checked_by_replay() -> None:
+    driver = ready()
+    driver.suspect()
+    assert driver.stats.unconfirmed
+    assert driver.state == (FeedState.DEGRADED, "check")
+    asked = len(driver.requests)
+    driver.suspect()
+    assert len(driver.requests) == asked  # one question at a time
+    driver.replay(frame(2))
+    assert not driver.stats.unconfirmed
+    assert (driver.state, driver.stats.restarts) == ((FeedState.READY, ""), 0)
+    empty = Driver()
+    empty.suspect()
+    assert not empty.stats.unconfirmed  # there is nothing to count on
 
 
 @pytest.mark.parametrize("answer", [[], frames(50, 60)], ids=["behind", "far ahead"])

@@ -82,6 +82,9 @@ class Listener:
     def engine_asleep(self, status: EngineStatus) -> None:
         self.asleep.append(status.engine_id)
 
+    def engine_restarted(self, status: EngineStatus) -> None:
+        self.told.append(("restarted", status.engine_id))
+
     def engine_load(self, status: EngineStatus, *, running: int, waiting: int) -> None:
         self.loads[status.engine_id] = running, waiting
 

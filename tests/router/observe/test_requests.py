@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.observe.histogram import Histogram
-from router.observe.requests import MODELS_MAX, OTHER, RequestRecord, RequestTracker
+from router.observe.requests import (
+    ENDED_KEPT,
+    MODELS_MAX,
+    OTHER,
+    REQUEST_ID_CHARS_MAX,
+    RequestRecord,
+    RequestTracker,
+)
 from router.openai.request import Usage
 
 
@@ -143,3 +150,20 @@ def test_what_happens_in_masses_is_said_now_and_then_with_the_number_left_out() 
         clock.now += 5.0
         tracker.warn("request retried", record, "e", engine="e")
     assert [(line["engine"], line.get("unsaid", 0)) for line in logs] == [("e", 0), ("f", 0), ("e", 99)]
+
+
+def test_the_latest_are_kept_without_prompts_and_with_texts_cut() -> None:
+    clock = Clock()
+    tracker = RequestTracker(clock)
+    for number in range(ENDED_KEPT + 5):
+        record = tracker.begin("POST", "/" + "p" * 10_000)
+        record.model, record.request_id = "m" * 10_000, f"{number} " + "i" * 10_000
+        record.why = lambda prompt="a prompt": {"prompt": prompt}  # type: ignore[misc]
+        clock.now += 1
+        tracker.end(record)
+    assert len(tracker.ended) == ENDED_KEPT
+    oldest, latest = tracker.ended[0], tracker.ended[-1]
+    assert oldest.request_id.startswith("5 ")
+    assert latest.ended_s == clock.now
+    assert latest.why() == {}
+    assert max(len(latest.path), len(latest.model), len(latest.request_id)) <= REQUEST_ID_CHARS_MAX

@@ -25,7 +25,7 @@ from router.openai.members import (
     joined,
 )
 from router.pd.bodies import split_body
-from router.proxy.aliases import with_model
+from router.proxy.aliases import with_value
 from router.proxy.screen import Rules, screen
 from tests.support.examples import examples
 from tests.support.waiting import run
@@ -74,7 +74,7 @@ def test_what_no_parser_reads_is_malformed_or_left_to_the_parser(text: str) -> N
 
 PASSES: dict[str, Callable[[bytes], Generator[None, None, object]]] = {
     "screened": lambda body: screen(body, Rules(report_mode="refuse")),
-    "renamed": lambda body: with_model(body, "other"),
+    "renamed": lambda body: with_value(body, b"model", "other"),
     "split": lambda body: split_body(CHAT, body),
     "prefill": lambda body: at_once(split_body(CHAT, body)).prefill(b"{}"),
 }

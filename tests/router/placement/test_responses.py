@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from router.fleet.response_holders import ResponseHolders
+import asyncio
+
+from router.fleet.response_holders import HeldResponse, ResponseHolders
 
 
 def test_what_was_told_is_found() -> None:
@@ -31,3 +33,35 @@ def test_an_engine_takes_its_responses_with_it() -> None:
     holders.forget("a")
     assert holders.holder("r1") is None
     assert holders.holder("r2") == "b"
+
+
+def test_a_response_stays_with_the_tenant_it_was_first_seen_of() -> None:
+    holders = ResponseHolders()
+    holders.record("r1", "a", "acme")
+    holders.record("r1", "b", "other")
+    assert holders.known("r1") == ("a", "acme")
+    holders.record("r1", "b", "acme")
+    assert holders.known("r1") == ("b", "acme")
+
+
+def test_others_are_asked_once_for_what_is_not_known_here() -> None:
+    holders, told = ResponseHolders(), []
+    asked = []
+
+    async def source(response_id: str) -> HeldResponse | None:
+        asked.append(response_id)
+        return HeldResponse("a", "acme") if response_id == "r1" else None
+
+    holders.sources.append(source)
+    holders.listeners.append(lambda response_id, held: told.append((response_id, held)))
+
+    async def main() -> None:
+        assert await holders.find("r1") == await holders.find("r1") == ("a", "acme")
+        assert await holders.find("r2") is None
+        assert await holders.find("x" * 1000) is None
+
+    asyncio.run(main())
+    assert asked == ["r1", "r2"]
+    assert told == []  # it is told by who made it
+    holders.record("r3", "a", "acme")
+    assert told == [("r3", ("a", "acme"))]

@@ -60,8 +60,75 @@ def test_the_outline_finds_what_the_parser_finds(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outline, "_WINDOW_BYTES", window)
         found = top_level(body, NAMES)
-    wanted = {name: fields[name] for name in NAMES if isinstance(fields.get(name), str | bool)}
-    assert {name: msgspec.json.decode(value) for name, value in found.items()} == wanted
+    wanted = {name: fields[name] for name in NAMES if name in fields}
+    plain = {name: value for name, value in wanted.items() if not isinstance(value, list | dict)}
+    assert found.keys() == wanted.keys()
+    assert {name: json.loads(found[name]) for name in plain} == plain
+    assert all(found[name] in (b"[", b"{") for name in wanted.keys() - plain.keys())
+
+
+SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
+SPACES = st.sampled_from(("", " ", "\n\t", " " * 70))
+
+
+@st.composite
+def members(draw: st.DrawFn) -> str:
+    """A member of a body: its key as it is or with letters as escapes, and any value."""
+    key = draw(st.sampled_from((*SEEN, "x", "mode", "models", "m\u00f6del")))
+    letters = [
+        f"\\u{ord(letter):04x}" if ord(letter) > 127 or draw(st.booleans()) else letter for letter in key
+    ]
+    value = draw(
+        st.sampled_from(
+            ("null", "true", "-7", "8", "1.5", '"-3"', '"a"', '"\\u0061\\""', "[]", '{"model":"n"}')
+        )
+        | st.sampled_from(SEEN).map(json.dumps)
+    )
+    name = "".join(letters) if draw(st.booleans()) else key
+    return f'{draw(SPACES)}"{name}"{draw(SPACES)}:{draw(SPACES)}{value}{draw(SPACES)}'
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(st.lists(members(), max_size=8), st.integers(2, 60))
+def test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys(found: list[str], window: int) -> None:
+    body = ("{" + ",".join(found) + "}").encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outline, "_WINDOW_BYTES", window)
+        patch.setattr(body_module, "_INLINE_BYTES_MAX", 0)
+        large = asyncio.run(peek_any_size(body))
+    small = peek(body)
+    assert [getattr(large, name) for name in small.__struct_fields__ if name != "guarded"] == [
+        getattr(small, name) for name in small.__struct_fields__ if name != "guarded"
+    ]
+
+
+HIDDEN = [
+    b'"mod\\u0065l":"z"',
+    b'"\\u006D\\u006f\\u0064\\u0065\\u006c" : "z"',
+    b'"model":"z",' + b",".join(b'"a%d":"model"' % n for n in range(40)),
+    b'"model":"z",' + b",".join(b'"a%d":"model" ' % n for n in range(40)),
+    b'"model":"z"' + b" " * 200 + b',"a":"model"' + b" " * 200,
+    b'"model"' + b" " * 200 + b':"z"',
+    b'"model":null',
+    b'"model":{"a":1}',
+    b'"model":7',
+]
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_no_spelling_hides_a_model_in_a_body_above_4_mib(hidden: bytes) -> None:
+    body = b'{"model":"m","messages":["' + b"x" * (5 << 20) + b'"],' + hidden + b"}"
+    wanted = json.loads(b"{" + hidden + b"}")["model"]
+    look = asyncio.run(peek_any_size(body))
+    assert look.model == (wanted if isinstance(wanted, str) else None)
+
+
+def test_very_many_keys_with_escapes_are_refused() -> None:
+    body = b'{"model":"m","messages":["' + b"x" * (5 << 20) + b'"]' + b',"\\u0061":1' * 20_000 + b"}"
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(peek_any_size(body))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    assert "escapes" in caught.value.message
 
 
 def test_of_equal_keys_the_last_one_counts_and_nested_ones_do_not() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.members import at_once
-from router.proxy.aliases import Aliases, with_model
+from router.proxy.aliases import Aliases, with_value
 
 
 def test_shares_are_kept_and_a_session_stays() -> None:
@@ -50,7 +50,7 @@ values = st.recursive(
 @given(body=st.dictionaries(st.text(max_size=6) | st.just("model"), values, max_size=5), indent=st.booleans())
 def test_only_the_model_changes(body: dict[str, object], indent: bool) -> None:
     text = json.dumps(body, indent=2 if indent else None).encode()
-    changed = at_once(with_model(text, 'new "name"'))
+    changed = at_once(with_value(text, b"model", 'new "name"'))
     if "model" in body:
         assert json.loads(changed) == body | {"model": 'new "name"'}
         assert list(json.loads(changed)) == list(body)
@@ -60,11 +60,11 @@ def test_only_the_model_changes(body: dict[str, object], indent: bool) -> None:
 
 def test_of_equal_keys_the_last_counts_as_engines_read_it() -> None:
     assert (
-        at_once(with_model(b'{"model": "x", "mo\\u0064el" : "y"}', "z"))
+        at_once(with_value(b'{"model": "x", "mo\\u0064el" : "y"}', b"model", "z"))
         == b'{"model": "x", "mo\\u0064el" : "z"}'
     )
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"model": ', b"not json"])
 def test_what_is_no_object_stays(body: bytes) -> None:
-    assert at_once(with_model(body, "z")) == body
+    assert at_once(with_value(body, b"model", "z")) == body

@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from router.openai.apis import RESPONSES
 from router.openai.errors import no_ready_engine, stream_broken
 from router.openai.members import at_once
 from router.openai.request import Usage
@@ -82,7 +83,7 @@ def test_cached_tokens_of_a_streams_beginning_hold_until_its_end() -> None:
 
 
 def test_a_response_is_named_by_its_first_event() -> None:
-    relay = SseRelay(seeks_id=True)
+    relay = SseRelay(RESPONSES)
     relay.feed(b'event: response.created\ndata: {"response":{"id":"resp_1","usage":null}}\n\n')
     relay.feed(b'event: x\ndata: {"response":{"id":"resp_2"}}\n\n')
     assert relay.response_id == "resp_1"
@@ -123,15 +124,21 @@ def test_the_openai_client_is_told_that_a_responses_stream_broke() -> None:
             b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
             b'"response":{"id":"resp_1","object":"response","output":[]}}\n\n'
         )
+        text = (
+            b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta",'
+            b'"sequence_number":1,"delta":"a","item_id":"m","output_index":0,"content_index":0,"logprobs":[]}\n\n'
+        )
         async with (
-            Engine(writes(SSE_HEAD, chunk(created), then="reset")) as engine,
+            Engine(writes(SSE_HEAD, chunk(created), chunk(text), then="reset")) as engine,
             routing(engine.url) as rig,
             openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client,
         ):
             stream = await client.responses.create(model="m", input="x", stream=True)
             events = [event async for event in stream]
-            assert [event.type for event in events] == ["response.created", "error"]
-            assert events[1].code == "engine_stream_broken"
+            names = ["response.created", "response.output_text.delta", "error"]
+            assert [event.type for event in events] == names
+            assert events[2].code == "engine_stream_broken"
+            assert events[2].sequence_number == 2
 
     run(main())
 

@@ -133,6 +133,47 @@ def test_a_retry_after_lets_a_probe_through_now_and_then() -> None:
     assert probes == [1.0, 2.0, 4.0, 8.0, 16.0, 26.0, 36.0, 46.0]
 
 
+def test_what_only_one_client_was_refused_keeps_other_clients_in() -> None:
+    breaker, now, attacker = Breaker(S), 0.0, 7
+    for number in range(1000):
+        breaker.refused(number, 30.0, now, attacker)
+        assert breaker.allows(now, 8)
+        if breaker.allows(now, attacker):
+            breaker.begin(now, client=attacker)
+        now += 0.05
+    assert not breaker.allows(now - 0.01, attacker)
+    breaker.refused(-1, 30.0, now, 8)  # a second client: it is the engine
+    assert not breaker.allows(now, 9)
+    breaker.succeeded(now)
+    assert breaker.allows(now, attacker)
+
+
+def test_clients_that_were_not_refused_have_the_probes_first() -> None:
+    breaker, now, served = Breaker(S), 0.0, []
+    for step in range(20 * 60):
+        now = step * 0.05
+        for attacker in (1, 2):
+            if breaker.allows(now, attacker):
+                breaker.begin(now, client=attacker)
+                breaker.refused(2 * step + attacker, 30.0, now, attacker)
+        if step % 10 == 0:
+            allowed = breaker.allows(now, 3)
+            served.append(allowed)
+            if allowed:
+                breaker.begin(now, client=3)
+                breaker.succeeded(now)
+    assert sum(served) > 0.7 * len(served)
+
+
+def test_the_clients_that_are_remembered_are_bounded() -> None:
+    breaker = Breaker(S)
+    for number in range(10 * S.pause_clients_max):
+        breaker.refused(number, 30.0, 0.0, number)
+    assert len(breaker._pause._clients) == S.pause_clients_max
+    assert not breaker.allows(0.0, -1)
+    assert breaker.allows(S.pause_probe_s * 2, -1)
+
+
 def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
     breaker = Breaker(S)
     breaker.begin(0.0, streams=True)

@@ -51,6 +51,27 @@ def test_one_refused_request_keeps_nobody_else_away() -> None:
     run(main())
 
 
+def test_a_client_that_is_refused_again_and_again_locks_no_other_out() -> None:
+    async def main() -> None:
+        async def moody(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+            bad = b"evil" in call.body
+            writer.write(answer(429, b"no", "retry-after: 60") if bad else answer(200, b"{}"))
+
+        async with Engine(moody) as one, Engine(moody) as two, routing(one.url, two.url) as rig:
+            now = 0.0
+            rig.planner.now = lambda: now
+            for number in range(20):
+                for evil in range(10):  # no other request succeeds for so long that a pause may hold
+                    now += 0.3
+                    body = b'{"model": "m", "evil": %d}' % (10 * number + evil)
+                    got = await ask(rig, request(body, "x-forwarded-for: 10.0.0.6"))
+                    assert got.status in (429, 503)
+                got = await ask(rig, request(different(number), "x-forwarded-for: 10.0.0.7"))
+                assert got.status == 200
+
+    run(main())
+
+
 def test_too_many_requests_without_a_time_is_no_failure() -> None:
     async def main() -> None:
         async with (

@@ -33,6 +33,12 @@ GONE = [
     (b'{"a":"\xed\xa0\x80","kv_transfer_params":%b}', b'{"a":"\xed\xa0\x80"}'),
     (b'{"a":"\\ud800","kv_transfer_params":%b}', b'{"a":"\\ud800"}'),
     (b'{"a":' + b"[" * 5000 + b"]" * 5000 + b',"kv_transfer_params":%b}', None),
+    (b'{"ec_transfer_params":%b,"a":1}', b'{"a":1}'),
+    (
+        b'{"sampling_params":{"extra_args":{"ec_transfer_params":%b}}}',
+        b'{"sampling_params":{"extra_args":{}}}',
+    ),
+    (b'{"vllm_xargs":{"ec\\u005ftransfer_params":%b}}', b'{"vllm_xargs":{}}'),
     (b" " * 100 + b'{"kv_transfer_params":%b}', b" " * 100 + b"{}"),
 ]
 STAY = [
@@ -74,6 +80,22 @@ def test_engine_never_sees_it(path: str, kind: str | None) -> None:
             assert engine.calls[0].body == b'{"model":"m","messages":[]}'
             assert engine.calls[0].head["content-length"] == str(len(engine.calls[0].body))
             assert rig.stats.kv_transfer_params_removed == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [0, 5 << 20], ids=["small", "above 4 MiB"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/inference/v1/generate"]
+)
+@pytest.mark.parametrize("name", ["kv_transfer_params", "ec_transfer_params", "ec\\u005ftransfer_params"])
+def test_neither_kind_of_transfer_reaches_an_engine(path: str, name: str, size: int) -> None:
+    async def main() -> None:
+        async with Engine(says(200, b"{}")) as engine, routing(engine.url) as rig:
+            rest = b'{"model":"m","messages":["%b"],"token_ids":[1]' % (b"x" * size)
+            body = rest + b',"%b":{"host":"evil"}}' % name.encode()
+            assert (await ask(rig, request(body, target=path))).status == 200
+            assert engine.calls[0].body == rest + b"}"
 
     run(main())
 

@@ -11,9 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.text import WRONG_MARK
-from publisher.simulator.transfer.mooncake import MooncakeLink
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.settings import FileSettings, FleetSettings
@@ -24,6 +22,7 @@ from router.proxy.attempt import Attempt
 from router.sidecar.allowed import Allowed
 from router.sidecar.placer import SidecarPlacer
 from router.sidecar.run import check, reloads_of
+from tests.support.pairs import CONNECTORS, connected
 from tests.support.ports import free_port
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import run, until
@@ -240,28 +239,6 @@ def test_what_cannot_be_split_is_not(path: str, body: dict[str, Any], why: str) 
             assert WRONG_MARK not in str(answer)
 
     run(main())
-
-
-CONNECTORS: dict[str, tuple[PdSettings, dict[str, Any]]] = {
-    "nixl": (PdSettings(), {}),
-    "mooncake": (PdSettings(connector="mooncake"), {"kv_connector": "mooncake", "bootstrap_port": 0}),
-    "mooncake, found out": (PdSettings(), {"kv_connector": "mooncake", "bootstrap_port": 0}),
-    "offloading": (PdSettings(connector="offloading"), {"kv_connector": "offloading"}),
-}
-
-
-@asynccontextmanager
-async def connected(
-    connector: str, **changes: Any
-) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine, PdSettings]]:
-    """A prefill and a decode engine with it, and how the sidecar is told of them."""
-    pd, own = CONNECTORS[connector]
-    port = free_port()
-    prefill = {**P, **own, **({"side_channel_port": port} if connector == "offloading" else {})}
-    async with running(prefill, {**D, **own}) as (p, d):
-        if isinstance(p.link, MooncakeLink) and connector != "offloading":
-            changes["mooncake_bootstrap_port"] = p.link.bootstrap_port
-        yield p, d, msgspec.structs.replace(pd, offloading_port=port, **changes)
 
 
 @pytest.mark.parametrize("stream", [False, True])

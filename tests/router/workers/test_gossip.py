@@ -150,12 +150,12 @@ def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> 
             one, two = (Worker(place) for place in places)
             async with one.running(), two.running():
                 prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
-                one.gossip.responses.record("resp_1", E)
+                one.gossip.responses.record("resp_1", E, "acme")
                 one.gossip.affinity.record([7, 1 << 63], E)
                 await until(lambda: two.gossip.stats.heard >= 2, "heard")
                 common = two.gossip.inflight.common(HASHES, time.monotonic())
                 assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
-                assert two.gossip.responses.holder("resp_1") == E
+                assert two.gossip.responses.known("resp_1") == (E, "acme")
                 assert two.gossip.affinity.match([7, 1 << 63, 9]) == {E: 2}
                 assert two.served == []
                 one.gossip.inflight.end(prompt, time.monotonic())

@@ -1,4 +1,4 @@
-"""The metrics page of several workers, asked for by several at once."""
+"""The pages of several workers: metrics asked for by several at once, answers and history merged."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 from prometheus_client.core import CounterMetricFamily
 
+from router.api.views import LATEST_SHOWN, OwnView
 from router.app import Router
 from router.config.schema import Config
 from router.workers.calls import SiblingCalls
@@ -52,6 +53,51 @@ async def _scrapes() -> None:
         assert b"kvatlas_tests_total 2.0" in await second
         sibling.release.release()
         assert b"kvatlas_tests_total 3.0" in await view.metrics()
+    finally:
+        router.proxy.close()
+        router.reader.close()
+        sockets.close()
+
+
+class Sibling:
+    """Answers for another worker's pages; notes the paths that it is asked for."""
+
+    def __init__(self, **pages: Any) -> None:
+        self.pages = pages
+        self.asked: list[str] = []
+
+    async def ask_all(self, path: str) -> dict[int, bytes]:
+        self.asked.append(path)
+        name = path.removeprefix("/worker/").partition("?")[0]
+        return {1: msgspec.json.encode(self.pages[name])}
+
+
+def test_answers_and_history_of_all_workers() -> None:
+    asyncio.run(_merged())
+
+
+async def _merged() -> None:
+    sockets = WorkerSockets(2, ("127.0.0.1", 0))
+    router = Router(Config())
+    try:
+        for request_id in ("one & only", "another"):
+            record = router.proxy.requests.begin("POST", "/v1/completions")
+            record.request_id, record.status = request_id, 200
+            router.proxy.requests.end(record)
+        seat = sockets.seat(0, 0, lambda: None, -1)
+        own = OwnView(router.sources)
+        theirs, history = await own.answers(), await own.history()
+        later = [msgspec.structs.replace(one, at_s=one.at_s + 60, request_id="theirs") for one in theirs]
+        sibling = Sibling(answers=later * LATEST_SHOWN, receipts=[], history=history)
+        view = WholeView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        shown = await view.answers()
+        assert len(shown) == LATEST_SHOWN
+        assert {one.request_id for one in shown} == {"theirs"}, "the latest of all"
+        found = await view.answers("one & only")
+        assert found[0].request_id == "one & only"
+        assert sibling.asked[-1] == "/worker/answers?request_id=one+%26+only"
+        assert await view.receipts("one & only") == []
+        assert (await view.history()).intervals[-1].requests == 4
     finally:
         router.proxy.close()
         router.reader.close()

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from publisher.engine import DEMO_TOKENIZER_DIR, SimulatedEngine
 from tests.support.ports import free_port
 from tests.support.waiting import run, until
-from tests.support.whole_router import MODEL, TEXT, running
+from tests.support.whole_router import MODEL, QUICK, TEXT, running
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 TOKEN = "a-token-for-the-test"
@@ -123,6 +123,16 @@ def test_three_workers_are_one_router_whichever_dies(tmp_path: Path) -> None:
                 assert (await router.chat()).status == 200
             await until(lambda: _is(router, "kvatlas_requests_total", 12), "all requests are counted, once")
             assert len(await router.get("/kvatlas/receipts")) == 12
+            answers = await router.get("/kvatlas/answers")
+            assert [one["status"] for one in answers] == ["200"] * 12
+            assert [one["at_s"] for one in answers] == sorted(one["at_s"] for one in answers)
+            for one in answers:  # whichever worker it was at
+                for page in ("answers", "receipts"):
+                    (found,) = await router.get(f"/kvatlas/{page}?request_id={one['request_id']}")
+                    assert found["request_id"] == one["request_id"]
+            history = await router.get("/kvatlas/history")
+            assert sum(interval["requests"] for interval in history["intervals"]) == 12
+            assert {interval["engines"] for interval in history["intervals"]} <= {0, 2}
             views = await router.get("/kvatlas/engines")
             assert sum(sum(view["receipts"].values()) for view in views) == 12
 
@@ -183,3 +193,22 @@ def _runs(pid: int) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+
+
+def test_a_response_is_found_by_the_successor_of_a_worker(tmp_path: Path) -> None:
+    """What was told before it began it asks its siblings for."""
+
+    async def main() -> None:
+        async with running(QUICK, QUICK, QUICK) as engines, serving(engines, tmp_path) as router:
+            made = await router.response(TEXT)
+            before = set(router.workers())
+            os.kill(max(before), signal.SIGKILL)
+            await until(lambda: len(set(router.workers()) - before) == 1, "there is another one")
+            await router.ready()
+
+            async def had_by_all() -> bool:
+                return all([await router.has(made) for _ in range(24)])  # by any worker each
+
+            await until(had_by_all, "it is had, whichever worker is asked")
+
+    run(main())

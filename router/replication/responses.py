@@ -1,0 +1,131 @@
+"""Which engine holds which response, and whose it is, for all replicas: one key per response in the shared
+index, written when the response is made and read where it is asked for and not known.
+
+Always true: no request waits for a write, and a read ends in time; the index's content is outside input.
+With a key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the
+index does not hold: an entry that says who may read a response counts only if a router wrote it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Annotated
+
+import msgspec
+
+from router.fleet.response_holders import HeldResponse
+from router.replication.redis.client import Client
+from router.replication.redis.connection import pack
+from router.replication.redis.errors import IndexUnavailable
+from router.replication.schema.keys import response_key
+
+KEPT_S = 3600
+"""How long a response can be found by replicas that did not see it made."""
+_WAITING_MAX = 4096
+_SEND_S = 0.5
+_ENTRY_BYTES_MAX = 4096
+_NO_SECRET = b""
+
+
+class ResponseStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    written: int = 0
+    """Responses (`/v1/responses`) whose engine and tenant were written for other replicas."""
+    found: int = 0
+    """Responses that were not known here and were found in the shared index."""
+    missing: int = 0
+    """Responses that were not known here and not found in the shared index, or not in time."""
+    dropped: int = 0
+    """Responses that other replicas were not told of, as too many waited or the index did not answer."""
+    refused: int = 0
+    """Entries for responses that no router with these keys wrote, or that could not be read."""
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    engine_id: Annotated[str, msgspec.Meta(max_length=512)]
+    tenant: Annotated[str, msgspec.Meta(max_length=64)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=32)]
+
+
+_DECODE = msgspec.msgpack.Decoder(_Entry)
+
+
+class ResponseDirectory:
+    """``secrets``: the one to sign with first, then earlier ones that still count; none without keys."""
+
+    def __init__(
+        self,
+        client: Client,
+        namespace: str,
+        secrets: Callable[[], Sequence[bytes]] = tuple,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.stats = ResponseStats()
+        self._client = client
+        self._namespace = namespace
+        self._secrets = secrets
+        self._timeout_s = timeout_s
+        self._waiting: asyncio.Queue[tuple[str, HeldResponse]] = asyncio.Queue(_WAITING_MAX)
+
+    def put(self, response_id: str, held: HeldResponse) -> None:
+        """To be written soon."""
+        try:
+            self._waiting.put_nowait((response_id, held))
+        except asyncio.QueueFull:
+            self.stats.dropped += 1
+
+    async def run(self) -> None:
+        """Write what waits, until cancelled, without waiting for replies."""
+        while True:
+            response_id, held = await self._waiting.get()
+            key = response_key(self._namespace, response_id)
+            secret = next(iter(self._secrets()), _NO_SECRET)
+            entry = msgspec.msgpack.encode(_Entry(*held, _signed(secret, response_id, held)))
+            try:
+                connection = self._client.pipelined(key)
+                await connection.send(pack("SET", key, entry, "EX", KEPT_S), 1, _SEND_S)
+                self.stats.written += 1
+            except IndexUnavailable:
+                self.stats.dropped += 1
+
+    async def find(self, response_id: str) -> HeldResponse | None:
+        """The entry that a router wrote; None also where the index does not answer in time."""
+        found = await self._read(response_id)
+        if found is None:
+            self.stats.missing += 1
+        else:
+            self.stats.found += 1
+        return found
+
+    async def _read(self, response_id: str) -> HeldResponse | None:
+        entry: object = None
+        with suppress(IndexUnavailable, TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                entry = await self._client.command("GET", response_key(self._namespace, response_id))
+        if not isinstance(entry, bytes):
+            return None
+        try:
+            if len(entry) > _ENTRY_BYTES_MAX:
+                raise msgspec.ValidationError("too long")
+            said = _DECODE.decode(entry)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self.stats.refused += 1
+            return None
+        held = HeldResponse(said.engine_id, said.tenant)
+        secrets = self._secrets() or (_NO_SECRET,)
+        if not any(hmac.compare_digest(said.signature, _signed(one, response_id, held)) for one in secrets):
+            self.stats.refused += 1
+            return None
+        return held
+
+
+def _signed(secret: bytes, response_id: str, held: HeldResponse) -> bytes:
+    if not secret:
+        return b""
+    return hmac.digest(secret, msgspec.msgpack.encode((response_id, *held)), hashlib.sha256)

@@ -1,0 +1,86 @@
+"""How long an event loop is held: the CPU time that its thread takes between two turns.
+
+CPU time and not the clock, so that a busy machine changes nothing. What is not the router's own must run in
+other threads: ``elsewhere`` gives engines a loop of their own, and clients are blocking sockets. The garbage
+collector rests meanwhile: its passes depend on what all tests before have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PAUSE_S_MAX = 0.05
+"""The longest time for which the loop may be held."""
+
+
+class Pauses:
+    """Of the loop it was made in. ``too_long``: those above ``PAUSE_S_MAX``, in seconds, by what was sent."""
+
+    def __init__(self) -> None:
+        self.too_long: dict[str, float] = {}
+        self._loop = asyncio.get_running_loop()
+        self._ends = False
+        self._longest_s, self._at_s = 0.0, time.thread_time()
+        self._loop.call_soon(self._turn)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """What is sent meanwhile."""
+        self._longest_s = 0.0
+        yield
+        if self._longest_s > PAUSE_S_MAX:
+            self.too_long[name] = round(self._longest_s, 3)
+
+    def end(self) -> None:
+        self._ends = True
+
+    def _turn(self) -> None:
+        now = time.thread_time()
+        self._longest_s, self._at_s = max(self._longest_s, now - self._at_s), now
+        if not self._ends:
+            self._loop.call_soon(self._turn)
+
+
+@asynccontextmanager
+async def pauses() -> AsyncIterator[Pauses]:
+    """Of the running loop."""
+    gc.collect()
+    gc.disable()
+    found = Pauses()
+    try:
+        yield found
+    finally:
+        found.end()
+        gc.enable()
+
+
+@asynccontextmanager
+async def elsewhere(make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+    """What this makes, in a thread and a loop of its own."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+    over = threading.Event()
+
+    async def main() -> None:
+        async with make() as value:
+            loop.call_soon_threadsafe(made.set_result, value)
+            while not over.is_set():  # it is set in another thread
+                await asyncio.sleep(0.01)
+
+    running = asyncio.ensure_future(asyncio.to_thread(asyncio.run, main()))
+    try:
+        either: list[asyncio.Future[Any]] = [made, running]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+        yield made.result()
+    finally:
+        over.set()
+        await running

@@ -1,0 +1,89 @@
+"""A simulated prefill and a decode engine with each of the connectors, before a router or a sidecar."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+
+from publisher.engine import SimulatedEngine
+from publisher.simulator.transfer.mooncake import MooncakeLink
+from router.fleet.identity import EngineAddress
+from router.pd.settings import PdSettings
+from router.pd.stats import PdStats
+from tests.support.ports import free_port
+from tests.support.sidecars import endpoint, sidecar
+from tests.support.whole_router import Rig, configure, routing, running
+
+CONNECTORS: dict[str, tuple[PdSettings, dict[str, Any]]] = {
+    "nixl": (PdSettings(), {}),
+    "mooncake": (PdSettings(connector="mooncake"), {"kv_connector": "mooncake", "bootstrap_port": 0}),
+    "mooncake, found out": (PdSettings(), {"kv_connector": "mooncake", "bootstrap_port": 0}),
+    "offloading": (PdSettings(connector="offloading"), {"kv_connector": "offloading"}),
+}
+_CHEAP = {"min_remote_tokens": 64, "leg_overhead_s": 0.0, "transfer_s_per_token": 0.0}
+Ask = Callable[..., Awaitable[tuple[int, Any]]]
+
+
+@contextmanager
+def busy(rig: Rig) -> Iterator[None]:
+    """A sequence runs on every decode engine, so that prompts are better computed elsewhere."""
+    loads = [engine.load for engine in rig.router.fleet if engine.engine.decodes]
+    tickets = [load.hold(time.monotonic()) for load in loads]
+    yield
+    for load, ticket in zip(loads, tickets, strict=True):
+        load.finish(ticket, time.monotonic())
+
+
+class Pair(NamedTuple):
+    """Both engines and what is before them; ``ask``: body and path to status and answer."""
+
+    prefill: SimulatedEngine
+    decode: SimulatedEngine
+    ask: Ask
+    stats: PdStats
+    rig: Rig | None
+
+
+@asynccontextmanager
+async def connected(
+    connector: str,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    **changes: Any,
+) -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine, PdSettings]]:
+    """The engines, and how a router or sidecar is told of them."""
+    pd, own = CONNECTORS[connector]
+    port = free_port()
+    at = {"side_channel_port": port} if connector == "offloading" else {}
+    first, second = {"role": "prefill", **own, **at}, {"role": "decode", **own}
+    async with running({**first, **(prefill or {})}, {**second, **(decode or {})}) as (p, d):
+        if isinstance(p.link, MooncakeLink) and connector != "offloading":
+            changes["mooncake_bootstrap_port"] = p.link.bootstrap_port
+        yield p, d, msgspec.structs.replace(pd, offloading_port=port, **{**_CHEAP, **changes})
+
+
+@asynccontextmanager
+async def fronted(front: str, connector: str = "nixl", **changes: Any) -> AsyncIterator[Pair]:
+    """Behind a "router" or a "sidecar"."""
+    async with connected(connector, **changes) as (p, d, pd):
+        if front == "sidecar":
+            async with sidecar(d, p, pd=pd) as beside:
+
+                async def through(body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
+                    status, answer, _ = await beside.ask(body, endpoint(p), path=path)
+                    return status, answer
+
+                yield Pair(p, d, through, beside.sidecar.pd_stats, None)
+            return
+        addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
+        async with routing(configure(*addresses, pd=pd)) as rig:
+
+            async def asks(body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
+                with busy(rig):
+                    return await rig.ask("POST", path, body)
+
+            yield Pair(p, d, asks, rig.router.proxy.pd_stats, rig)
