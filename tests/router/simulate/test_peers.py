@@ -11,7 +11,7 @@ from router.simulate.run.arms import PEERS, arms_of
 from router.simulate.run.peers import router as peer_router
 from router.simulate.run.peers.formulas import (
     FORMULAS,
-    EngineView,
+    PeerView,
     cache_aware,
     dynamo,
     llm_d,
@@ -24,54 +24,54 @@ from tests.router.simulate.support import FULL, fleet_run, request
 
 def test_dynamo_adds_blocks_to_prefill_and_blocks_to_decode() -> None:
     views = [
-        EngineView(prefix_tokens=640, prefilling_tokens=0, active_blocks=26),  # 360/64 + 26 = 31.6
-        EngineView(prefix_tokens=0, prefilling_tokens=0, active_blocks=16),  # 1000/64 + 16 = 31.6
-        EngineView(prefix_tokens=640, prefilling_tokens=320, active_blocks=20),  # 680/64 + 20 = 30.6
+        PeerView(prefix_tokens=640, prefilling_tokens=0, active_blocks=26),  # 360/64 + 26 = 31.6
+        PeerView(prefix_tokens=0, prefilling_tokens=0, active_blocks=16),  # 1000/64 + 16 = 31.6
+        PeerView(prefix_tokens=640, prefilling_tokens=320, active_blocks=20),  # 680/64 + 20 = 30.6
     ]
     assert dynamo(views, 1000, 64) == [2]
-    assert dynamo([EngineView(prefix_tokens=1024), EngineView(active_blocks=1)], 1000, 64) == [0], "no credit"
-    assert dynamo([EngineView(), EngineView()], 1000, 64) == [0, 1]
+    assert dynamo([PeerView(prefix_tokens=1024), PeerView(active_blocks=1)], 1000, 64) == [0], "no credit"
+    assert dynamo([PeerView(), PeerView()], 1000, 64) == [0, 1]
 
 
 def test_llm_d_weighs_prefix_usage_and_queue() -> None:
     views = [
-        EngineView(prefix_tokens=500, usage=0.9, waiting=4),  # 1.5 + 0.2 + 0 + 1 = 2.7
-        EngineView(prefix_tokens=0, usage=0.5, waiting=2),  # 0 + 1.0 + 1 + 1 = 3.0
-        EngineView(prefix_tokens=100, usage=0.5, waiting=0),  # 0.3 + 1.0 + 2 + 1 = 4.3
+        PeerView(prefix_tokens=500, usage=0.9, waiting=4),  # 1.5 + 0.2 + 0 + 1 = 2.7
+        PeerView(prefix_tokens=0, usage=0.5, waiting=2),  # 0 + 1.0 + 1 + 1 = 3.0
+        PeerView(prefix_tokens=100, usage=0.5, waiting=0),  # 0.3 + 1.0 + 2 + 1 = 4.3
     ]
     assert llm_d(views, 1000, 64) == [2]
     assert llm_d(views[:2], 1000, 64) == [1], "0.5 + 1 against 1.5 + 0.2 + 1, and 2 for the shorter queue"
 
 
 def test_llm_d_sends_cold_prompts_in_turn() -> None:
-    never, long_ago, lately = EngineView(), EngineView(cold_turn=3), EngineView(cold_turn=9)
+    never, long_ago, lately = PeerView(), PeerView(cold_turn=3), PeerView(cold_turn=9)
     assert llm_d([lately, never, long_ago], 100, 64) == [1]
     assert llm_d([lately, long_ago], 100, 64) == [1]
-    assert llm_d([EngineView(prefix_tokens=64, cold_turn=9), long_ago], 100, 64) == [0], "only cold ones"
+    assert llm_d([PeerView(prefix_tokens=64, cold_turn=9), long_ago], 100, 64) == [0], "only cold ones"
     assert llm_d([lately], 100, 64) == [0]
 
 
 def test_smg_takes_the_least_loaded_holder_of_a_deep_match() -> None:
     views = [
-        EngineView(prefix_tokens=600, requests=5),
-        EngineView(prefix_tokens=600, requests=3),
-        EngineView(prefix_tokens=500, requests=0),
+        PeerView(prefix_tokens=600, requests=5),
+        PeerView(prefix_tokens=600, requests=3),
+        PeerView(prefix_tokens=500, requests=0),
     ]
     assert cache_aware(views, 1000, 64) == [1]
     assert cache_aware(views, 1200, 64) == [2], "half is not more than half: fewest requests"
-    busy = [EngineView(prefix_tokens=600, requests=60), EngineView(requests=1), EngineView(requests=1)]
+    busy = [PeerView(prefix_tokens=600, requests=60), PeerView(requests=1), PeerView(requests=1)]
     assert cache_aware(busy, 1000, 64) == [1, 2], "60 > 20.7 + 32"
-    even = [EngineView(prefix_tokens=600, requests=50), EngineView(requests=20), EngineView(requests=20)]
+    even = [PeerView(prefix_tokens=600, requests=50), PeerView(requests=20), PeerView(requests=20)]
     assert cache_aware(even, 1000, 64) == [0], "50 < 30 + 32"
 
 
 def test_vllm_router_looks_at_load_only_where_it_is_very_uneven() -> None:
-    holder = EngineView(prefix_tokens=400, requests=64, tree_tokens=900)
-    assert vllm_router([holder, EngineView(tree_tokens=10)], 1000, 64) == [0], "not more than 64 apart"
-    hot = EngineView(prefix_tokens=400, requests=65, tree_tokens=900)
-    assert vllm_router([hot, EngineView(tree_tokens=10)], 1000, 64) == [1]
-    shallow = EngineView(prefix_tokens=300, tree_tokens=900)
-    smallest = EngineView(tree_tokens=10, requests=9)
+    holder = PeerView(prefix_tokens=400, requests=64, tree_tokens=900)
+    assert vllm_router([holder, PeerView(tree_tokens=10)], 1000, 64) == [0], "not more than 64 apart"
+    hot = PeerView(prefix_tokens=400, requests=65, tree_tokens=900)
+    assert vllm_router([hot, PeerView(tree_tokens=10)], 1000, 64) == [1]
+    shallow = PeerView(prefix_tokens=300, tree_tokens=900)
+    smallest = PeerView(tree_tokens=10, requests=9)
     assert vllm_router([shallow, smallest], 1000, 64) == [1], "the smallest history, whatever its load"
 
 

@@ -22,7 +22,7 @@ SMG_MATCH_MIN, SMG_REQUESTS_BEYOND, SMG_RATIO = 0.5, 32, 1.1
 VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64, 1.5
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """What a router knows of one engine when a prompt comes; each formula reads its part."""
 
     prefix_tokens: int = 0
@@ -42,25 +42,25 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Size of this router's history of the engine."""
 
 
-Formula = Callable[[Sequence[EngineView], int, int], list[int]]
+Formula = Callable[[Sequence[PeerView], int, int], list[int]]
 """(engines, prompt tokens, tokens per block) -> the best ones, at least one."""
 
 
-def dynamo(views: Sequence[EngineView], prompt_tokens: int, block_tokens: int) -> list[int]:
+def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """Lowest number of blocks to prefill and to decode, those of this prompt included.
 
     ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1. Prompt
     tokens count as to be prefilled until the first token; generated tokens are not tracked (the default).
     """
 
-    def blocks(view: EngineView) -> float:
+    def blocks(view: PeerView) -> float:
         prefill = max(0, view.prefilling_tokens + prompt_tokens - view.prefix_tokens)
         return prefill / block_tokens + view.active_blocks
 
     return _lowest(map(blocks, views))
 
 
-def llm_d(views: Sequence[EngineView], prompt_tokens: int, block_tokens: int) -> list[int]:
+def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """Highest weighted sum of scores between 0 and 1: prefix share, free KV cache, queue, no-hit LRU.
 
     llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
@@ -89,7 +89,7 @@ def llm_d(views: Sequence[EngineView], prompt_tokens: int, block_tokens: int) ->
     return _lowest(-score(place) for place in range(len(views)))
 
 
-def cache_aware(views: Sequence[EngineView], prompt_tokens: int, block_tokens: int) -> list[int]:
+def cache_aware(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """The least loaded of those with the deepest match, if it is deep enough and its load is not far off.
 
     lightseekorg/smg, ``cache_aware.rs`` (1.13), defaults 0.5, 32 and 1.1: a match is a share of the prompt in
@@ -105,7 +105,7 @@ def cache_aware(views: Sequence[EngineView], prompt_tokens: int, block_tokens: i
     return _lowest(view.requests for view in views)
 
 
-def vllm_router(views: Sequence[EngineView], prompt_tokens: int, block_tokens: int) -> list[int]:
+def vllm_router(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """A holder of the deepest match, or the engine with the smallest history; by load only if very uneven.
 
     vllm-project/router 0.1.17, policy ``cache_aware``, defaults 0.3, 64 and 1.5: the fleet is uneven if the

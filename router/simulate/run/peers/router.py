@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.events import BlockHash
-from router.simulate.run.peers.formulas import FORMULAS, EngineView
+from router.simulate.run.peers.formulas import FORMULAS, PeerView
 from router.simulate.run.router_view import History, PrefixHit
 
 TREE_TOKENS_MAX = 4 << 20
@@ -116,11 +116,11 @@ class PeerRouter:
             count += 1
         return count * self._block_tokens
 
-    def _views(self, prefixes: Sequence[int], hashes: Sequence[BlockHash]) -> list[EngineView]:
+    def _views(self, prefixes: Sequence[int], hashes: Sequence[BlockHash]) -> list[PeerView]:
         sizes = [0] * len(self._engines) if self._tree is None else self._tree.sizes()
         own = set(hashes)
         return [
-            EngineView(
+            PeerView(
                 prefix_tokens=prefix,
                 prefilling_tokens=engine.prefilling_tokens,
                 active_blocks=len(engine.active) + sum(block not in engine.active for block in own),
