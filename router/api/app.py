@@ -368,5 +368,5 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 def json_answer(content: Any, status: int = 200) -> Response:
-    """``content`` as JSON."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    """``content`` as JSON, with a newline at its end."""
+    return Response(msgspec.json.encode(content) + b"\n", status, media_type="application/json")

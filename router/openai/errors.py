@@ -36,9 +36,9 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> bytes:
-        """The JSON body of the answer."""
+        """The JSON body of the answer, with a newline at its end: terminals show it too."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": error}) + b"\n"
 
 
 _NO_RETRY: Headers = ((b"x-should-retry", b"false"),)

@@ -103,7 +103,8 @@ class ClientConnection(asyncio.Protocol):
         self.resume_writing()
 
     def eof_received(self) -> None:
-        # A client that closed its sending side waits for no answer: nobody but broken scripts does that.
+        # A client that left and one that closed its sending side alone look alike until the answer is written
+        # (FIN): following the second would let engines compute whole answers for the first.
         self._leave()
 
     def data_received(self, data: bytes) -> None:
