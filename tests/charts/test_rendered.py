@@ -296,20 +296,22 @@ def test_the_notes_name_the_release() -> None:
     assert "service/blue-kvatlas" in notes
     assert "-n inference" in notes
     assert "that the engines say they serve" in notes
-    off = {**MINIMAL, "tokenizerCache": {"enabled": False}}
+    off = {**MINIMAL, "model": {"tokenizer": {"download": False}}}
     assert "No tokenizer was given" in Rendered(off).notes
 
 
 def test_the_tokenizer_may_come_from_the_hub() -> None:
+    tokenizer = {
+        "repo": "org/model",
+        "revision": "v1",
+        "endpoint": "https://mirror.example",
+        "hfTokenSecret": {"name": "hub", "key": "token"},
+        "cache": {"existingClaim": "cache"},
+    }
     values = {
         **MINIMAL,
-        "model": {"tokenizer": {"repo": "org/model", "revision": "v1"}},
+        "model": {"tokenizer": tokenizer},
         "models": {"other": {"tokenizer": {"repo": "org/other"}}},
-        "tokenizerCache": {
-            "existingClaim": "cache",
-            "endpoint": "https://mirror.example",
-            "hfTokenSecret": {"name": "hub", "key": "token"},
-        },
         "networkPolicy": {"enabled": True, "hubCIDRs": ["10.1.0.0/16"], "hubPorts": [8443]},
     }
     rendered = Rendered(values)
@@ -325,7 +327,7 @@ def test_the_tokenizer_may_come_from_the_hub() -> None:
     assert volumes["tokenizer-cache"]["persistentVolumeClaim"] == {"claimName": "cache"}
     hub = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 8443, "protocol": "TCP"}]}
     assert hub in rendered.one("NetworkPolicy")["spec"]["egress"]
-    off = Rendered({**values, "tokenizerCache": {"enabled": False}})
+    off = Rendered({**values, "model": {"tokenizer": {"download": False}}})
     assert hub not in off.one("NetworkPolicy")["spec"]["egress"]
     assert off.config["prompts"] == {"hub_downloads": False}
     assert "emptyDir" in {one["name"]: one for one in off.pod["volumes"]}["tokenizer-cache"]

@@ -73,8 +73,8 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- $_ := set $sections "admin" $admin }}
 {{- end }}
 {{- $prompts := dict }}
-{{- if not $v.tokenizerCache.enabled }}{{ $_ := set $prompts "hub_downloads" false }}{{ end }}
-{{- with $v.tokenizerCache.endpoint }}{{ $_ := set $prompts "hub_endpoint" . }}{{ end }}
+{{- if not $v.model.tokenizer.download }}{{ $_ := set $prompts "hub_downloads" false }}{{ end }}
+{{- with $v.model.tokenizer.endpoint }}{{ $_ := set $prompts "hub_endpoint" . }}{{ end }}
 {{- if $prompts }}{{ $_ := set $sections "prompts" $prompts }}{{ end }}
 {{- mustMergeOverwrite $sections (deepCopy $v.config) | toJson }}
 {{- end }}
