@@ -211,17 +211,19 @@ class VirtualFleet:
     def _candidates(self, worker: Worker, tokens: list[int], hashes: list[BlockHash]) -> list[Candidate]:
         now, last = self.now, len(tokens) - 1
         unit = self.engines[0].pool.scheme.hash_block_size
-        common, others, found = worker.inflight.common(hashes, now), worker.others(), []
+        common, others, found = worker.inflight.common(hashes, now, last // unit), worker.others(), []
         for name, engine, account in zip(self.names, self.engines, worker.loads, strict=True):
             hit, trunk = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
             rate, interference_s = account.rates.at(now)
             load = account.ahead(now, others.get(name, NO_OTHERS), rate)
-            queue_s, running, waiting, idle_s, late_s = load
+            queue_s, running, waiting, idle_s, late_s, recent_s = load
             shared = min(common.blocks.get(name, 0) * unit, last)
-            coming = min(common.coming.get(name, 0) * unit, last)
+            coming = common.coming.get(name, 0) * unit
             held = Hit(hit, 0, 0, max(hit, trunk, shared), coming, "exact", shared)
             found.append(
-                Candidate(name, held, queue_s, running, waiting, idle_s, rate, interference_s, late_s)
+                Candidate(
+                    name, held, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
+                )
             )
         return found
 

@@ -129,7 +129,9 @@ class Following:
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
-        engine.load.report(running=running, waiting=waiting, now=self._clock())
+        layout = engine.layout
+        engine.load.pages.configure(engine.pool_blocks or 0, () if layout is None else layout.groups)
+        engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""

@@ -79,7 +79,10 @@ class Hit(msgspec.Struct, gc=False):
 class Candidate(msgspec.Struct, gc=False):
     """One engine for one prompt. Hits outside ``0 <= whole <= trunk < prompt`` are clamped by the cost model.
     ``idle_s`` is the time since the router last sent it a request, ``late_s`` how much later than computing
-    and loading explain its first tokens come."""
+    and loading explain its first tokens come, ``recent_s`` the work that it was sent of late.
+
+    ``room_s`` is the wait until the pool has pages for the prompt, and ``pool_share`` the share of the pool
+    that the prompt takes; both are 0 where it finds room at once."""
 
     engine_id: str
     hit: Hit = msgspec.field(default_factory=Hit)
@@ -90,11 +93,15 @@ class Candidate(msgspec.Struct, gc=False):
     prefill_s_per_token: float = 1 / 8000
     decode_interference_s: float = 0.0
     late_s: float = 0.0
+    recent_s: float = 0.0
+    room_s: float = 0.0
+    pool_share: float = 0.0
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
     """The parts of one engine's cost, in seconds; ``total_s`` is their sum with ``credit_s`` taken off.
 
+    ``queue_s`` is the wait as it counts in the comparison, ``wait_s`` the predicted one (no part of the sum).
     ``uncached_tokens`` and ``trunk_tokens`` are the clamped values that the parts were computed from.
     """
 
@@ -105,14 +112,17 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     decode_s: float
     credit_s: float
     eviction_s: float
+    spread_s: float
+    crowding_s: float
     total_s: float
     uncached_tokens: int
     trunk_tokens: int
+    wait_s: float
 
     @property
     def first_token_s(self) -> float:
         """Until the first token, as far as waiting, computing and loading go."""
-        return self.queue_s + self.prefill_s + self.load_s
+        return self.wait_s + self.prefill_s + self.load_s
 
     @property
     def service_s(self) -> float:
@@ -165,6 +175,15 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Further price of the cache pages a prompt takes, computed or loaded, as a share of the time to compute
     what they hold. Charged where part of the prompt can be loaded, in full where the fleet's first tokens
     come 5 s later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
+    spread: float = 0.1667
+    """Seconds charged per second of work that the router sent an engine of late beyond the fleet's mean
+    (the last half minute counts most): keeps long sessions apart. 0 ignores it."""
+    room_share: float = 0.3
+    """Share of the predicted wait for KV cache pages that counts as queue when engines are compared, 0 to 1.
+    Counting all of it drives prompts from the engines that hold their prefixes, and every queue grows."""
+    crowding: float = 3.0
+    """Price of computing where prompts wait for pages: the prefill time, times the share of the pool that the
+    prompt takes, times the number of prompts that wait, times this. 0 ignores it."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""
@@ -201,6 +220,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"scarcity_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.scarcity_premium}"
             )
+        if not 0 <= self.room_share <= 1:
+            raise ValueError(f"room_share must lie in 0..1, got {self.room_share}")
         if not 0 < self.saving_factor <= 1:
             raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
         if self.bounded_load_factor <= 1:
@@ -211,6 +232,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             "load_s_per_token",
             "storage_load_s_per_token",
             "sequence_s",
+            "spread",
+            "crowding",
             "queue_gap_s",
             "tie_s",
             "tie_fraction",

@@ -2,7 +2,8 @@
 
 For engine e and a prompt of N tokens, with a = prefill seconds per token of e, in seconds::
 
-    cost = queue                         prefill and loads still to do at e for prompts already placed there
+    cost = queue                         prefill and loads still to do at e for prompts already placed there,
+                                         or room_share of the wait for pages, if that is more
          + a * (N - hit - offloaded)     what e computes for this prompt
          - beta * a * (trunk - hit - offloaded)
          + premium * (the two above)     what others will pay for the pages that this visit takes
@@ -10,6 +11,8 @@ For engine e and a prompt of N tokens, with a = prefill seconds per token of e, 
          + decode * running              what running sequences cost the prefill
          + sequence * (running + waiting)    these two only where some engine could load a part of the prompt
          + scarcity * a * (N - hit)
+         + spread * max(0, recent - mean recent)
+         + crowding * share * waiting * a * (N - hit - offloaded)    only where prompts wait for pages
 
     offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
 
@@ -33,6 +36,15 @@ short is no longer compute but blocks for sequences that generate. Found by simu
 Scarcity: a load spares the computing and not the page; a hit on the GPU spares both, for prompts share pages
 there. While first tokens come later than computing and loading explain, prompts wait for pages, and this is
 their price, up to ``scarcity_premium``: 013.
+
+Spread: seconds of work that e was sent in the last half minute beyond the mean of all candidates. The queue
+is that of this moment; long sessions come back every few seconds, and without this term several share one
+engine while others idle.
+
+Pages: where the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
+second of prefill there keeps ``share`` of the pool from the ``waiting`` prompts behind it. A cost with all of
+the wait and without that price moves sessions from the engines that hold them: more has to be computed, and
+all wait longer. Both found by simulation: docs/decisions/014-pages-and-recent-work.md.
 
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
@@ -74,6 +86,8 @@ class Weighed(msgspec.Struct, gc=False):
     queues: list[float]
     parts: list[Part]
     longest_trunk: int
+    recent_s: float
+    """Mean over the candidates of the work sent there of late."""
     scarcity: float | None = None
     """Price of pages; None where nothing can be loaded, so that neither pages nor sequences have one."""
 
@@ -91,15 +105,18 @@ class Weighed(msgspec.Struct, gc=False):
             decode_s, eviction_s = decode_s + sequences_s, eviction_s + pages_s
         return Cost(
             candidate.engine_id,
-            candidate.queue_s,
+            self.queues[index],
             prefill_s,
             load_s,
             decode_s,
             credit_s,
             eviction_s,
+            settings.spread * max(0.0, candidate.recent_s - self.recent_s),
+            _crowding_s(candidate, uncached, settings),
             self.totals[index],
             uncached,
             trunk,
+            max(candidate.queue_s, candidate.room_s),
         )
 
 
@@ -140,6 +157,9 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     # Plain steps: this runs once per engine and request. Engines that have as much of a prompt share the hit.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
     beta, price = settings.beta, 1 + settings.eviction_premium
+    spread, mean_s = settings.spread, 0.0
+    if spread:
+        mean_s = sum([candidate.recent_s for candidate in candidates]) / len(candidates)
     totals: list[float] = []
     queues: list[float] = []
     parts: list[Part] = []
@@ -161,14 +181,30 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             longest = trunk if trunk > longest else longest  # noqa: FURB136
             part = cached, trunk, by_rate, load_s
         queue_s = candidate.queue_s
+        if candidate.room_s:
+            queue_s = max(queue_s, settings.room_share * candidate.room_s)
         decode_s = candidate.decode_interference_s * candidate.running
-        totals.append(queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s)
+        total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
+        if candidate.recent_s > mean_s:
+            total_s += spread * (candidate.recent_s - mean_s)
+        if candidate.pool_share:
+            total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
+        totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
-    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest)
+    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     if loads:
         _add_scarcity(weighed)
     return weighed
+
+
+def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
+    """Return the price of computing ``uncached`` tokens where prompts wait for pages.
+
+    Each second of prefill keeps ``pool_share`` of the pool from those that wait.
+    """
+    waiting = settings.crowding * candidate.pool_share * candidate.waiting
+    return waiting * candidate.prefill_s_per_token * uncached
 
 
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:

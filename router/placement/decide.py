@@ -319,13 +319,13 @@ class Planner:
         coming: dict[str, int] = {}
         last, inflight = tokens - 1, self._accounts.inflight
         for scheme in party.schemes:
-            unit, found = scheme.hash_block_size, inflight.common(prompt.hashes(scheme), now)
+            unit = scheme.hash_block_size
+            found = inflight.common(prompt.hashes(scheme), now, last // unit)
             for engine_id, blocks in found.blocks.items():
                 shared = blocks * unit
                 common[engine_id] = shared if shared < last else last  # noqa: FURB136
             for engine_id, blocks in found.coming.items():
-                shared = blocks * unit
-                coming[engine_id] = shared if shared < last else last  # noqa: FURB136
+                coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows)
 

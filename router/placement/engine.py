@@ -323,6 +323,7 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
     """These engines for one prompt, in order: what each has of it, how much it has to do, how fast it is."""
     # One loop and locals: this runs once per engine and request.
     told, others = asked.others, None if asked.others is None else NO_OTHERS
+    tokens = asked.tokens
     held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
     found: list[Candidate] = []
     for engine in engines:
@@ -337,8 +338,14 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         rate, interference_s = engine.rates.at(now)
         if told:
             others = told.get(name, NO_OTHERS)
-        queue_s, running, waiting, idle_s, late_s = engine.load.ahead(now, others, rate)
-        found.append(Candidate(name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s))
+        load = engine.load
+        queue_s, running, waiting, idle_s, late_s, recent_s = load.ahead(now, others, rate)
+        candidate = Candidate(
+            name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
+        )
+        if not load.pages.fits(tokens):
+            candidate.room_s, candidate.pool_share = load.pages.wait_s(tokens), load.pages.share(tokens)
+        found.append(candidate)
     return found
 
 

@@ -202,8 +202,12 @@ class InflightPrefixes:
         self.stats.prompts -= 1
         self.stats.blocks -= prompt.num_blocks
 
-    def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
-        """What a prompt shares with the prompts in flight on each engine."""
+    def common(self, hashes: Sequence[BlockHash], now: float, coming_max: int | None = None) -> Common:
+        """Return what a prompt shares with the prompts in flight on each engine.
+
+        ``coming_max``: the longest prefix, in hash blocks, that the prompt can hit (its last token is always
+        computed). A longer one that an engine keeps is no hit: the next shorter one that it keeps is.
+        """
         if self._ended and self._ended[0][0] <= now:
             self.expire(now)
         path: list[tuple[PrefixNode, int]] = []
@@ -224,7 +228,7 @@ class InflightPrefixes:
             if len(blocks) < most:
                 for engine_id in node.engines:
                     blocks.setdefault(engine_id, depth)
-            if node.keepers and depth == node.end:
+            if node.keepers and depth == node.end and (coming_max is None or depth <= coming_max):
                 for engine_id in node.keepers:
                     coming.setdefault(engine_id, depth)
         return Common(blocks, coming)

@@ -159,6 +159,7 @@ class Placement(Attempt):
             expected_s=cost.first_token_s,
             running=candidate.running,
             waiting=candidate.waiting,
+            prompt_tokens=self.decision.prompt_tokens,
         )
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:

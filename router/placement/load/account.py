@@ -7,7 +7,12 @@ although others are computed meanwhile: the next prompt mostly loads too, over t
 (docs/decisions/010-loads-in-the-queue.md). Only the head is worked off by time;
 the next one starts when the head's first token is seen. That is how vLLM schedules waiting prompts, and the
 account is corrected by evidence instead of drifting. Where evidence cannot come (an answer that is not
-streamed), or is overdue, the head counts as done after its time and the next one starts.
+streamed), or is overdue, the head is assumed done after its time and the next one starts.
+
+The engine's gauges are evidence, too. Prompts that ``num_requests_waiting`` counts have not begun: none of
+them is overdue while the gauges are fresh, and those assumed to have begun are put back. Where all our
+prompts wait, the engine waits for something that the account cannot see (pages of its cache), and no time is
+deducted.
 
 The answer of some requests is not seen at all (``unseen``): their prompts count as done after their time, and
 they end when whoever sent them says so, or when the engine's own gauges show fewer requests than the account
@@ -33,6 +38,7 @@ from collections.abc import Callable
 import msgspec
 
 from router.placement.load.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
+from router.placement.load.pages import PageAccount
 from router.placement.load.rates import EngineRates, PrefillSample
 
 
@@ -52,6 +58,8 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """From a first token to the answer's end, until answers were seen."""
     late_fresh_s: float = 30.0
     """Without a first token for so long, none is late any more."""
+    recent_s: float = 30.0
+    """Time constant after which work sent to an engine has faded from ``EngineLoad.recent_s`` to 1/e."""
     unseen_s_min: float = 1.0
     """Gauges say nothing of a request that was sent less than this before: it may not be there yet."""
 
@@ -86,6 +94,8 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     awaited_tokens: int
     foreign: int
     idle_s: float
+    recent_s: float = 0.0
+    """Seconds of work sent there of late, decayed (``LoadSettings.recent_s``)."""
 
 
 class Ticket(msgspec.Struct, eq=False, gc=False):
@@ -104,11 +114,17 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """No prompt of others waited there when it was sent."""
     beside: int = 0
     """Requests of others that were running there then."""
+    work_s: float = 0.0
+    """Computing and loading that was expected of the engine when it was sent."""
+    pages: int = 0
+    """Blocks of the cache that it takes, as if it shared none."""
     awaited: bool = True
     ended: bool = False
 
 
 _DEFAULTS = LoadSettings()
+_RECENT_AGE_S = 3.0
+"""Recent work older than this is decayed when it is read: a tenth of its time constant."""
 
 
 class LoadAccount:
@@ -118,9 +134,31 @@ class LoadAccount:
     """
 
     __slots__ = (
-        *("_answer_s", "_awaited", "_awaited_load_s", "_awaited_tokens", "_carried_tokens", "_foreign"),
-        *("_head_s", "_last_admit_s", "_late_s", "_late_seen_s", "_running", "_settings", "_sure", "_unseen"),
-        *("rates", "stats"),
+        "_answer_s",
+        "_assumed",
+        "_awaited",
+        "_awaited_load_s",
+        "_awaited_tokens",
+        "_carried_tokens",
+        "_foreign",
+        "_fresh_until_s",
+        "_gauges_s",
+        "_head_s",
+        "_last_admit_s",
+        "_late_s",
+        "_late_seen_s",
+        "_others_waiting",
+        "_recent_at_s",
+        "_recent_s",
+        "_running",
+        "_settings",
+        "_startable",
+        "_stuck",
+        "_sure",
+        "_unseen",
+        "pages",
+        "rates",
+        "stats",
     )
 
     def __init__(
@@ -129,7 +167,15 @@ class LoadAccount:
         self.rates = rates
         self.stats = stats if stats is not None else LoadStats()
         self._settings = settings
+        self.pages = PageAccount()
         self._awaited: dict[Ticket, None] = {}  # in the order of admission
+        self._assumed: dict[
+            Ticket, None
+        ] = {}  # of the running: those that began by their time, without proof
+        self._startable = 0  # heads that may have begun, as the last gauges say
+        self._gauges_s = self._fresh_until_s = -math.inf  # when they were seen, and until when they count
+        self._stuck = False  # the last gauges say that all we await there wait, and nothing has moved since
+        self._others_waiting = 0  # prompts of other routers that wait there, as last told
         self._awaited_tokens = 0
         self._awaited_load_s = 0.0
         self._running = 0
@@ -141,6 +187,8 @@ class LoadAccount:
         self._last_admit_s = -math.inf
         self._late_s = 0.0
         self._late_seen_s = -math.inf
+        self._recent_s = 0.0
+        self._recent_at_s = 0.0
         self._foreign = ForeignLoad(fresh_s=settings.gauge_fresh_s, tokens=settings.foreign_tokens)
 
     def admit(
@@ -153,18 +201,20 @@ class LoadAccount:
         expected_s: float = math.inf,
         running: int = 0,
         waiting: int = 0,
+        prompt_tokens: int = 0,
     ) -> Ticket:
         """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
         offloaded blocks to load for ``load_s``.
 
         ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
-        how long, as far as computing and loading go. ``running`` and ``waiting`` are there already, those of
-        others with them.
+        how long, as far as computing and loading go. ``prompt_tokens``, all of the prompt, say what it takes
+        of the pool. ``running`` and ``waiting`` are there already, those of others with them.
         """
         if self._awaited:
             self._advance(now)
         if not self._awaited:
             self._head_s, self._sure, self._carried_tokens = now, True, 0
+            self._startable, self._stuck = 1, False
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
         ticket = Ticket(tokens, streams, load_s, now, now + expected_s)
         ticket.alone = waiting <= len(self._awaited)
@@ -173,20 +223,27 @@ class LoadAccount:
         self._awaited[ticket] = None
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
+        ticket.pages = self.pages.need(prompt_tokens)
+        self.pages.admit(ticket.pages)
+        ticket.work_s = tokens * self.rates.prefill_s_per_token(now) + load_s
+        self._recent_s, self._recent_at_s = self.recent_s(now) + ticket.work_s, now
         self._last_admit_s = now
         self._foreign.sent(tokens)
         self.stats.admitted += 1
         if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
-            self._start(next(iter(self._awaited)), now)
-            self._head_s, self._sure = now, False
+            self._assume(next(iter(self._awaited)), now)
+            self._head_s = now
         return ticket
 
-    def hold(self, now: float) -> Ticket:
-        """A request will run there whose prompt is computed elsewhere: its place is kept from now on."""
+    def hold(self, now: float, prompt_tokens: int = 0) -> Ticket:
+        """Keep a place for a request of ``prompt_tokens`` whose prompt is computed elsewhere."""
         if self._awaited:
             self._advance(now)
         ticket = Ticket(0, streams=False, awaited=False, begun_s=now)
+        ticket.pages = self.pages.need(prompt_tokens)
+        self.pages.admit(ticket.pages)
+        self.pages.start(ticket.pages)
         self._running += 1
         self._last_admit_s = now
         self.stats.admitted += 1
@@ -201,7 +258,9 @@ class LoadAccount:
             self._late_s += NEWS * (max(0.0, now - ticket.due_s) - self._late_s)
             self._late_seen_s = now
         self._advance(now)
+        self._stuck = False
         if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
+            self._assumed.pop(ticket, None)
             self._head_s, self._sure = now, True
             return None
         was_head = next(iter(self._awaited)) is ticket
@@ -237,18 +296,38 @@ class LoadAccount:
     def fail(self, ticket: Ticket, now: float) -> None:
         """The engine did not answer, or broke off."""
         self.stats.failed += not ticket.ended
+        if ticket.awaited and not ticket.ended:  # none of its work was done
+            since_s = ticket.sent_s - now
+            undone_s = ticket.work_s * math.exp(since_s / self._settings.recent_s)
+            self._recent_s, self._recent_at_s = max(0.0, self.recent_s(now) - undone_s), now
         self._end(ticket, now)
 
-    def report(self, *, running: int, waiting: int, now: float) -> None:
-        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``) as polled at ``now``."""
+    def report(self, *, running: int, waiting: int, now: float, usage: float | None = None) -> None:
+        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``,
+        ``vllm:kv_cache_usage_perc``) as polled at ``now``."""
         self._advance(now)
         own = self._running + len(self._awaited)
         self._end_unseen(own - running - waiting, now)
+        self._believe(max(0, waiting - self._others_waiting), now)
+        self._recent_s, self._recent_at_s = self.recent_s(now), now
+        if usage is not None:
+            self.pages.report(usage)
         self._foreign.report(
             beyond=running + waiting - self._running - len(self._awaited),
             beyond_waiting=waiting - len(self._awaited),
             now=now,
         )
+
+    def _believe(self, waiting: int, now: float) -> None:
+        """Assume that ``waiting`` of our requests wait there: the last of those not seen to begin."""
+        again = min(waiting - len(self._awaited), len(self._assumed))
+        if again > 0:
+            self._unassume(list(self._assumed)[-again:])
+        self._gauges_s, self._fresh_until_s = now, now + self._settings.gauge_fresh_s
+        self._startable = max(0, len(self._awaited) - waiting)
+        self._stuck = bool(self._awaited) and not self._startable
+        if self._stuck:
+            self._head_s, self._sure, self._carried_tokens = now, False, 0
 
     def _end_unseen(self, count: int, now: float) -> None:
         """So many requests less are there than the account has."""
@@ -273,17 +352,20 @@ class LoadAccount:
         """The load of the engine now. ``others``: see ``ahead``, but that it may be older: what is foreign is
         left to decisions to settle."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
-        queue_s, running, waiting, idle_s, _ = self.ahead(now, others, rate)
+        queue_s, running, waiting, idle_s, _, recent_s = self.ahead(now, others, rate)
         self._foreign.unsettled = unsettled
         own = self._running + len(self._awaited)
-        return EngineLoad(queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s)
+        queue_s = max(queue_s, self.pages.wait_s(0))
+        return EngineLoad(
+            queue_s, running, waiting, self._awaited_tokens, running + waiting - own, idle_s, recent_s
+        )
 
     def ahead(
         self, now: float, others: OthersLoad | None, rate: float
-    ) -> tuple[float, int, int, float, float]:
-        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load, and
-        ``late_s``. ``rate`` is the engine's prefill rate at ``now``; ``others`` is what other replicas told,
-        None: that is not known, and all that gauges show is foreign."""
+    ) -> tuple[float, int, int, float, float, float]:
+        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load,
+        ``late_s`` and ``recent_s``. ``rate`` is the engine's prefill rate at ``now``; ``others`` is what
+        other replicas told, None: that is not known, and all that gauges show is foreign."""
         # Plain comparisons: this runs once per engine and request.
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
@@ -300,8 +382,18 @@ class LoadAccount:
             queue_s += tokens * rate
             running += more_running
             waiting += more_waiting
+            if others is not None:
+                self._others_waiting = others.waiting
         late_s = self.late_s(now) if self._late_s else 0.0
-        return queue_s, running, waiting, now - self._last_admit_s, late_s
+        recent_s = self._recent_s
+        if recent_s and now - self._recent_at_s > _RECENT_AGE_S:
+            recent_s = self.recent_s(now)
+        return queue_s, running, waiting, now - self._last_admit_s, late_s, recent_s
+
+    def recent_s(self, now: float) -> float:
+        """Seconds of computing and loading that this router sent there of late: the sum decays with the time
+        constant ``LoadSettings.recent_s``."""
+        return self._recent_s * math.exp((self._recent_at_s - now) / self._settings.recent_s)
 
     def own(self, now: float) -> OthersLoad | None:
         """What this router alone has in flight there, for other replicas; None where there is nothing."""
@@ -316,6 +408,8 @@ class LoadAccount:
         had time for."""
         head = next(iter(self._awaited))
         whole_s = self._awaited_tokens * rate + self._awaited_load_s
+        if self._stuck and now < self._fresh_until_s:
+            return whole_s
         done_s, head_s = now - self._head_s, head.uncached_tokens * rate + head.load_s
         return whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
 
@@ -326,6 +420,7 @@ class LoadAccount:
             problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
         if not math.isclose(self._awaited_load_s, sum(t.load_s for t in self._awaited), abs_tol=1e-6):
             problems.append(f"awaited loads of {self._awaited_load_s} s are not their sum")
+        problems += self.pages.check_integrity()
         if any(t.ended for t in self._unseen):
             problems.append("ended requests still pass unseen")
         if self._running < 0 or any(t.ended or not t.awaited for t in self._awaited):
@@ -337,8 +432,11 @@ class LoadAccount:
         if rate is None:
             rate = self.rates.prefill_s_per_token(now)
         settings = self._settings
+        fresh = now < self._fresh_until_s
         while self._awaited:
             head = next(iter(self._awaited))
+            if fresh and (self._stuck or (head.streams and self._startable <= 0)):
+                break  # it waits, the engine says
             allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
                 allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
@@ -346,9 +444,27 @@ class LoadAccount:
                 break
             self.stats.overdue += head.streams
             self._head_s += allowed_s
-            self._start(head, self._head_s)
-            self._sure, self._carried_tokens = False, 0
+            self._assume(head, self._head_s)
+            if fresh and self._startable <= 0 and self._head_s < self._gauges_s:
+                self._head_s = self._gauges_s  # the next one still waited then
         return rate
+
+    def _assume(self, head: Ticket, now: float) -> None:
+        """Its time is over: it counts as done, and the next one as begun."""
+        self._start(head, now)
+        self._assumed[head] = None
+        self._sure, self._carried_tokens = False, 0
+
+    def _unassume(self, tickets: list[Ticket]) -> None:
+        """These wait, the engine says: before all that were sent after them."""
+        self._awaited = dict.fromkeys(tickets) | self._awaited
+        self._running -= len(tickets)
+        for ticket in tickets:
+            del self._assumed[ticket]
+            ticket.awaited = True
+            self._awaited_tokens += ticket.uncached_tokens
+            self._awaited_load_s += ticket.load_s
+            self.pages.unstart(ticket.pages)
 
     def _start(self, ticket: Ticket, now: float) -> None:
         """From awaited to running."""
@@ -358,6 +474,8 @@ class LoadAccount:
         # Nothing awaited is nothing to load: errors of rounding do not add up.
         self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
+        self._startable -= 1
+        self.pages.start(ticket.pages)
         self._running += 1
 
     def _end(self, ticket: Ticket, now: float) -> None:
@@ -369,5 +487,7 @@ class LoadAccount:
                 self._head_s, self._sure, self._carried_tokens = now, False, 0
             self._start(ticket, now)
         self._unseen.pop(ticket, None)
+        self._assumed.pop(ticket, None)
+        self.pages.end(ticket.pages, now - ticket.begun_s + ticket.work_s, now)
         self._running -= 1
         ticket.ended = True

@@ -122,7 +122,7 @@ class DecodePlacement(Placement):
         }
 
     def _admit(self) -> Ticket:
-        return self.engine.load.hold(self.asked_s)
+        return self.engine.load.hold(self.asked_s, self.decision.prompt_tokens)
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
         return ()

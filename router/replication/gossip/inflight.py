@@ -153,10 +153,10 @@ class GossipedInflight(InflightPrefixes):
         self._publish_event(prompt, InflightEvent.FAILED)
         super().drop(prompt)
 
-    def common(self, hashes: Sequence[BlockHash], now: float) -> Common:
+    def common(self, hashes: Sequence[BlockHash], now: float, coming_max: int | None = None) -> Common:
         while self._lagging and self._lagging[0][0] <= now:
             super().prefilled(self._lagging.popleft()[1])
-        return super().common(hashes, now)
+        return super().common(hashes, now, coming_max)
 
     def receive(self, entries: Iterable[bytes], now: float) -> None:
         """Apply new entries of the stream."""

@@ -69,6 +69,21 @@ class SimEngine:
         self._block = pool.scheme.hash_block_size
 
     @property
+    def num_running(self) -> int:
+        """Requests that hold blocks, as vLLM's gauge counts them."""
+        return len(self._generating) + (self._prefilling is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn or for their blocks to be loaded."""
+        return len(self._waiting) + len(self._loading) + len(self._loaded)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is in use."""
+        return self.pool.usage
+
+    @property
     def next_s(self) -> float:
         """When something happens here next; infinity where nothing will."""
         next_s = self._events[0][0] if self._events else float("inf")

@@ -332,8 +332,11 @@ def test_the_breaker_keeps_requests_from_an_engine_that_refuses() -> None:
                 async with started(**ports):
                     while not rig.router.fleet.get(goes.base_url).breaker.closed:  # the next probe closes it
                         await hits(rig, f"{random.random()} {TEXT}")
-                    used = {(await hits(rig, f"{n} new {TEXT * 10}"))[2] for n in range(12)}
-                    assert used == {stays.base_url, goes.base_url}
+                    used, n = set(), 0
+                    while used != {stays.base_url, goes.base_url}:  # first the one that did less of late
+                        n += 1
+                        assert n < 100
+                        used.add((await hits(rig, f"{n} new {TEXT * 10}"))[2])
 
     run(main())
 

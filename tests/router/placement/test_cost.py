@@ -49,6 +49,31 @@ def test_cost_is_the_stated_formula() -> None:
     assert parts.uncached_tokens == 5000
 
 
+def test_work_of_late_beyond_the_mean_has_a_price() -> None:
+    """Two engines without a queue that hold as much: the one that was given less work of late."""
+    busy, rested = fleet(2)
+    busy.recent_s, rested.recent_s = 9.0, 3.0
+    choice = choose([busy, rested], 1000, PolicySettings(spread=0.5))
+    assert choice.index == 1
+    assert [c.spread_s for c in choice.costs] == [pytest.approx(1.5), 0.0]
+    assert choice.costs[0].first_token_s == choice.costs[1].first_token_s
+    assert choose([busy, rested], 1000, PolicySettings(spread=0.0)).reason == "tie"
+
+
+def test_waiting_for_pages_counts_in_part_and_is_predicted_whole() -> None:
+    full, empty = fleet(2)
+    full.room_s, full.pool_share, full.waiting = 10.0, 0.25, 4
+    knobs = PolicySettings(room_share=0.3, crowding=2.0, eviction_premium=0.0)
+    parts = cost(full, 8000, knobs)
+    assert (parts.queue_s, parts.wait_s) == (3.0, 10.0)
+    assert parts.first_token_s == pytest.approx(11.0)
+    assert parts.crowding_s == pytest.approx(2.0 * 0.25 * 4 * 1.0)
+    assert parts.total_s == pytest.approx(3.0 + 1.0 + 2.0)
+    assert choose([full, empty], 8000, knobs).index == 1
+    full.queue_s = 12.0
+    assert (cost(full, 8000, knobs).queue_s, cost(full, 8000, knobs).wait_s) == (12.0, 12.0)
+
+
 def test_beliefs_beyond_the_prompt_are_clamped_to_all_but_its_last_token() -> None:
     parts = cost(make_candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
     assert parts.uncached_tokens == 1

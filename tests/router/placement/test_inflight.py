@@ -20,6 +20,15 @@ def hashes(text: str) -> list[BlockHash]:
     return block_hashes([ord(letter) for letter in text], SCHEME)
 
 
+def test_what_comes_ends_before_the_last_token_of_the_prompt() -> None:
+    """A prompt of exactly k blocks behind a longer one that keeps 1 and k of them can hit 1."""
+    inflight = InflightPrefixes()
+    inflight.add("a", hashes("abcdef"), 0.0, keeps=(1, 3, 6))
+    assert inflight.common(hashes("abc"), 0.0, coming_max=2) == Common({"a": 3}, {"a": 1})
+    assert inflight.common(hashes("abc"), 0.0, coming_max=3) == Common({"a": 3}, {"a": 3})
+    assert inflight.common(hashes("abc"), 0.0, coming_max=0) == Common({"a": 3}, {})
+
+
 def test_common_prefix_per_engine() -> None:
     inflight = InflightPrefixes()
     inflight.add("a", hashes("system prompt one"), 0.0)

@@ -192,6 +192,76 @@ def test_gauges_beside_what_replicas_told_show_other_clients_alone() -> None:
     assert decide(load, 9.0, NO_OTHERS) == (1, 2, 2 * 0.7)
 
 
+def waiting_for_pages(streams: bool = True) -> tuple[LoadAccount, list[Ticket]]:
+    """12 answers of ours run, 3 prompts of 1 s each wait."""
+    load = account()
+    for _ in range(12):
+        load.first_token(load.admit(uncached_tokens=1, now=0.0), 0.0)
+    return load, [load.admit(uncached_tokens=1000, now=0.0, streams=streams) for _ in range(3)]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_prompts_that_the_engine_says_wait_neither_begin_nor_end(streams: bool) -> None:
+    load, tickets = waiting_for_pages(streams)
+    for tenth in range(400):
+        now = 0.1 + tenth / 10
+        if tenth % 20 == 0:  # gauges are 2 s old at most
+            load.report(running=12, waiting=3, now=now)
+        assert load.at(now).queue_s >= 2.0, now
+        assert load.at(now).waiting == 3
+        assert not load.check_integrity()
+    load.report(running=13, waiting=2, now=40.0)  # one has begun
+    assert 1.5 <= load.at(40.5).queue_s <= 3.0  # two have not begun before 40.0
+    load.report(running=15, waiting=0, now=41.0)
+    load.first_token(tickets[0], 41.0)
+    load.first_token(tickets[1], 41.0)
+    load.first_token(tickets[2], 41.0)
+    for ticket in tickets:
+        load.finish(ticket, 42.0)
+    assert load.at(42.0).queue_s == 0
+    assert not load.check_integrity()
+
+
+def test_prompts_assumed_begun_wait_again_where_the_gauges_say_so() -> None:
+    load, tickets = waiting_for_pages()
+    assert load.at(30.0).waiting == 0  # overdue, all three, as far as the account can tell
+    load.report(running=12, waiting=3, now=30.0)
+    assert (load.at(30.0).waiting, load.at(30.0).queue_s) == (3, pytest.approx(3.0))
+    load.report(running=13, waiting=2, now=31.0)
+    assert load.first_token(tickets[0], 32.0) is None  # when it began is a guess: no sample
+    assert load.at(32.0).waiting == 2
+    assert not load.check_integrity()
+
+
+def test_gauges_that_are_too_old_keep_nobody_waiting() -> None:
+    load, _ = waiting_for_pages()
+    load.report(running=12, waiting=3, now=0.0)
+    assert load.at(9.9).queue_s == pytest.approx(3.0)
+    assert load.at(30.0).queue_s == 0
+
+
+def test_prompts_of_other_routers_that_wait_are_not_taken_for_ours() -> None:
+    load = account()
+    load.admit(uncached_tokens=4000, now=0.0)
+    theirs = OthersLoad(running=2, waiting=3, tokens=3000)
+    load.at(0.5, theirs)
+    load.report(running=3, waiting=3, now=1.0)  # theirs wait, ours is being computed
+    assert load.at(2.0, theirs).queue_s == pytest.approx(2.0 + 3.0)
+
+
+def test_recent_work_fades() -> None:
+    load = account(recent_s=30.0)
+    load.finish(load.admit(uncached_tokens=4000, now=0.0), 4.0)
+    assert load.at(0.0).recent_s == pytest.approx(4.0)
+    assert load.at(30.0).recent_s == pytest.approx(4.0 / math.e)
+    load.report(running=0, waiting=0, now=60.0)
+    assert load.at(60.0).recent_s == pytest.approx(4.0 / math.e**2)
+    refused = load.admit(uncached_tokens=1000, now=60.0)
+    assert load.at(60.0).recent_s == pytest.approx(1.0 + 4.0 / math.e**2)
+    load.fail(refused, 63.0)
+    assert load.recent_s(63.0) == pytest.approx(4.0 / math.e**2.1)
+
+
 def test_where_nobody_can_say_what_others_have_all_that_gauges_show_is_theirs() -> None:
     load, told = account(gauge_fresh_s=10.0, foreign_tokens=700), OthersLoad(running=3, waiting=2, tokens=500)
     load.report(running=3, waiting=4, now=0.0)

@@ -1,0 +1,166 @@
+"""KV cache pages of one engine: those its unfinished requests take, and how long a prompt waits for room.
+
+vLLM starts a waiting prompt only when free blocks cover all of it (``Scheduler.schedule`` with
+``scheduler_reserve_full_isl``, vLLM 0.32). An engine whose sequences hold the pool lets prompts wait although
+it computes nothing::
+
+    wait_s = (pages of all unfinished requests + pages of this prompt - blocks) / pages released per second
+
+The rate of release is measured while prompts wait (``_RATE_MEMORY_S``); until then it is Little's law,
+``blocks / residence_s``. The measured rate is lower where prompts are large: two prompts of 0.4 pools leave a
+fifth of the pool unused.
+
+Unfinished requests share pages (system prompts, sub-agents), which a sum over requests counts twice. The
+gauge ``vllm:kv_cache_usage_perc`` tells the true number: its ratio to the sum over our running requests
+scales the sum, and usage that the sum does not explain belongs to other clients.
+
+Always true: a wait is not negative; an engine of unknown pool size or layout has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+from publisher.groups import Family, GroupSpec
+from router.placement.load.others import NEWS
+
+_STATES_HELD: Final = 2
+"""Blocks of a Mamba group per sequence: the running state and the next one (``MambaManager``, vLLM 0.32)."""
+_RATE_MEMORY_S: Final = 60.0
+"""Time constant of the measured rate of release."""
+_RATE_SECONDS_MIN: Final = 10.0
+"""Waiting seen before the measured rate replaces Little's law."""
+
+
+@lru_cache(maxsize=4096)
+def prompt_pages(groups: Sequence[GroupSpec], tokens: int) -> int:
+    """Return the blocks that a sequence of ``tokens`` holds over all groups of a layout, sharing none.
+
+    A sliding window keeps the blocks that its window touches, a local chunk those of the current chunk:
+    ``SlidingWindowManager`` and ``ChunkedLocalAttentionManager`` of vLLM 0.32 free the blocks before.
+    """
+    pages = 0
+    for group in groups:
+        blocks = -(-tokens // group.block_size)
+        reach = group.sliding_window or group.attention_chunk_size
+        if group.family is Family.MAMBA:
+            held = blocks if group.mamba_cache_mode == "all" else _STATES_HELD
+        else:
+            held = -(-reach // group.block_size) + 1 if reach else blocks
+        pages += min(blocks, held)
+    return pages
+
+
+class PageAccount:
+    """Pages of one engine, all sizes in blocks of its pool."""
+
+    __slots__ = (
+        "_blocks",
+        "_ended_s",
+        "_foreign",
+        "_groups",
+        "_held",
+        "_per_token",
+        "_released",
+        "_residence_s",
+        "_scale",
+        "_seconds",
+        "_taken",
+        "free",
+    )
+
+    def __init__(self) -> None:
+        self.free = math.inf
+        """Pages that unfinished requests leave; negative where prompts wait, infinite while unknown."""
+        self._blocks = 0
+        self._groups: Sequence[GroupSpec] = ()
+        self._per_token = 0.0  # pages per token of a prompt, at most
+        self._taken = 0  # by our unfinished requests, as if none were shared
+        self._held = 0  # of those, by requests that have begun
+        self._scale = 1.0  # pages in use per page in ``_held``, at most 1
+        self._foreign = 0.0  # pages in use that our requests do not explain
+        self._residence_s = 0.0  # mean time that a request holds its pages
+        self._released = self._seconds = 0.0  # decayed sums over the time in which prompts waited
+        self._ended_s: float | None = None  # the last end, if prompts waited then
+
+    def configure(self, blocks: int, groups: Sequence[GroupSpec]) -> None:
+        """Set the size of the pool and the layout of its groups; 0 blocks or no groups: unknown."""
+        if blocks != self._blocks or groups is not self._groups:
+            self._blocks, self._groups = blocks, groups
+            self._per_token = sum([1 / group.block_size for group in groups])
+            self._settle()
+
+    def need(self, tokens: int) -> int:
+        """Return the pages of a prompt, shared ones included; 0 while the layout is unknown."""
+        return prompt_pages(self._groups, tokens) if self._groups and tokens > 0 else 0
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a prompt sent now surely finds room: one comparison, for every engine and decision."""
+        return tokens * self._per_token + len(self._groups) <= self.free
+
+    def wait_s(self, tokens: int) -> float:
+        """Return the seconds until a prompt sent now finds room."""
+        missing = self.need(tokens) * self._scale - self.free
+        return missing * self._release_s if missing > 0.0 else 0.0
+
+    def share(self, tokens: int) -> float:
+        """Return the share of the pool that the prompt takes, 0 where it finds room at once."""
+        pages = self.need(tokens) * self._scale
+        return min(1.0, pages / self._blocks) if pages > self.free else 0.0
+
+    def admit(self, pages: int) -> None:
+        """Count a request that was sent."""
+        self._taken += pages
+        self._settle()
+
+    def start(self, pages: int) -> None:
+        """Count its pages as held."""
+        self._held += pages
+
+    def unstart(self, pages: int) -> None:
+        """Undo ``start``: the request waits."""
+        self._held -= pages
+
+    def end(self, pages: int, residence_s: float, now: float) -> None:
+        """Take out a started request, which held its pages for ``residence_s``."""
+        self._residence_s += (NEWS if self._residence_s else 1.0) * (residence_s - self._residence_s)
+        if self.free >= 0:
+            self._ended_s = None
+        else:
+            if self._ended_s is not None:
+                passed_s = now - self._ended_s
+                kept = math.exp(-passed_s / _RATE_MEMORY_S)
+                self._released = self._released * kept + pages
+                self._seconds = self._seconds * kept + passed_s
+            self._ended_s = now
+        self._taken -= pages
+        self._held -= pages
+        self._settle()
+
+    def report(self, usage: float) -> None:
+        """Correct the account by the share of the pool that the engine says is in use."""
+        used = usage * self._blocks
+        explained = used / self._held if used < self._held else 1.0
+        self._scale += NEWS * (explained - self._scale)
+        self._foreign = max(0.0, used - self._held)
+        self._settle()
+
+    @property
+    def _release_s(self) -> float:
+        """Seconds in which one page is released."""
+        if self._seconds >= _RATE_SECONDS_MIN and self._released:
+            return self._seconds / (self._released * self._scale)
+        return self._residence_s / self._blocks
+
+    def _settle(self) -> None:
+        known = self._blocks and self._groups
+        self.free = self._blocks - self._taken * self._scale - self._foreign if known else math.inf
+
+    def check_integrity(self) -> list[str]:
+        """Return one sentence per contradiction."""
+        if 0 <= self._held <= self._taken:
+            return []
+        return [f"pages held {self._held} are not within the pages taken {self._taken}"]
