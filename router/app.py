@@ -119,7 +119,7 @@ class Router:
             config.prompts,
             self.calls.ask,
             setting_of=self.following.tokenizer_of,
-            chunk_size_found=self.following.learn_chunk_size,
+            file_found=self.following.learn_file,
             clock=clock,
         )
         self.traces = Traces(config.traces) if config.traces.endpoint else None

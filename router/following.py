@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 
 from router.config.schema import Config, ModelConfig
 from router.feeds.audit import ResidencyAudit
@@ -19,14 +20,17 @@ from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet
-from router.index.learn.layout import ModelFacts
+from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.models import Scopes
 from router.placement.engine import Accounts, Engine
 from router.prompts.adapters import AdapterPaths
 from router.prompts.config import ModelPrompts
+from router.prompts.origin.model_config import ModelFile
 
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
+
+_log = structlog.get_logger()
 
 _WATCH_S = 1.0
 """How often engines at which requests wait are looked at."""
@@ -51,8 +55,12 @@ class Following:
         self._clock = clock
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
-        self._chunk_sizes: dict[str, int] = {}
-        """Chunk of chunked local attention by served model, as the models' own files say."""
+        self._files: dict[str, ModelFile] = {}
+        """By served model: what its own ``config.json`` says."""
+        self._kinds: dict[str, tuple[str, ...]] = {}
+        """By served model: kinds of its groups by that file, where the events name none and show as many."""
+        self._layouts: dict[str, CacheLayout] = {}
+        """By served model: the layout that was last compared with the file."""
         self.scopes = Scopes(self._facts, None if shared is None else shared.index_of)
         self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
         self._control: FeedControl = self.feeds
@@ -130,6 +138,8 @@ class Following:
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
         layout = engine.layout
+        if layout is not None and engine.base_model in self._files:
+            self._compare_layout(engine.base_model, engine, layout)
         engine.load.pages.configure(engine.pool_blocks or 0, () if layout is None else layout.groups)
         engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
 
@@ -169,10 +179,9 @@ class Following:
 
     def _facts(self, model: str) -> ModelFacts:
         facts = self._config.model(model).facts()
-        chunk = (
-            self._chunk_sizes.get(model) if facts.attention_chunk_size is None else facts.attention_chunk_size
-        )
-        return msgspec.structs.replace(facts, attention_chunk_size=chunk, lora_paths=self._adapters.of(model))
+        file = self._files.get(model, ModelFile())
+        facts = complete(facts, file, self._kinds.get(model, ()))
+        return msgspec.structs.replace(facts, lora_paths=self._adapters.of(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
         """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
@@ -200,15 +209,41 @@ class Following:
         bases = {engine.base_model or "" for engine in served}
         self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
 
-    def learn_chunk_size(self, model: str, tokens: int | None) -> None:
-        """What a served model's own files say of chunked local attention; a configured size goes first, and
-        groups of other kinds, which the events tell, do without."""
-        if tokens is None or self._chunk_sizes.get(model) == tokens:
+    def learn_file(self, model: str, file: ModelFile) -> None:
+        """What a served model's own ``config.json`` says. Configured values go first, and what the events
+        tell of a group goes before both."""
+        if self._files.get(model) == file:
             return
         before = self._facts(model)
-        self._chunk_sizes[model] = tokens
+        self._files[model] = file
+        self._kinds.pop(model, None)
+        self._layouts.pop(model, None)
         if self._facts(model) != before:
             self._relearn({model})
+
+    def _compare_layout(self, model: str, engine: Engine, layout: CacheLayout) -> None:
+        """A model's file against groups as an engine's events show them. Kinds that these do not name (vLLM
+        0.20 and 0.21) are taken from the file once it makes as many groups of its layers; not before, since
+        a look-up in a window that is not there would predict too much."""
+        if self._layouts.get(model) == layout:
+            return
+        self._layouts[model] = layout
+        file, residency = self._files[model], self.scopes.engine(engine.engine_id)
+        if residency is not None and residency.assumed_kinds:
+            kinds = file.group_kinds(len(layout.groups))
+            if kinds and kinds != self._kinds.get(model):
+                before = self._facts(model)
+                self._kinds[model] = kinds
+                if self._facts(model) != before:
+                    self._relearn({model})
+        elif other := file.other_windows(layout.groups):
+            _log.warning(
+                "an engine has another sliding window than its model's config.json; the engine's is used",
+                model=model,
+                engine=engine.engine_id,
+                window_tokens=other,
+                config_json_tokens=file.sliding_window,
+            )
 
     def _relearn(self, bases: set[str]) -> None:
         """Follow the engines of these models again, with other facts."""
@@ -221,6 +256,19 @@ class Following:
         for engine in engines:
             if engine.up:
                 self.engine_up(engine)
+
+
+def complete(facts: ModelFacts, file: ModelFile, kinds: tuple[str, ...] = ()) -> ModelFacts:
+    """Configured facts with what a model's ``config.json`` says where nothing is configured; ``kinds`` are
+    those of the groups, () where they are not to be taken from the file."""
+    if facts.attention_chunk_size is None:
+        facts = msgspec.structs.replace(facts, attention_chunk_size=file.attention_chunk_size)
+    if facts.kinds or not kinds:
+        return facts
+    window = file.sliding_window
+    slides = (idx for idx, kind in enumerate(kinds) if kind == "sliding_window")
+    windows = {} if window is None else dict.fromkeys(slides, window)
+    return msgspec.structs.replace(facts, kinds=dict(enumerate(kinds)), windows=windows | facts.windows)
 
 
 def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:

@@ -63,7 +63,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``auto``: what the engines say they serve (`root` of their `/v1/models`): a directory that is readable
     here, or a repository of the hub, of which the tokenizer is fetched. Or a directory with `tokenizer.json`
     (Hugging Face layout), a repository `ORG/NAME[@REVISION]`, or ``off``: an engine is asked for the tokens
-    of each prompt. All but a directory are compared with the engines' own tokens before they are used."""
+    of each prompt. All are compared with the engines' own tokens: what ``auto`` found before it is used; a
+    configured one that differs stays in use, and the log, `/ready` and the doctor say so."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
@@ -88,7 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
     """Chunk of chunked local attention, in tokens, for such models (e.g. Llama 4). Not set: what the model's
-    `config.json` says, where the tokenizer was found by the engines' word or by name; else required."""
+    `config.json` beside the tokenizer says; else required."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None
@@ -109,10 +110,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
     seeds that are not numbers from 0 to 65535."""
     kinds: dict[str, str] = {}
-    """Group number -> kind of attention; needed for vLLM 0.20 and 0.21, whose events do not carry it."""
+    """Group number -> kind of attention, for vLLM 0.20 and 0.21, whose events do not carry it. Not set: by
+    the layers in the model's `config.json`, where these make as many groups as the events show; else full
+    attention."""
     windows: dict[str, int] = {}
-    """Group number -> sliding window in tokens; needed for vLLM 0.20 and 0.21, whose events do not carry
-    it."""
+    """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21, whose events do not carry it. Not
+    set: as with ``kinds``."""
     shared_stores: tuple[str, ...] = ()
     """Stores that every engine of the model loads from, named by the ``ownership`` field of KV events. An
     engine that writes to a store is known to load from it without this."""

@@ -163,23 +163,19 @@ class PromptReader:
         self._models, self._loaded = dict(models), local
         self._combine()
 
-    def use(
-        self,
-        name: str,
-        found: tuple[ModelPrompts, LocalModel] | None,
-        *,
-        watch: tuple[int, Callable[[ReadHere], None]] = (0, lambda _read: None),
-    ) -> None:
-        """Make the prompts of a served model with what was found for it; None: as configured. ``watch`` is
-        how many of its next prompts are shown, and to what."""
+    def use(self, name: str, found: tuple[ModelPrompts, LocalModel] | None) -> None:
+        """Make the prompts of a served model with what was found for it; None: as configured."""
         before = self._found.pop(name, None)
         self._watched.pop(name, None)
         if before is not None:
             before[1].renderer.clear()
         if found is not None:
             self._found[name] = found
-            self._watched[name] = watch
         self._combine()
+
+    def watch(self, name: str, prompts: int, shown_to: Callable[[ReadHere], None]) -> None:
+        """Show the next prompts of a served model that are made here, until it is read in another way."""
+        self._watched[name] = prompts, shown_to
 
     def _combine(self) -> None:
         found = {name: config for name, (config, _) in self._found.items()}
@@ -241,6 +237,8 @@ class PromptReader:
 
     def _show(self, request: InboundRequest, path: str, prompt: Prompt) -> None:
         name = self._names.target(request.model).name
+        if request.model is not None and request.model in self._watched:
+            name = request.model  # made as those of ``*``
         left, shown_to = self._watched.get(name, (0, None))
         if shown_to is None:
             return

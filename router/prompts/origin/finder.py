@@ -1,13 +1,15 @@
 """Finds the tokenizer of every model that engines serve and nothing is configured for, and keeps it right.
 
-Per base model: the sources that its engines name (or the configured repository) are tried in turn; what loads
-is compared with each server's own tokens, and used where all agree (``probes.py``). Then the first prompts of
-clients are compared too. Until that, and where anything fails, engines are asked for the tokens as without a
-tokenizer. A server that comes, comes back or shows another card is compared before anything else; where it
-differs, everything begins again.
+Per base model: the sources that its engines name are tried in turn; what loads is compared with each
+server's own tokens, and used where all agree (``probes.py``). Then the first prompts of clients are compared
+too. Until that, and where anything fails, engines are asked for the tokens as without a tokenizer. A server
+that comes, comes back or shows another card is compared before anything else; where it differs, everything
+begins again. A configured directory or repository is compared in the same way, and is the operator's choice:
+where it differs it stays in use, and log, ``/ready`` and doctor say so.
 
-Always true: what is in use agreed with every server that is up, as far as it was compared. One task per
-model, one comparison per server at a time; all on the event loop, fetching and loading in threads.
+Always true: what was found by the engines' word is in use only if it agreed with every server that is up, as
+far as it was compared. One task per model, one comparison per server at a time; all on the event loop,
+fetching and loading in threads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -24,7 +27,7 @@ from router.fleet.status import Fleet
 from router.openai.errors import ApiError
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.origin.locate import Located, Locator
-from router.prompts.origin.model_config import attention_chunk_size
+from router.prompts.origin.model_config import ModelFile, read_model_file
 from router.prompts.origin.probes import compare, compare_one
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
@@ -54,7 +57,8 @@ class ModelOrigin(msgspec.Struct):
     by: str = ""
     """The library that tokenizes."""
     reason: str = ""
-    """Why an engine is asked: ``looking``, or a reason of ``kvatlas_prompts_tokenizer_failures_total``."""
+    """Why an engine is asked: ``looking``, or a reason of ``kvatlas_prompts_tokenizer_failures_total``. With
+    ``here``: ``differs``, where a configured tokenizer does not give the engines' tokens."""
     problem: str = ""
     remedy: str = ""
 
@@ -68,9 +72,9 @@ class _Server(NamedTuple):
 
 
 class _Model:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, origin: ModelOrigin) -> None:
         self.name = name
-        self.origin = ModelOrigin("engine", reason="looking")
+        self.origin = origin
         self.local: LocalModel | None = None
         self.agreed: set[_Server] = set()
         self.seen: frozenset[_Server] | None = None
@@ -82,8 +86,8 @@ class _Model:
 
 class TokenizerFinder:
     """``setting_of`` gives the configured ``tokenizer`` of a served model and how its prompts are made;
-    ``post`` asks engines in the router's name; ``chunk_size_found`` hears what a model's files say of chunked
-    local attention."""
+    ``post`` asks engines in the router's name; ``file_found`` is called with what a model's ``config.json``
+    says."""
 
     def __init__(
         self,
@@ -93,14 +97,14 @@ class TokenizerFinder:
         post: Post,
         *,
         setting_of: Callable[[str], tuple[str, ModelPrompts]],
-        chunk_size_found: Callable[[str, int | None], None] = lambda _model, _tokens: None,
+        file_found: Callable[[str, ModelFile], None] = lambda _model, _file: None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._reader = reader
         self._settings = settings
         self._setting_of = setting_of
-        self._chunk_size_found = chunk_size_found
+        self._file_found = file_found
         self._clock = clock
         self._locator = Locator(settings)
         patient = msgspec.structs.replace(settings, engine_timeout_s=_COMPARE_TIMEOUT_S)
@@ -152,9 +156,11 @@ class TokenizerFinder:
         for name in sorted(served):
             source = parse_source(self._setting_of(name)[0])
             servers = frozenset(self._servers(name))
-            if source.kind in {"off", "directory"} or not servers:
+            if source.kind == "off" or not servers:
                 continue
-            model = self._models.setdefault(name, _Model(name))
+            if name not in self._models:
+                self._models[name] = _Model(name, self._origin(name))
+            model = self._models[name]
             model.agreed &= servers  # one that went is compared again when it is back
             if model.task is not None:
                 self._again |= servers != model.seen
@@ -182,16 +188,21 @@ class TokenizerFinder:
 
     async def _settle(self, model: _Model, configured: TokenizerSource, servers: list[_Server]) -> None:
         try:
+            if configured.kind == "directory":
+                await self._check_directory(model, configured, servers)
+                return
             if model.local is not None:
                 try:
                     await self._compare(model, model.local, servers, must=False)
                 except TokenizerProblem as problem:  # as it is now, perhaps of another revision: look again
-                    self._ask_engines(model, problem)
+                    (self._ask_engines if configured.kind == "auto" else self._keep)(model, problem)
                 else:
+                    self._agree(model)
                     return
             await self._find(model, configured, servers)
         except TokenizerProblem as problem:
-            self._ask_engines(model, problem)
+            if configured.kind == "auto" or model.local is None:
+                self._ask_engines(model, problem)
         except Exception as error:  # noqa: BLE001  # files of others, in the hands of several packages
             _log.exception("a model's tokenizer cannot be used", model=model.name)
             seen = f"{type(error).__name__}: {error}"
@@ -208,18 +219,52 @@ class TokenizerFinder:
         for source in map(named_by_engine, by_share) if auto else [configured]:
             try:
                 located = await self._locator.locate(source)
+                if model.local is not None and located.shown == model.origin.source:
+                    return  # configured, differs, and there is no other revision of it
                 prompts, local = await self._load(model.name, located, servers)
                 model.agreed.clear()
-                await self._compare(model, local, servers, must=auto)
+                differs = await self._difference(model, local, servers, must=auto)
+                if differs is not None and auto:
+                    raise differs
             except TokenizerProblem as found:
                 self._reader.stats.tokenizer_failures[found.reason] += 1
                 problem = found
                 continue
             self._use(model, prompts, local, located)
-            self._chunk_size_found(model.name, await asyncio.to_thread(attention_chunk_size, located.folder))
+            if differs is not None:
+                self._keep(model, differs)
+            self._file_found(model.name, await asyncio.to_thread(read_model_file, located.folder))
             return
         if problem is not None:
             raise problem
+
+    async def _check_directory(
+        self, model: _Model, configured: TokenizerSource, servers: list[_Server]
+    ) -> None:
+        """Compare a directory that the reader loaded at start, or with the configuration."""
+        local = self._reader.local_of(model.name)
+        if local is None:
+            return
+        if model.local is not local:
+            model.local = local
+            model.origin = ModelOrigin("here", configured.name, local.by(chat=True))
+            folder = Path(configured.name)
+            self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
+            self._file_found(model.name, await asyncio.to_thread(read_model_file, folder))
+        differs = await self._difference(model, local, servers, must=False)
+        if differs is None:
+            self._agree(model)
+        else:
+            self._keep(model, differs)
+
+    async def _difference(
+        self, model: _Model, local: LocalModel, servers: list[_Server], *, must: bool
+    ) -> TokenizerProblem | None:
+        try:
+            await self._compare(model, local, servers, must=must)
+        except TokenizerProblem as problem:
+            return problem
+        return None
 
     async def _load(
         self, name: str, located: Located, servers: list[_Server]
@@ -265,11 +310,36 @@ class TokenizerFinder:
             )
 
     def _use(self, model: _Model, prompts: ModelPrompts, local: LocalModel, located: Located) -> None:
-        self._reader.use(model.name, (prompts, local), watch=(_FIRST_PROMPTS, self._read_here))
+        self._reader.use(model.name, (prompts, local))
+        self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
         model.local, model.tries, model.logged = local, 0, ""
         model.origin = ModelOrigin("here", located.shown, local.by(chat=True))
         self._reader.stats.tokenizers_found += 1
         _log.info("tokenizer", model=model.name, source=located.shown, library=local.tokenizer.name)
+
+    def _agree(self, model: _Model) -> None:
+        """Every server that says its tokens has those made here."""
+        if model.origin.reason:  # until now one differed; the first prompts may have shown it, no probe
+            model.origin = ModelOrigin("here", model.origin.source, model.origin.by)
+            self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
+
+    def _keep(self, model: _Model, problem: TokenizerProblem) -> None:
+        """A configured tokenizer differs: it is used as it was chosen, and this is shown."""
+        origin = model.origin
+        model.origin = ModelOrigin(
+            "here", origin.source, origin.by, problem.reason, str(problem), problem.remedy
+        )
+        if model.logged != str(problem):
+            model.logged = str(problem)
+            self._reader.stats.tokenizer_failures[problem.reason] += 1
+            _log.warning(
+                "the configured tokenizer is used although it does not give an engine's tokens",
+                model=model.name,
+                source=origin.source,
+                reason=problem.reason,
+                why=str(problem),
+                remedy=problem.remedy,
+            )
 
     def _ask_engines(self, model: _Model, problem: TokenizerProblem) -> None:
         if model.local is not None:
@@ -311,6 +381,7 @@ class TokenizerFinder:
                 await compare_one(local, self._side, url, read.path, read.body, read.ids, "first prompts")
             except TokenizerProblem as problem:
                 if model.local is local:
-                    self._ask_engines(model, problem)
+                    auto = parse_source(self._setting_of(model.name)[0]).kind == "auto"
+                    (self._ask_engines if auto else self._keep)(model, problem)
             except (NotLocalError, ApiError):
                 pass

@@ -1,28 +1,119 @@
-"""What a model's ``config.json`` says that no KV event carries."""
+"""A model's ``config.json``: the attention of its layers, and layers of a drafter.
+
+Always true: a hint. It does not prove how an engine runs the model; what events say goes first.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
+
+from publisher.groups import Family, GroupSpec
 
 _BYTES_MAX: Final = 4 << 20
+_LAYERS_MAX: Final = 4096
 _TEXT_PARTS: Final = ("text_config", "llm_config")
 """Where models of several kinds of input have the configuration of their text model."""
+_KINDS: Final = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "chunked_local_attention",
+}
+"""vLLM's kind of KV cache by transformers' layer type. Models with other types are left out: how vLLM groups
+Mamba layers depends on flags of the engine."""
+_PERIODS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+"""Each n-th layer has full attention: defaults of transformers' configuration classes (4.50), for files
+without ``layer_types``."""
+_ALIKE: Final = frozenset({"mistral", "mixtral"})
+"""``sliding_window`` without ``layer_types`` is the window of every layer."""
+_PADDING: Final = (1.5, 1.25)
+"""Types of layers whose numbers differ by less than this factor are one group each, padded: vLLM
+``_get_kv_cache_groups_uniform_page_size``, 1.5 in 0.32, 1.25 in earlier versions."""
+_DRAFTERS: Final = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "eagle_config",
+    "speculators_config",
+)
 
 
-def attention_chunk_size(folder: Path) -> int | None:
-    """Tokens of a chunk of chunked local attention; None where the file says none, or is none."""
+class ModelFile(msgspec.Struct, frozen=True):
+    """Sizes in tokens. ``layer_kinds``: vLLM's kind of each layer that has a KV cache of its own; empty where
+    the file does not say. ``drafter``: the entry that tells of a drafter's layers."""
+
+    attention_chunk_size: int | None = None
+    sliding_window: int | None = None
+    layer_kinds: tuple[str, ...] = ()
+    drafter: str = ""
+
+    def group_kinds(self, groups: int) -> tuple[str, ...]:
+        """Kind of each KV cache group of an engine that has this number of groups; empty where these layers
+        make another number, as with vLLM's hybrid cache manager off."""
+        layers = dict[str, int]()  # in order of first appearance, as vLLM numbers its groups
+        for kind in self.layer_kinds:
+            layers[kind] = layers.get(kind, 0) + 1
+        if not layers:
+            return ()
+        fewest, most = min(layers.values()), max(layers.values())
+        for factor in _PADDING:
+            size = most if most < fewest * factor else fewest
+            kinds = tuple(kind for kind, count in layers.items() for _ in range(-(-count // size)))
+            if len(kinds) == groups:
+                return kinds
+        return ()
+
+    def other_windows(self, groups: Iterable[GroupSpec]) -> list[int]:
+        """Windows of these groups that the file does not have."""
+        windows = {group.sliding_window for group in groups if group.family is Family.WINDOW}
+        return [] if self.sliding_window is None else sorted(filter(None, windows - {self.sliding_window}))
+
+
+def read_model_file(folder: Path) -> ModelFile:
+    """What the file of this directory says; nothing where there is none, or one of another shape."""
     try:
         with (folder / "config.json").open("rb") as file:
             found = json.loads(file.read(_BYTES_MAX))
     except (OSError, ValueError, RecursionError):
-        return None
+        return ModelFile()
     if not isinstance(found, dict):
-        return None
-    parts = [part for name in _TEXT_PARTS if isinstance(part := found.get(name), dict)]
-    for part in (*parts, found):
-        size = part.get("attention_chunk_size")
-        if type(size) is int and size > 0:
-            return size
-    return None
+        return ModelFile()
+    parts = [*(part for name in _TEXT_PARTS if isinstance(part := found.get(name), dict)), found]
+    text = parts[0]
+    window = None if text.get("use_sliding_window") is False else _count(text.get("sliding_window"))
+    drafters = (name for part in parts for name in _DRAFTERS if part.get(name))
+    return ModelFile(
+        next((size for part in parts if (size := _count(part.get("attention_chunk_size")))), None),
+        window,
+        _layer_kinds(text, window),
+        next(drafters, ""),
+    )
+
+
+def _layer_kinds(text: dict[str, Any], window: int | None) -> tuple[str, ...]:
+    shared = _count(text.get("num_kv_shared_layers")) or 0  # the last ones use the cache of others
+    types = text.get("layer_types")
+    if isinstance(types, list):
+        kinds = [_KINDS.get(str(one), "") for one in types[:_LAYERS_MAX]]
+    else:
+        layers = min(_count(text.get("num_hidden_layers")) or 0, _LAYERS_MAX)
+        model = str(text.get("model_type"))
+        period = _count(text.get("sliding_window_pattern")) or _PERIODS.get(model)
+        if window is None or not (period or model in _ALIKE):
+            return ()
+        kinds = [
+            "full_attention" if period and (layer + 1) % period == 0 else "sliding_window"
+            for layer in range(layers)
+        ]
+    if window is None:  # vLLM gives such layers full attention
+        kinds = ["full_attention" if kind == "sliding_window" else kind for kind in kinds]
+    own = kinds[: len(kinds) - shared] if shared else kinds
+    return tuple(own) if all(own) else ()
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None

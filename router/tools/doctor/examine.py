@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -21,12 +22,14 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.status import ModelCard
+from router.following import complete
 from router.http.reasons import reason_of
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.origin.locate import Locator
+from router.prompts.origin.model_config import ModelFile, read_model_file
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
 from router.prompts.reader import ModelDirError, PromptReader
@@ -205,10 +208,10 @@ class _Examination:
 
     async def run(self) -> None:
         """Fill in ``Evidence``."""
+        await self._find_tokenizers()
         for engine in self._seen.engines:
             self._scopes.assign(engine.engine_id, _scope_name(engine))
         async with self._listening():
-            await self._find_tokenizers()
             await asyncio.gather(self._hear(), self._compare())
             if self._settings.probe:
                 await self._probe_all()
@@ -292,12 +295,14 @@ class _Examination:
     async def _find_tokenizers(self) -> None:
         """As the router would, for each base model: what its engines name, or what is configured."""
         locator = Locator(self._seen.config.prompts)
-        found: dict[tuple[str, str], tuple[str, TokenizerProblem | None]] = {}
+        found: dict[tuple[str, str], tuple[str, ModelFile, TokenizerProblem | None]] = {}
         for engine in self._seen.engines:
             model, setting = engine.base_model, engine.model_config.tokenizer
             source = parse_source(setting)
             if model is None or source.kind in {"off", "directory"}:
                 engine.tokenizer = source.name
+                if source.kind == "directory":
+                    engine.model_file = await asyncio.to_thread(read_model_file, Path(source.name))
                 continue
             root = next((card.root or "" for card in engine.server.models if card.id == model), "")
             if source.kind == "auto":
@@ -305,23 +310,26 @@ class _Examination:
             if (model, str(source)) not in found:
                 self._say(f"looking for the tokenizer of {model}")
                 found[model, str(source)] = await self._find_tokenizer(model, engine, locator, source)
-            engine.tokenizer, engine.tokenizer_problem = found[model, str(source)]
+            engine.tokenizer, engine.model_file, engine.tokenizer_problem = found[model, str(source)]
 
     async def _find_tokenizer(
         self, model: str, engine: EngineEvidence, locator: Locator, source: TokenizerSource
-    ) -> tuple[str, TokenizerProblem | None]:
+    ) -> tuple[str, ModelFile, TokenizerProblem | None]:
         try:
             located = await locator.locate(source)
         except TokenizerProblem as problem:
-            return "", problem
+            return "", ModelFile(), problem
+        file = await asyncio.to_thread(read_model_file, located.folder)
         prompts = replace(engine.model_config.prompts(), tokenizer_dir=str(located.folder))
         try:
             self._reader.use(model, (prompts, await asyncio.to_thread(self._reader.load, prompts)))
         except (ModelDirError, OSError) as error:
-            return "", TokenizerProblem(
-                "unusable", f"{located.shown}: {error}", "give --tokenizer with another"
+            return (
+                "",
+                file,
+                TokenizerProblem("unusable", f"{located.shown}: {error}", "give --tokenizer with another"),
             )
-        return located.shown, None
+        return located.shown, file, None
 
     async def _compare(self) -> None:
         """Tokenizer parity, once per server."""
@@ -359,7 +367,8 @@ class _Examination:
 
     def _facts(self, scope_name: str) -> ModelFacts:
         engine = next(e for e in self._seen.engines if _scope_name(e) == scope_name)
-        return replace(engine.model_config.facts(), lora_paths=engine.lora_paths)
+        facts = complete(engine.model_config.facts(), engine.model_file)
+        return replace(facts, lora_paths=engine.lora_paths)
 
 
 def _scope_name(engine: EngineEvidence) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
+from router.prompts.origin.model_config import ModelFile
 from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.gather.event_counts import GroupStores
@@ -91,11 +92,14 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
         return
     shown = "; ".join(f"{len(c.group_idxs)} x {c.label}" for c in layout.classes)
     yield ok(f"{len(layout.groups)} group(s): {shown}; a hit is a multiple of {layout.alignment} tokens")
+    file = engine.model_file
     if residency.assumed_kinds:
+        yield _assumed(sorted(residency.assumed_kinds), file, len(layout.groups))
+    elif other := file.other_windows(layout.groups):
         yield warning(
-            f"kind of group(s) {sorted(residency.assumed_kinds)} taken for full attention",
-            "events of this vLLM do not tell the kind",
-            "set models.NAME.kinds and models.NAME.windows, or upgrade to 0.22 or later",
+            f"sliding window of {other} tokens; config.json says {file.sliding_window}",
+            "the engine was started with another revision or --hf-overrides; what its events say is used",
+            "nothing, where that is meant; else start engines and router with the same revision",
         )
     if engine.tally.without_group and len(layout.groups) == 1 and engine.tally.without_group > 0:
         yield info(
@@ -103,6 +107,24 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
             "vLLM before 0.20, or another publisher",
             "predictions are right only if the model has a single group",
         )
+
+
+def _assumed(idxs: list[int], file: ModelFile, groups: int) -> CheckResult:
+    """Groups whose kind no event names."""
+    kinds = file.group_kinds(groups)
+    if kinds:
+        window = "" if file.sliding_window is None else f", window {file.sliding_window}"
+        return info(
+            f"kind of group(s) {idxs} by config.json: {', '.join(kinds)}{window}",
+            "events of this vLLM do not tell the kind; the layers make as many groups as the events show",
+            "nothing, or set models.NAME.kinds and models.NAME.windows",
+        )
+    unlike = "; config.json's layers make another number of groups" if file.layer_kinds else ""
+    return warning(
+        f"kind of group(s) {idxs} taken for full attention",
+        f"events of this vLLM do not tell the kind{unlike}",
+        "set models.NAME.kinds and models.NAME.windows, or upgrade to 0.22 or later",
+    )
 
 
 @engine_check("cache.facts")
@@ -123,7 +145,8 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
         eagle = any(group.is_eagle for group in layout.groups)
         if not eagle:
             yield warning(
-                "the engine decodes speculatively, and no group is marked as a drafter's",
+                "the engine decodes speculatively, and no group is marked as a drafter's"
+                + (f"; config.json has {drafter}" if (drafter := engine.model_file.drafter) else ""),
                 "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector), so with EAGLE "
                 "or MTP look-ups of some groups drop the last block",
                 "if the method is EAGLE or MTP, set models.NAME.eagle_groups; --probe shows if it is right",

@@ -9,6 +9,7 @@ import msgspec
 
 from router.api.problems import engine_problems
 from router.index.learn.hash_scheme import Detection
+from router.prompts.origin.finder import ModelOrigin
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from router.tools.doctor.findings import CheckResult, Severity, error, info, ok, warning
 from router.tools.doctor.gather.gauges import series
@@ -260,6 +261,7 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
     if router is None:
         return
     yield from _unread(router)
+    yield from _unlike(router)
     if not router.metrics_answer.ok:
         return
     reads: dict[str, dict[str, float]] = {}
@@ -295,6 +297,23 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
                 _RENDERERS_REMEDY if failing else _READING_REMEDIES.get(often, _OTHERWISE),
                 subject=router.url,
             )
+
+
+def _unlike(router: RouterEvidence) -> Iterator[CheckResult]:
+    """Models whose configured tokenizer does not give an engine's tokens."""
+    answer = router.ready.json(_Origins)
+    for model, one in ({} if answer is None else answer.prompts).items():
+        if one.how == "here" and one.reason:
+            yield warning(
+                f"{model}: {one.problem}",
+                "the configured tokenizer is used as it was chosen: predictions of this model miss",
+                one.remedy,
+                subject=router.url,
+            )
+
+
+class _Origins(msgspec.Struct):
+    prompts: dict[str, ModelOrigin] = {}
 
 
 _WAYS = {

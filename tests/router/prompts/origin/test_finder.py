@@ -18,9 +18,9 @@ from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
 from router.prompts.config import ANY_MODEL, PromptSettings
 from router.prompts.origin.finder import ModelOrigin
-from router.prompts.origin.model_config import attention_chunk_size
+from router.prompts.origin.probes import PROBES
 from router.tools.explain.prompt import PromptError, read_prompt
-from tests.support.front import fronting
+from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
@@ -66,6 +66,20 @@ def other_tokenizer(folder: Path) -> Path:
     fields = json.loads(file.read_text())
     fields["model"]["merges"] = fields["model"]["merges"][:1000]
     file.write_text(json.dumps(fields))
+    return folder
+
+
+def questions(front: Front) -> int:
+    """How often the engine was asked for a prompt's tokens."""
+    return sum(path.endswith(("/tokenize", "/render")) for path, _ in front.seen)
+
+
+def odd_template(folder: Path) -> Path:
+    """Other tokens for one chat, which is no probe."""
+    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{% if messages[0].content == 'Odd' %}other{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -202,11 +216,7 @@ def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
 
 def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
     """A template that differs where no probe does."""
-    folder = tmp_path / "other"
-    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config["chat_template"] += "{% if messages[0].content == 'Odd' %}other{% endif %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = odd_template(tmp_path / "other")
 
     async def main() -> None:
         async with running({"root": str(folder)}) as engines, routing(auto(*engines)) as rig:
@@ -236,7 +246,8 @@ def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Pa
     run(main())
 
 
-def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path, configured: bool) -> None:
     folder = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "chunked")
     (folder / "config.json").write_text('{"text_config": {"attention_chunk_size": 128}}')
     groups = (
@@ -245,9 +256,11 @@ def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path) -> None:
     )
 
     async def main() -> None:
-        named = {"root": str(folder), "groups": groups}
-        async with running(named) as engines, routing(auto(*engines)) as rig:
+        named = {"root": "/models/elsewhere" if configured else str(folder), "groups": groups}
+        given = str(folder) if configured else None
+        async with running(named) as engines, routing(auto(*engines, tokenizer=given)) as rig:
             await origin(rig, "here")
+            await until(lambda: rig.router.scopes.scope(MODEL).facts.has_chunks, "the chunk")
             for _ in range(3):
                 await rig.chat(TEXT * 20)
                 await rig.caught_up(*engines)
@@ -258,23 +271,42 @@ def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path) -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ('{"attention_chunk_size": 64}', 64),
-        ('{"attention_chunk_size": 64, "text_config": {"attention_chunk_size": 8192}}', 8192),
-        ('{"attention_chunk_size": null}', None),
-        ('{"attention_chunk_size": true}', None),
-        ('{"attention_chunk_size": -1}', None),
-        ("[]", None),
-        ("no json", None),
-        ("[" * 100_000, None),
-    ],
-)
-def test_config_json_may_be_anything(tmp_path: Path, text: str, size: int | None) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert attention_chunk_size(tmp_path) == size
-    assert attention_chunk_size(tmp_path / "nowhere") is None
+@pytest.mark.parametrize("configured", ["directory", "repository"])
+def test_a_configured_tokenizer_that_differs_is_used_and_shown(
+    hub: StandInHub, tmp_path: Path, configured: str
+) -> None:
+    other = other_tokenizer(tmp_path / "other")
+    hub.repositories[NAME] = repository_of(other)
+    given = str(other) if configured == "directory" else NAME
+
+    async def main() -> None:
+        async with running({}) as (engine,), fronting(engine) as front:
+            config = auto(EngineAddress(front.base_url), hub=hub, tokenizer=given)
+            async with routing(config) as rig:
+                one = await origin(rig, "here", "differs")
+                assert one.source.startswith(given)
+                assert front.base_url in one.problem
+                await rig.chat(TEXT)
+                assert rig.router.reader.stats.reads["chat", "local"] == 1
+                _, ready = await rig.ask("GET", "/ready")
+                assert (ready["ready"], ready["prompts"][MODEL]["reason"]) == (True, "differs")
+
+    run(main())
+
+
+def test_a_configured_directory_is_compared_by_first_prompts_too(tmp_path: Path) -> None:
+    folder = odd_template(tmp_path / "other")
+
+    async def main() -> None:
+        async with running({}) as (engine,), fronting(engine) as front:
+            config = auto(EngineAddress(front.base_url), tokenizer=str(folder))
+            async with routing(config) as rig:
+                await until(lambda: questions(front) >= len(PROBES), "compared")
+                await origin(rig, "here")
+                await rig.chat("Odd")
+                assert "first prompts" in (await origin(rig, "here", "differs")).problem
+
+    run(main())
 
 
 def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
