@@ -106,6 +106,33 @@ def test_a_mamba_mode_that_nobody_told(configured: str | None, said: str | None,
     found.expect("cache.facts", Severity.WARNING, words)
 
 
+def with_file(folder: Path, **content: Any) -> ModelConfig:
+    """A configured directory whose ``config.json`` says this."""
+    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
+    (folder / "config.json").write_text(json.dumps(content))
+    return ModelConfig(tokenizer=str(folder))
+
+
+def test_config_json_beside_the_events(tmp_path: Path) -> None:
+    model = with_file(
+        tmp_path / "model",
+        sliding_window=128,
+        layer_types=["sliding_attention"],
+        attention_chunk_size=64,
+        num_nextn_predict_layers=1,
+    )
+    window = one(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=32)
+    run(heard(window, model=model)).expect("cache.groups", Severity.WARNING, "[32]", "128")
+    unnamed = one(kv_cache_spec_kind=None)
+    run(heard(unnamed, model=model)).expect("cache.groups", Severity.INFO, "config.json: sliding_window")
+    chunked = one(kv_cache_spec_kind="chunked_local_attention")
+    found = run(heard(chunked, model=model))
+    assert Severity.ERROR not in {finding.severity for finding in found.of("cache.facts")}
+    drafts = page(spec_decode_num_drafts_total=7)
+    found = run(heard(one(), metrics=drafts, model=model))
+    found.expect("cache.facts", Severity.WARNING, "speculatively", "num_nextn_predict_layers")
+
+
 @pytest.mark.long
 def test_speculation_without_a_marked_group() -> None:
     drafts = page(spec_decode_num_drafts_total=7.0)
