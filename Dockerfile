@@ -25,7 +25,8 @@ LABEL org.opencontainers.image.title="kvatlas" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
 COPY --from=build /opt/kvatlas /opt/kvatlas
-ENV PATH=/opt/kvatlas/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/kvatlas/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HOME=/var/cache/kvatlas
+RUN install -d -o 65532 -g 65532 /var/cache/kvatlas
 USER 65532:65532
 WORKDIR /tmp
 EXPOSE 8000

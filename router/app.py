@@ -41,6 +41,7 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
+from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
@@ -112,6 +113,15 @@ class Router:
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )
+        self.finder = TokenizerFinder(
+            self.fleet,
+            self.reader,
+            config.prompts,
+            self.calls.ask,
+            setting_of=self.following.tokenizer_of,
+            chunk_size_found=self.following.learn_chunk_size,
+            clock=clock,
+        )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.of(config.alias_shares())
         self.planner, self.proxy = self._assemble()
@@ -141,7 +151,8 @@ class Router:
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
             pd=self.planner.pd_stats,
-            tokenizers=lambda: self.reader.tokenizers(self.config.models),
+            tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
+            tokenizer_origins=self.finder.origins,
             others=self.sharing.others,
         )
         self._view: WholeView | None = None
@@ -164,6 +175,7 @@ class Router:
             host=config.server.ops_host,
             port=config.server.ops_listens_on if self.leads else None,
             authenticator=door,
+            names=config.server.ops_names,
             sock=None if seat is None else seat.ops,
             at="" if seat is None else seat.ops_at,
         )
@@ -258,6 +270,7 @@ class Router:
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
+            works.append(self.finder.run())
             works += [work() for work in self.works]
             works += self.sharing.works()
             if self.config.prompts.renderers:
@@ -267,6 +280,10 @@ class Router:
             background = [tasks.create_task(work) for work in works]
             if self.accounts.access is not None:
                 self.accounts.access.start()
+            if self.crew is not None and self.crew.seat.life:
+                # Its siblings serve: a replacement that accepts before it knows an engine refuses what they
+                # would answer. Until then connections wait in the backlog of its socket.
+                await poller.first_polls(self.config.fleet.poll_timeout_s)
             try:
                 yield
             finally:
@@ -382,6 +399,8 @@ class Router:
         """Another configuration is running."""
         before, self.config = self.config, config
         self.following.take(config)
+        if config.models != before.models:
+            self.finder.forget()
         if config.engines != before.engines:
             self.roster.engines_max = _engines_max(config)
             self.fleet_sources.set_static(config.engines)

@@ -28,6 +28,8 @@ from router.prompts.config import ModelPrompts
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
 
+_WATCH_S = 1.0
+"""How often engines at which requests wait are looked at."""
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
@@ -49,6 +51,8 @@ class Following:
         self._clock = clock
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
+        self._chunk_sizes: dict[str, int] = {}
+        """Chunk of chunked local attention by served model, as the models' own files say."""
         self.scopes = Scopes(self._facts, None if shared is None else shared.index_of)
         self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
         self._control: FeedControl = self.feeds
@@ -62,7 +66,7 @@ class Following:
     def begin(self, tasks: asyncio.TaskGroup) -> list[Coroutine[Any, Any, None]]:
         """From now on feeds run in ``tasks``. Returns what is to work beside them."""
         self._tasks = tasks
-        return [self._audit.detect(), self._audit.audit_all()]
+        return [self._audit.detect(), self._audit.audit_all(), self._watch_waiting()]
 
     def end(self) -> None:
         """Stop every feed; none begins until the next ``begin``."""
@@ -90,8 +94,29 @@ class Following:
     def engine_down(self, engine: Engine) -> None:
         """See ``FleetListener``. Of an engine without events nothing is known then: start over."""
         engine.reset()
+        self._abandon(engine)
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
+
+    def _abandon(self, engine: Engine) -> None:
+        """Requests that wait for its first byte go to other engines, where there are any."""
+        now = self._clock()
+
+        def elsewhere(model: str | None) -> bool:
+            ready = self.fleet.ready(model)
+            return any(other is not engine and other.up and other.breaker.allows(now) for other in ready)
+
+        engine.abandon(elsewhere)
+
+    async def _watch_waiting(self) -> None:
+        """Breakers say nothing by themselves: look now and then whether one that is waited at holds."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            now = self._clock()
+            for engine in self.fleet:
+                breaker = engine.breaker
+                if engine.waiting and (breaker.silent(now) or not breaker.closed):
+                    self._abandon(engine)
 
     def engine_restarted(self, engine: Engine) -> None:
         """See ``FleetListener``."""
@@ -116,6 +141,7 @@ class Following:
             fleet_changed=fleet_changed,
             elsewhere=None if self._shared is None else self._shared.lookup,
             leaving=(
+                self._abandon,
                 lambda engine: self._control.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
                 lambda engine: self._audit.forget(engine.engine_id),
@@ -142,7 +168,11 @@ class Following:
             self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
 
     def _facts(self, model: str) -> ModelFacts:
-        return msgspec.structs.replace(self._config.model(model).facts(), lora_paths=self._adapters.of(model))
+        facts = self._config.model(model).facts()
+        chunk = (
+            self._chunk_sizes.get(model) if facts.attention_chunk_size is None else facts.attention_chunk_size
+        )
+        return msgspec.structs.replace(facts, attention_chunk_size=chunk, lora_paths=self._adapters.of(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
         """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
@@ -153,26 +183,43 @@ class Following:
             for name, configured in config.adapters().items()
         }
 
+    def tokenizer_of(self, model: str) -> tuple[str, ModelPrompts]:
+        """The configured tokenizer of a served model, and how its prompts are made besides."""
+        configured = self._config.model(model)
+        prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own(model))
+        return configured.tokenizer, prompts
+
     def take(self, config: Config) -> None:
         """Another configuration is running: engines of models of which other facts are known are followed
         anew, adapters have the paths that it says."""
         before, self._config = self._config, config
         self._adapters.configure(config.adapters())
         served = [engine for engine in self.fleet if engine.base_model is not None]
-        other = {
-            base
-            for base in {engine.base_model or "" for engine in served}
-            if _cache_facts(before, base) != _cache_facts(config, base)
-        }
         for engine in served:
             self._learn_adapters(engine, engine.base_model or "")
-            if engine.base_model in other:
-                self._control.stop(engine.engine_id)
-                engine.learn_from(None, shadow=None)
-        for base in other:
+        bases = {engine.base_model or "" for engine in served}
+        self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
+
+    def learn_chunk_size(self, model: str, tokens: int | None) -> None:
+        """What a served model's own files say of chunked local attention; a configured size goes first, and
+        groups of other kinds, which the events tell, do without."""
+        if tokens is None or self._chunk_sizes.get(model) == tokens:
+            return
+        before = self._facts(model)
+        self._chunk_sizes[model] = tokens
+        if self._facts(model) != before:
+            self._relearn({model})
+
+    def _relearn(self, bases: set[str]) -> None:
+        """Follow the engines of these models again, with other facts."""
+        engines = [engine for engine in self.fleet if engine.base_model in bases]
+        for engine in engines:
+            self._control.stop(engine.engine_id)
+            engine.learn_from(None, shadow=None)
+        for base in bases:
             self.scopes.relearn(base)
-        for engine in served:
-            if engine.base_model in other and engine.up:
+        for engine in engines:
+            if engine.up:
                 self.engine_up(engine)
 
 

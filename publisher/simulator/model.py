@@ -65,6 +65,7 @@ class EngineModel:
 
     def __init__(self, settings: EngineSettings, max_model_len: int) -> None:
         self.name = settings.model
+        self.root = settings.root or settings.model
         self.max_model_len = max_model_len
         self.version = settings.version
         self.release = release(settings.version)

@@ -44,6 +44,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """HTTP port; 0 takes a free one."""
     model: str = "kvatlas-demo"
     """Name of the served model."""
+    root: str = ""
+    """What its model card names as `root`, where vLLM has the path or name it was started with; the default
+    is the model's name."""
     groups: str | tuple[GroupSpec, ...] = "gemma3-like"
     """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16

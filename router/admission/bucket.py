@@ -30,7 +30,7 @@ class TokenBucket:
         self._left = self.left(now) - amount  # ``left`` has the cap
 
     def take_for_other(self, charged: float, refunded: float, taken: float, now: float) -> float:
-        """What another process charged, and gave back. Takes the bucket to a debt of one period at most, and
+        """Count charges and refunds of another process. Takes the bucket to a debt of one period at most, and
         gives back no more than has been ``taken`` for that process; returns what then is."""
         left = self.left(now)
         more = min(charged, max(0.0, left + self.capacity))

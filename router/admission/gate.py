@@ -85,22 +85,22 @@ class KeyGate:
         return {name: use for name, use in found.items() if use is not None}
 
     def changed(self, count_max: int) -> list[str]:
-        """Tenants that used something since they were last returned, so many at most."""
+        """Tenants that used something since they were last returned, at most ``count_max``."""
         names = list(islice(self._changed, count_max))
         for name in names:
             del self._changed[name]
         return names
 
     def knows(self, tenant: str) -> bool:
-        """See ``LimitKeeper``."""
+        """Whether the key file has this tenant."""
         return tenant in self.keys.table.tenants
 
     def used_elsewhere(self, other: Hashable, tenant: str, before: Use | None, use: Use) -> bool:
-        """See ``LimitKeeper``."""
+        """Count the use at another process; False: refused. ``LimitKeeper``."""
         return self.account(tenant).used_elsewhere(other, before, use, self._clock())
 
     def forget_other(self, other: Hashable) -> None:
-        """See ``LimitKeeper``."""
+        """Drop a process's active requests. ``LimitKeeper``."""
         for tenant in self._tenants.values():
             tenant.forget_other(other)
 

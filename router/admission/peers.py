@@ -1,4 +1,4 @@
-"""What tenants use at other processes, workers of one router and replicas alike: one algebra for both.
+"""Use of tenants' limits at other processes, workers of one router and replicas alike: one algebra for both.
 
 Each process says totals since its start, numbered by ``beat``; what counts here is how far they have risen.
 So a lost message is made up for by the next one, and one that comes twice or late changes nothing. ``active``
@@ -64,7 +64,7 @@ NO_USE = Use()
 
 
 class Uses(msgspec.Struct, array_like=True, frozen=True):
-    """What one process says. ``life`` grows with each start, ``beat`` with each message; ``whole``: every
+    """Message of one process. ``life`` grows with each start, ``beat`` with each message; ``whole``: every
     tenant that has used anything is in it."""
 
     life: Annotated[int, msgspec.Meta(ge=0)]
@@ -121,10 +121,6 @@ class OthersUse:
                 self._take(other, known, said.beat, tenant, use)
         if said.whole:
             known.whole_beat = said.beat if known.whole_beat is None else min(said.beat, known.whole_beat)
-            for tenant, (beat, use) in known.uses.items():
-                if beat < said.beat and tenant not in said.tenants and use.active:
-                    idle = msgspec.structs.replace(use, active=0)
-                    self._take(other, known, said.beat, tenant, idle)
 
     def age(self, now: float) -> None:
         """Time has passed without a message, perhaps."""
@@ -137,8 +133,8 @@ class OthersUse:
                 self._ledger.forget_other(other)
 
     def keep(self, others: Collection[Hashable]) -> None:
-        """There are no others than these. What the missing ones have used is remembered for as long as that
-        of silent ones: their place of exchange may have lost everything."""
+        """There are no others than these. Use at the missing ones is remembered for as long as that of silent
+        ones: their place of exchange may have lost everything."""
         for other in self._known.keys() - others:
             self._ledger.forget_other(other)
 
@@ -148,7 +144,7 @@ class OthersUse:
             self._ledger.forget_other(other)
 
     def totals(self) -> Mapping[Hashable, Mapping[str, Use]]:
-        """What counts now, by process and tenant."""
+        """The totals that count now, by process and tenant."""
         return {
             other: {tenant: use for tenant, (_, use) in known.uses.items()}
             for other, known in self._known.items()

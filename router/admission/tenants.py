@@ -39,7 +39,7 @@ class TenantStats(msgspec.Struct):
 
 
 class _Elsewhere(msgspec.Struct):
-    """What another process has of a tenant's limits: requests ``active`` there, and what was taken of the
+    """Share of another process in a tenant's limits: requests ``active`` there, and what was taken of the
     buckets here for it and may come back."""
 
     active: int = 0
@@ -79,7 +79,7 @@ class Tenant:
         )
 
     def used_elsewhere(self, other: Hashable, before: Use | None, use: Use, now: float) -> bool:
-        """See ``LimitKeeper``."""
+        """Count the use at another process; False: refused. ``LimitKeeper``."""
         pairs = ((self._requests, use.requests_used), (self._tokens, use.tokens_used))
         if any(bucket is not None and used > bucket.capacity * (1 + _ROUNDING) for bucket, used in pairs):
             return False
@@ -139,6 +139,13 @@ class Tenant:
         self.stats.active -= 1
         self._changed(self.name)
 
+    def refund_request(self, now: float) -> None:
+        """One that was let in could be given to no engine."""
+        self._requests_refunded += 1
+        if self._requests is not None:
+            self._requests.take(-1.0, now)
+        self._changed(self.name)
+
     @property
     def _active_elsewhere(self) -> int:
         return sum(share.active for share in self._elsewhere.values())
@@ -186,37 +193,48 @@ class Tenant:
 class TenantRequest:
     """One request of a tenant, from when it was let in until it leaves."""
 
-    __slots__ = ("_charged", "_clock", "_open", "tenant")
+    __slots__ = ("_charged", "_clock", "_known", "_open", "tenant")
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float]) -> None:
         tenant.enter(clock())
         self.tenant = tenant
         self._clock = clock
         self._charged = 0
+        self._known = False
         self._open = True
 
-    def placed(self, uncached_tokens: int) -> None:
-        """An engine gets it now, and should compute so many tokens of its prompt; asked again after a retry,
-        the last one counts."""
+    def placed(self, uncached_tokens: int, known: bool = True) -> None:
+        """An engine gets it now, and should compute these tokens of its prompt; not ``known``: by its size.
+        Asked again after a retry, the last one counts."""
+        self._known = known
         self._charge(uncached_tokens)
 
     def answer_headers(self) -> Headers:
         """Added to its answer."""
         return self.tenant.headers(self._clock())
 
-    def leave(self, usage: Usage | None) -> None:
-        """It ended; ``usage`` is what the engine reported, if it did. Idempotent."""
+    def leave(self, usage: Usage | None, *, served: bool = True, asked: bool = True) -> None:
+        """It ended; ``usage`` is what the engine reported, if it did. Not ``served``: no engine computed it,
+        and nothing is charged; nor does it count as a request where no engine was even ``asked``. Idempotent.
+        """
         if not self._open:
             return
         self._open = False
         stats = self.tenant.stats
         self.tenant.leave()
+        if not served:
+            self._charge(0)
+            if not asked:
+                self.tenant.refund_request(self._clock())
+            return
         if usage is None:
             return
         stats.generated_tokens += usage.completion_tokens
         if usage.cached_tokens is not None:
             stats.cached_tokens += usage.cached_tokens
             self._charge(max(0, usage.prompt_tokens - usage.cached_tokens))
+        elif not self._known:
+            self._charge(max(0, usage.prompt_tokens))
 
     def _charge(self, uncached_tokens: int) -> None:
         more, self._charged = uncached_tokens - self._charged, uncached_tokens
@@ -228,7 +246,7 @@ _ROUNDING = 1e-6
 
 
 def _used(bucket: TokenBucket | None, now: float) -> float:
-    """What it lacks of being full, at most one period's worth."""
+    """Tokens it lacks of being full, at most one period's worth."""
     return 0.0 if bucket is None else min(bucket.capacity, bucket.capacity - bucket.left(now))
 
 

@@ -46,12 +46,24 @@ class EngineBrief(msgspec.Struct, frozen=True):
     feed: str
 
 
+class PromptsBrief(msgspec.Struct, frozen=True):
+    """How the prompts of one model become tokens: ``here``, or by asking an ``engine``, and why."""
+
+    how: str
+    source: str
+    by: str
+    reason: str
+    problem: str
+    remedy: str
+
+
 class Ready(msgspec.Struct, frozen=True):
-    """Whether traffic should come here, and if not, why; engines by their ids."""
+    """Whether traffic should come here, and if not, why; engines by their ids, models by their names."""
 
     ready: bool
     reason: str
     engines: Mapping[EngineId, EngineBrief]
+    prompts: Mapping[str, PromptsBrief] = {}
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from router.api.answers import (
     LiveRequest,
     ModelList,
     PrefixView,
+    PromptsBrief,
     Ready,
     ReceiptView,
     Version,
@@ -53,6 +54,7 @@ from router.openai.errors import (
     internal_error,
     method_not_allowed,
     model_not_found,
+    not_json,
     unknown_path,
 )
 from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
@@ -184,7 +186,12 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
             status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
             for status in sources.fleet
         }
-        return json_answer(Ready(state.ready, state.reason, engines), 200 if state.ready else 503)
+        prompts = {
+            model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
+            for model, one in sources.tokenizer_origins().items()
+        }
+        ready = Ready(state.ready, state.reason, engines, prompts)
+        return json_answer(ready, 200 if state.ready else 503)
 
     @_get(app, "/version", refer(Version))
     async def version() -> Response:
@@ -271,6 +278,7 @@ def _add_insight(
     async def explain_request(request: Request) -> Response:
         """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
         default that of a chat (messages), a completion (prompt) or a response (input)."""
+        _check_json(request)
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
         path = request.query_params.get("path") or await at_leisure(_likely_path(body))
@@ -283,6 +291,14 @@ def _add_insight(
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
+
+
+def _check_json(request: Request) -> None:
+    """What a page of another origin can send without being asked for leave (CORS) is no JSON. Raises
+    ``ApiError``."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise not_json(kind)
 
 
 def _add_requests(app: FastAPI, view: OpsView) -> None:
@@ -352,5 +368,5 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 def json_answer(content: Any, status: int = 200) -> Response:
-    """``content`` as JSON."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    """``content`` as JSON, with a newline at its end."""
+    return Response(msgspec.json.encode(content) + b"\n", status, media_type="application/json")

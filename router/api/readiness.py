@@ -61,15 +61,16 @@ class ReadinessCheck:
         if unsynced and not waited and not self._warmed_up:
             return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
         problem = self._index_problem()
-        if problem:
-            return Readiness(True, f"without the shared index: {problem}")
+        notes = [f"without the shared index: {problem}"] if problem else []
         unusable = [s.engine_id for s in up if s.unusable_events]
+        notes += [f"feeds whose events cannot be used: {', '.join(unusable)}"] if unusable else []
         cold = [s.engine_id for s in up if not self._warm(s)]
-        self._warmed_up = self._warmed_up or waited or not cold
-        if not self._warmed_up:
-            return Readiness(False, f"feeds still catching up: {', '.join(cold)}")
-        lacking = {"feeds that did not catch up": cold, "feeds whose events cannot be used": unusable}
-        return Readiness(True, "; ".join(f"{what}: {', '.join(ids)}" for what, ids in lacking.items() if ids))
+        if not problem:
+            self._warmed_up = self._warmed_up or waited or not cold
+            if not self._warmed_up:
+                return Readiness(False, "; ".join((f"feeds still catching up: {', '.join(cold)}", *notes)))
+            notes += [f"feeds that did not catch up: {', '.join(cold)}"] if cold else []
+        return Readiness(True, "; ".join(notes))
 
     def _warm(self, status: Engine) -> bool:
         return not status.publishes_events or status.feed_state in _WARM_STATES

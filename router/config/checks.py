@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
 from router.placement.shadow import Shadow
-from router.prompts.chat.compiled import zone_of
+from router.prompts.origin.source import download_command, has_tokenizer, parse_source
 from router.proxy.aliases import Aliases
 
 _SECONDS_MAX = 1e8
@@ -147,12 +146,12 @@ def check_config(config: Config) -> None:
     _check_by_making("", config.fleet.headers)
     _check_by_making("aliases.", lambda: Aliases(config.alias_shares()))
     for name, model in config.models.items():
-        if model.tokenizer is not None and not _has_tokenizer(Path(model.tokenizer)):
-            where = f"models.{name}.tokenizer"
-            raise ConfigError(f"{where}: {model.tokenizer} is not a directory with a tokenizer.json in it")
-        if model.time_zone is not None:
-            where = f"models.{name}.time_zone = {model.time_zone}: "
-            _check_by_making(where, partial(zone_of, model.time_zone))
+        kind, folder, _ = parse_source(model.tokenizer)
+        if kind == "directory" and not has_tokenizer(Path(folder)):
+            raise ConfigError(
+                f"models.{name}.tokenizer: {folder} is not a directory with a tokenizer.json in it; give the "
+                f"name of a repository (ORG/NAME), or fill it: {download_command('ORG/NAME', folder)}"
+            )
         for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
@@ -197,11 +196,6 @@ def _check_renderers(urls: tuple[str, ...]) -> None:
             raise ConfigError(f"prompts.renderers: {url!r} is no http://host:port")
         if urls.count(url) > 1:
             raise ConfigError(f"prompts.renderers: {url} is listed twice")
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json", "tekken.json", "tokenizer.model.v*")
-    return any(any(folder.glob(name)) for name in names)
 
 
 def _check_admin(config: Config) -> None:

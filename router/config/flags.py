@@ -36,7 +36,11 @@ PortFlag = Annotated[
 ]
 ConfigFlag = Annotated[Path | None, Parameter(help="TOML configuration file (docs/configuration.md).")]
 TokenizerFlag = Annotated[
-    Path | None, Parameter(help="Directory with tokenizer.json of the served model(s).")
+    str | None,
+    Parameter(
+        help="Tokenizer of the served model(s), where not what the engines say they serve: a directory with "
+        "tokenizer.json, ORG/NAME[@REVISION] of the hub, or off."
+    ),
 ]
 SetFlags = Annotated[
     list[str] | None,
@@ -63,9 +67,9 @@ def given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[st
     return {key: value for key, value in flags.items() if value is not None} | _assignments(assignments or [])
 
 
-def any_model(tokenizer: Path | None) -> dict[str, dict[str, object]]:
+def any_model(tokenizer: str | None) -> dict[str, dict[str, object]]:
     """``models`` of a configuration with ``--tokenizer``: it is for every model not named."""
-    return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": str(tokenizer)}}
+    return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": tokenizer}}
 
 
 def index_settings(url: str | None, path: Path | None, namespace: str | None = None) -> IndexSettings:

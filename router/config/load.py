@@ -44,7 +44,7 @@ _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCT
 _LISTS = (tuple[str, ...], frozenset[str])
 _TABLES = {
     "engines": "engines are given by --engine URL, or as [[engines]] in the --config file",
-    "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer DIR is for any',
+    "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer is for any',
     "aliases": "aliases are given in the --config file, under [aliases]",
 }
 """Sections that are not made of plain keys, and where they are set."""

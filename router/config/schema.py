@@ -29,6 +29,7 @@ from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
 from router.prompts.config import ANY_MODEL, ModelPrompts, PromptSettings
+from router.prompts.origin.source import AUTO, parse_source
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
@@ -58,9 +59,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Which of them a model needs: [README](../README.md#with-vllm); why: [exactness.md](exactness.md).
     """
 
-    tokenizer: str | None = None
-    """Local directory with `tokenizer.json` (Hugging Face layout). Where not set, an engine is asked for
-    the tokens of each prompt."""
+    tokenizer: str = AUTO
+    """``auto``: what the engines say they serve (`root` of their `/v1/models`): a directory that is readable
+    here, or a repository of the hub, of which the tokenizer is fetched. Or a directory with `tokenizer.json`
+    (Hugging Face layout), a repository `ORG/NAME[@REVISION]`, or ``off``: an engine is asked for the tokens
+    of each prompt. All but a directory are compared with the engines' own tokens before they are used."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
@@ -84,7 +87,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
-    """Chunk of chunked local attention, in tokens; required for such models (e.g. Llama 4)."""
+    """Chunk of chunked local attention, in tokens, for such models (e.g. Llama 4). Not set: what the model's
+    `config.json` says, where the tokenizer was found by the engines' word or by name; else required."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None
@@ -141,9 +145,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompts(self) -> ModelPrompts:
-        """The part the prompt reader needs."""
+        """The part the prompt reader needs; a directory that is still to be found is not in it."""
+        source = parse_source(self.tokenizer)
         return ModelPrompts(
-            tokenizer_dir=self.tokenizer,
+            tokenizer_dir=source.name if source.kind == "directory" else None,
             chat_template=self.chat_template,
             chat_template_content_format=self.chat_template_content_format,
             tokenizer_mode=self.tokenizer_mode,
@@ -188,6 +193,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ops_host: str = "127.0.0.1"
     """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
     address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
+    ops_names: tuple[str, ...] = ()
+    """Names, without a port, by which the ops port is asked where it wants no token, e.g. that of a Service.
+    IP addresses, `localhost`, the machine's own name and `ops_host` always do; by any other name it answers
+    421, since a page in a browser may have been made to lead here (DNS rebinding)."""
     ops_port: int | Literal["off", "public"] | None = None
     """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one where `port` is 0. 0 takes a free
     one, `off` answers nowhere, `public` answers everybody on the router's own port."""

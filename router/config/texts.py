@@ -18,6 +18,7 @@ from router.config.schema import Config, ModelConfig
 from router.config.wording import meant
 from router.http.addresses import base_url_fault, is_host, split_address
 from router.placement.policies import POLICIES
+from router.prompts.clock import zone_of
 
 Rule = Callable[[str], str]
 """Returns the fault of a text with its remedy; "" where it fits."""
@@ -112,6 +113,14 @@ def _hash_seed(text: str) -> str:
     return "" if fits else f"PYTHONHASHSEED is a whole number from 0 to {_HASH_SEED_MAX}, or random"
 
 
+def _time_zone(text: str) -> str:
+    try:
+        zone_of(text)
+    except ValueError as error:
+        return f"{error}; expected e.g. UTC or Europe/Berlin"
+    return ""
+
+
 def _elsewhere(text: str) -> str:
     """The struct itself, or what is built of it, has the rule: it needs more than the text."""
     return ""
@@ -120,6 +129,7 @@ def _elsewhere(text: str) -> str:
 RULES: dict[str, Rule] = {
     "server.host": _host,
     "server.ops_host": _host,
+    "server.ops_names": _host,
     "server.ops_token_file": _path,
     "server.tls_cert_file": _path,
     "server.tls_key_file": _path,
@@ -147,6 +157,7 @@ RULES: dict[str, Rule] = {
     "cors.allowed_origins": _origin,
     "cors.allowed_methods": _token,
     "cors.allowed_headers": _token,
+    "prompts.hub_endpoint": _web_url,
     "prompts.renderers": _web_url,
     "index.url": _elsewhere,
     "index.replica": _elsewhere,
@@ -170,7 +181,7 @@ RULES: dict[str, Rule] = {
     "access_log.key_file": _path,
     "models.tokenizer": _elsewhere,
     "models.chat_template": _elsewhere,
-    "models.time_zone": _elsewhere,
+    "models.time_zone": _time_zone,
     "models.lora_paths": _name,
     "models.hash_seeds": _hash_seed,
     "models.kinds": _elsewhere,

@@ -22,6 +22,7 @@ from router.http.deadlines import Sweeper, tick_for
 from router.http.h2.connection import H2Connection
 from router.http.reasons import reason_of
 from router.http.server.capacity import Capacity
+from router.http.server.handshake import Handshakes
 from router.http.server.settings import ListenSettings
 from router.http.server.side_server import address_url
 from router.http.tls import Certificates, server_context
@@ -53,6 +54,7 @@ class PickerServer:
         self._tls = self._make_tls(certificates)
         self._drains_from = self._drains_until = 0.0
         self._members: set[H2Connection] = set()
+        self._handshakes: Handshakes | None = None
         times_s = (settings.handshake_timeout_s, settings.stall_timeout_s, settings.request_timeout_s)
         self._context = PickerContext(
             app,
@@ -119,26 +121,33 @@ class PickerServer:
             self._context.tasks = None
             for server in servers:
                 server.close()
+            if self._handshakes is not None:
+                self._handshakes.close()
 
     async def _bind(self, key: str, tls: ssl.SSLContext | None, *, health_only: bool) -> asyncio.Server:
         host, port = parse_listen(getattr(self._settings, key))
         opens = opener(self._context, health_only=health_only)
-        timeout_s = None if tls is None else self._settings.handshake_timeout_s
+        settings = self._settings
+        if tls is not None:
+            room = Capacity(ListenSettings(connections_max=settings.connections_max, client_share_max=1.0))
+            self._handshakes = Handshakes(
+                tls, room, self._context.stats, lambda: settings.handshake_timeout_s
+            )
+
+        def accepted() -> asyncio.Protocol:
+            inner = H2Connection(
+                opens,
+                settings,
+                stats=self._context.stats,
+                clock=self._clock,
+                sweeper=self._context.sweeper,
+                members=self._members,
+            )
+            return inner if tls is None or self._handshakes is None else self._handshakes.protocol(inner)
+
         try:
             server = await asyncio.get_running_loop().create_server(
-                lambda: H2Connection(
-                    opens,
-                    self._settings,
-                    stats=self._context.stats,
-                    clock=self._clock,
-                    sweeper=self._context.sweeper,
-                    members=self._members,
-                ),
-                host or None,
-                port,
-                ssl=tls,
-                ssl_handshake_timeout=timeout_s,
-                start_serving=False,
+                accepted, host or None, port, start_serving=False
             )
         except OSError as error:
             raise OSError(f"epp.{key}: cannot listen on {host}:{port}: {reason_of(error)}") from None

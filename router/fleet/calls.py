@@ -32,22 +32,38 @@ class EngineCalls:
         self._answer_bytes_max = answer_bytes_max
         self._health_timeout = aiohttp.ClientTimeout(total=health_timeout_s)
         self._in_clients_names: aiohttp.ClientSession | None = None
+        self._own: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[aiohttp.ClientSession]:
         """The session with the router's key; meanwhile ``post`` and ``healthy`` work."""
         async with self._session(self._headers) as own, self._session() as in_clients_names:
-            self._in_clients_names = in_clients_names
+            self._own, self._in_clients_names = own, in_clients_names
             try:
                 yield own
             finally:
-                self._in_clients_names = None
+                self._own = self._in_clients_names = None
 
     async def post(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         """Status and body of the answer to a JSON body, asked in a client's name. Raises ``OSError``."""
-        session = self._in_clients_names
+        return await self._post(self._in_clients_names, url, body, headers, timeout_s)
+
+    async def ask(
+        self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        """The same with the router's key, for what it asks for itself."""
+        return await self._post(self._own, url, body, headers, timeout_s)
+
+    async def _post(
+        self,
+        session: aiohttp.ClientSession | None,
+        url: str,
+        body: bytes,
+        headers: dict[str, str],
+        timeout_s: float,
+    ) -> tuple[int, bytes]:
         if session is None:
             raise OSError("the router is not running")
         timeout = aiohttp.ClientTimeout(total=timeout_s)

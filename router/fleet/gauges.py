@@ -24,6 +24,11 @@ _POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
 _AWAKE = re.compile(rb'^vllm:engine_sleep_state\{([^}]*sleep_state="awake"[^}]*)\}\s+(\S+)', re.MULTILINE)
 _STARTED = re.compile(rb"^process_start_time_seconds\s+(\S+)", re.MULTILINE)
+_EMPTIED = re.compile(
+    rb"^vllm:sleep_mode_operation_duration_seconds_count"
+    rb'\{[^}]*operation="(?:sleep|release_kv_cache_memory)"[^}]*\}\s+(\S+)',
+    re.MULTILINE,
+)
 _RANK = re.compile(rb'engine="(\d{1,6})"')
 
 
@@ -59,6 +64,19 @@ def read_started(text: bytes) -> float | None:
     except ValueError:
         return None
     return started if 0 < started < math.inf else None
+
+
+def read_emptied(text: bytes) -> float:
+    """How often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server: each empties the cache
+    of all of its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
+    calls = 0.0
+    for match in _EMPTIED.finditer(text):
+        try:
+            number = float(match[1])
+        except ValueError:
+            continue
+        calls += number if 0 <= number <= _GAUGE_MAX else 0.0
+    return calls
 
 
 def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:

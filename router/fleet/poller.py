@@ -12,6 +12,7 @@ goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -22,7 +23,14 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_pool_blocks, read_started, read_transfers
+from router.fleet.gauges import (
+    read_asleep,
+    read_emptied,
+    read_gauges,
+    read_pool_blocks,
+    read_started,
+    read_transfers,
+)
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
@@ -101,6 +109,8 @@ class FleetPoller(Generic[E]):
         self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._unasked: set[str] = set()  # servers whose first poll is not over
+        self._all_asked = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
     def configure(self, settings: FleetSettings) -> None:
@@ -114,6 +124,17 @@ class FleetPoller(Generic[E]):
             for base_url in {status.engine.base_url for status in self._fleet}:
                 self._start(base_url)
             await asyncio.Event().wait()
+
+    async def first_polls(self, wait_s: float) -> None:
+        """Return once there are servers and each has been polled, at most ``wait_s`` later."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._all_asked.wait()
+
+    def _asked(self, base_url: str) -> None:
+        self._unasked.discard(base_url)
+        if not self._unasked:
+            self._all_asked.set()
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
         """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
@@ -130,6 +151,7 @@ class FleetPoller(Generic[E]):
 
     def _start(self, base_url: str) -> None:
         if self._tasks is not None and base_url not in self._watching:
+            self._unasked.add(base_url)
             task = self._tasks.create_task(self._watch(base_url), name=f"poll {base_url}")
             self._watching[base_url] = task
 
@@ -138,6 +160,7 @@ class FleetPoller(Generic[E]):
         task = self._watching.pop(base_url, None)
         if task is not None:
             task.cancel()
+            self._unasked.discard(base_url)
         self._missed.pop(base_url, None)
         self._answers.pop(base_url, None)
         self._not_only_slow.discard(base_url)
@@ -155,8 +178,9 @@ class FleetPoller(Generic[E]):
         while True:
             try:
                 up = any(status.up for status in self._fleet.ranks(base_url))
-                if now() >= models_due:
+                if now() >= models_due or (up and self._is_overdue(base_url)):
                     answered = await self._ask_models(base_url)
+                    self._asked(base_url)
                     up = any(status.up for status in self._fleet.ranks(base_url))
                     settings = self._settings
                     models_due = now() + (
@@ -195,7 +219,10 @@ class FleetPoller(Generic[E]):
                 if alive and not refused and status.silent:  # it answers clients, so it is up again
                     self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
-            if up and not refused and (alive or missed < self._settings.polls_missed_max):
+            # A poll that times out while requests wait longer than expected needs no second one.
+            hangs = isinstance(error, TimeoutError) and self._is_overdue(base_url)
+            missed_max = 1 if hangs else self._settings.polls_missed_max
+            if up and not refused and (alive or missed < missed_max):
                 return False  # slow under load is not down
         if models:
             self._missed.pop(base_url, None)
@@ -245,6 +272,9 @@ class FleetPoller(Generic[E]):
         answers, before = sum(s.answers for s in self._fleet.ranks(base_url)), self._answers.get(base_url, 0)
         self._answers[base_url] = answers
         return answers > before
+
+    def _is_overdue(self, base_url: str) -> bool:
+        return any(status.overdue for status in self._fleet.ranks(base_url))
 
     def _note_all_silent(self, status: E) -> None:
         """Said once for each model whose last engine went down."""
@@ -312,7 +342,9 @@ class FleetPoller(Generic[E]):
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
-            self._note_sleep(status, asleep=read_asleep(body, status.engine.dp_rank))
+            self._note_sleep(
+                status, asleep=read_asleep(body, status.engine.dp_rank), emptied=read_emptied(body)
+            )
             if "num_requests_running" in gauges and "num_requests_waiting" in gauges:
                 self._listener.engine_load(
                     status,
@@ -320,8 +352,12 @@ class FleetPoller(Generic[E]):
                     waiting=int(gauges["num_requests_waiting"]),
                 )
 
-    def _note_sleep(self, status: E, *, asleep: bool) -> None:
+    def _note_sleep(self, status: E, *, asleep: bool, emptied: float) -> None:
+        before, status.emptied = status.emptied, emptied
         if asleep == status.asleep:
+            if not asleep and before is not None and emptied > before:
+                _log.info("engine slept and woke", engine=status.engine_id)
+                self._listener.engine_asleep(status)
             return
         status.asleep = asleep
         _log.info("engine sleeps" if asleep else "engine is awake", engine=status.engine_id)

@@ -33,7 +33,7 @@ class ResponseHolders:
         """Others that are asked for what is not known here, one after the other; they end in time and raise
         nothing."""
         self.listeners: list[Callable[[str, HeldResponse], None]] = []
-        """Told of each response recorded here."""
+        """Called for each response recorded here."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -57,7 +57,7 @@ class ResponseHolders:
         return True
 
     def known(self, response_id: str) -> HeldResponse | None:
-        """What is known of it here."""
+        """Look a response up here alone."""
         return self._held.get(response_id)
 
     def holder(self, response_id: str | None) -> str | None:
@@ -66,7 +66,7 @@ class ResponseHolders:
         return None if held is None else held.engine_id
 
     async def find(self, response_id: str) -> HeldResponse | None:
-        """What is known of it here or elsewhere."""
+        """Look a response up, here and then at ``sources``."""
         if response_id in self._held or len(response_id) > _ID_CHARS_MAX:
             return self._held.get(response_id)
         for source in self.sources:

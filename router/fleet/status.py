@@ -39,7 +39,7 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
         *("engine", "engine_id"),
-        *("kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
+        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -59,6 +59,8 @@ class EngineStatus:
         """Transfers of KV that went wrong, as its metrics count them."""
         self.answers = 0
         """Answers to clients that it began or ended: signs of life between two polls."""
+        self.emptied: float | None = None
+        """Calls of its server that emptied its cache, as its metrics count them; None: not known yet."""
         self._up = False
         self._silent = False
         self._held = ""
@@ -86,6 +88,11 @@ class EngineStatus:
         if silent != self._silent:
             self._silent = silent
             self._fleet_changed()
+
+    @property
+    def overdue(self) -> bool:
+        """Requests wait for it longer than expected: it should be polled now."""
+        return False
 
     @property
     def held(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import socket
 import time
 
 import structlog
@@ -17,6 +18,7 @@ _PER_CONNECTION = 2  # the client's and, while it is answered, the engine's
 _OTHERS = 256  # event streams, polls, log files, listening sockets
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 _SAY_EVERY_S = 10.0
+_LAST = 16
 _REMEDY = "raise the limit (ulimit -n, LimitNOFILE= of a systemd unit, ulimits of a container)"
 
 
@@ -51,16 +53,29 @@ def connections_held(connections_max: int, *, default: int = 0) -> int:
     return held
 
 
+def is_last(sock: socket.socket) -> bool:
+    """Whether this socket has one of the last file descriptors, of which the system gives the lowest; told in
+    the log, now and then."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY or sock.fileno() < soft - _LAST:
+        return False
+    _tell(soft)
+    return True
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether this error says that there are no more file descriptors; told in the log, now and then."""
     if getattr(error, "errno", None) not in _EXHAUSTED:
         return False
+    _tell(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return True
+
+
+def _tell(limit: int) -> None:
     now = time.monotonic()
     if now >= _Said.next_at:
         _Said.next_at = now + _SAY_EVERY_S
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         _log.error("out of file descriptors", limit=limit, remedy=_REMEDY)
-    return True
 
 
 class _Said:

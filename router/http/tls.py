@@ -91,28 +91,48 @@ def _load(context: ssl.SSLContext, files: TlsFiles, setting: str) -> None:
         raise TlsError(f"{setting}: {given}: {error}") from None
 
 
+class _Held(msgspec.Struct, eq=False):
+    """One context, and the files that it was made of."""
+
+    context: ssl.SSLContext
+    files: TlsFiles
+    setting: str
+    watched: list[WatchedFile]
+    problem: str = ""
+    """Why what the files hold now could not be taken; it is tried again at every look."""
+
+
 class Certificates:
     """All contexts of one process whose files may change."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[ssl.SSLContext, TlsFiles, str, list[WatchedFile]]] = []
+        self._held: list[_Held] = []
 
     def hold(self, context: ssl.SSLContext, files: TlsFiles, setting: str) -> ssl.SSLContext:
         """Renew this context from now on; ``setting`` is for the log."""
         paths = (path for path in (files.cert, files.key, files.ca) if path is not None)
-        self._held.append((context, files, setting, [WatchedFile(Path(path)) for path in paths]))
+        self._held.append(_Held(context, files, setting, [WatchedFile(Path(path)) for path in paths]))
         return context
 
     def renew(self) -> None:
         """Load what has changed. An authority is added to the known ones; one taken out of its file is
-        believed until the next start."""
-        for context, files, setting, watched in self._held:
-            if sum(file.changed() for file in watched):  # each one looks
-                try:
-                    _load(context, files, setting)
-                    _log.info("certificate renewed", key=setting)
-                except TlsError as error:
-                    _log.warning("certificate not renewed, the old one stays", problem=str(error))
+        believed until the next start.
+
+        OpenSSL takes a certificate before it sees that the key is another one's, and drops the key that it
+        had: so the files are tried on another context first.
+        """
+        for held in self._held:
+            if not sum(file.changed() for file in held.watched) and not held.problem:  # each one looks
+                continue
+            before, held.problem = held.problem, ""
+            try:
+                for context in (ssl.SSLContext(held.context.protocol), held.context):
+                    _load(context, held.files, held.setting)
+                _log.info("certificate renewed", key=held.setting)
+            except TlsError as error:
+                held.problem = str(error)
+                if held.problem != before:
+                    _log.warning("certificate not renewed, the old one stays", problem=held.problem)
 
     async def watch(self) -> None:
         """Renew every few seconds; returns only by cancellation."""

@@ -36,9 +36,9 @@ class ApiError(Exception):
         self.headers = headers
 
     def body(self) -> bytes:
-        """The JSON body of the answer."""
+        """The JSON body of the answer, with a newline at its end: terminals show it too."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": error}) + b"\n"
 
 
 _NO_RETRY: Headers = ((b"x-should-retry", b"false"),)
@@ -175,6 +175,21 @@ def on_ops_port(path: str, where: str) -> ApiError:
     """404: answered by the router, but not to everybody."""
     message = f"{path} is not answered on this port but on the router's ops port, {where}."
     return ApiError(404, "ops_port", message, kind="not_found_error")
+
+
+def ops_name_unknown(host: str) -> ApiError:
+    """421: the ops port is asked by a name that is not this machine's."""
+    message = (
+        f"Host {echoed(host)} is no name by which the ops port is asked without a token: use its IP address, "
+        "localhost or server.ops_host, or add the name to server.ops_names."
+    )
+    return ApiError(421, "ops_name_unknown", message, headers=_NO_RETRY)
+
+
+def not_json(kind: str) -> ApiError:
+    """415: the body is declared to be something else."""
+    message = f"content-type {echoed(kind)}: send the request as application/json."
+    return ApiError(415, "unsupported_content_type", message, headers=_NO_RETRY)
 
 
 def internal_error() -> ApiError:

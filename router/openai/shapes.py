@@ -25,9 +25,9 @@ _SEQUENCE: Final = re.compile(rb'"sequence_number":\s*(\d{1,18})')
 def error_body(error: ApiError, path: str) -> bytes:
     """The JSON body of an answer with this error."""
     if path == MESSAGES or path.startswith(MESSAGES + "/"):
-        return msgspec.json.encode({"type": "error", "error": _anthropic(error)})
+        return msgspec.json.encode({"type": "error", "error": _anthropic(error)}) + b"\n"
     if path == COHERE:
-        return msgspec.json.encode({"message": error.message, "code": error.code})
+        return msgspec.json.encode({"message": error.message, "code": error.code}) + b"\n"
     return error.body()
 
 
@@ -43,7 +43,7 @@ def error_event(error: ApiError, path: str, passed_on: bytes) -> tuple[bytes, by
             "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
         }
         return msgspec.json.encode(event), b"error"
-    return error_body(error, path), b"error" if path == MESSAGES else b""
+    return error_body(error, path).rstrip(), b"error" if path == MESSAGES else b""
 
 
 def _anthropic(error: ApiError) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Handoff(msgspec.Struct, gc=False):
     """An answer that begins later is not passed on; infinite where late readers are refused."""
     ahead: bool = False
     """The blocks are being computed."""
+    source_url: str = ""
     cached_tokens: int | None = None
     """What the prefill engine took from its cache, once it has said it."""
     sent: bool = False
@@ -56,6 +57,7 @@ class Handoff(msgspec.Struct, gc=False):
         settings: PdSettings,
         ahead: bool = False,
         leased: bool = True,
+        source_url: str = "",
         cached_tokens: int | None = None,
     ) -> Handoff:
         """Of an answer that was not there before ``held_since_s``. ``leased``: who reads the blocks after the
@@ -63,11 +65,20 @@ class Handoff(msgspec.Struct, gc=False):
         lease_end_s = held_since_s + settings.lease_s
         until_s = lease_end_s - settings.lease_margin_s
         end_s = lease_end_s if leased else math.inf
-        return cls(params, source, version, answered_s, until_s, end_s, ahead, cached_tokens)
+        return cls(params, source, version, answered_s, until_s, end_s, ahead, source_url, cached_tokens)
 
     def alive(self, now: float) -> bool:
         """Whether a decode engine may be told of it."""
         return not self.sent and now < self.until_s
+
+    @property
+    def leased(self) -> bool:
+        """An answer may begin too late."""
+        return self.lease_end_s < math.inf
+
+    def fetched(self) -> None:
+        """The blocks have been read within the lease: the answer may begin whenever it does."""
+        self.lease_end_s = math.inf
 
     def withdraw(self) -> None:
         """Nobody else is to be told of it."""

@@ -19,6 +19,7 @@ same, and NIXL does not look at the transfer's name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -33,7 +34,8 @@ not known what it holds; its answer ended otherwise than by its length; it has s
 without saying which."""
 Problem = Literal["", "unreadable", "stopped"]
 Query = Callable[[str], Awaitable[bytes]]
-"""The body that a bootstrap server (``http://HOST:PORT``) answers to ``GET /query``. Raises ``OSError``."""
+"""A page of the server at ``http://HOST:PORT``: what a bootstrap server answers to ``GET /query``. Raises
+``OSError``."""
 
 
 class PrefillHolder(msgspec.Struct, frozen=True, gc=False):
@@ -137,6 +139,14 @@ _ASKED = (
     '"remote_block_ids":null,"remote_host":null,"remote_port":null'
 )
 _BLOCKS = b'"remote_block_ids":'
+_EXPIRED = re.compile(rb"^vllm:nixl_num_kv_expired_reqs_total(?:\{[^\n]*\})? ([0-9.e+]+)", re.MULTILINE)
+_ENGINE_METRIC = b"vllm:num_requests_running"
+
+
+def expired_leases(page: bytes) -> float | None:
+    """How many leases an engine with NIXL has let end, by its metrics, where they begin with the first one;
+    None: it does not say."""
+    return sum(map(float, _EXPIRED.findall(page))) if _ENGINE_METRIC in page else None
 
 
 def without_blocks(text: bytes) -> bytes:

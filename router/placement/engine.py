@@ -39,6 +39,7 @@ from router.placement.load.account import LoadAccount, LoadStats
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 
 _log = structlog.get_logger()
@@ -147,6 +148,7 @@ class Engine(EngineStatus):
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving"),
         *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "rests_until", "shadow"),
+        "waiting",
     )
 
     def __init__(
@@ -176,6 +178,8 @@ class Engine(EngineStatus):
         self._elsewhere = elsewhere
         self._leaving = leaving
         self._events_due = events_due
+        self.waiting: dict[Attempt, Callable[[], object]] = {}
+        """Requests without a first byte that other engines can be asked for, and how to end their wait."""
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
@@ -200,6 +204,20 @@ class Engine(EngineStatus):
             except Exception:  # noqa: BLE001  # one part's fault must not keep the others in
                 _log.exception("engine not left", engine=self.engine_id)
         self.residency = self.shadow = self.feed = None
+
+    @property
+    def overdue(self) -> bool:
+        """See ``EngineStatus``."""
+        return self.breaker.overdue(self._accounts.now())
+
+    def abandon(self, elsewhere: Callable[[str | None], bool]) -> None:
+        """It went down: what waits for a first byte is given to another engine, where ``elsewhere`` says that
+        there is one for the model."""
+        for attempt, cancel in list(self.waiting.items()):
+            if elsewhere(attempt.request.model):
+                del self.waiting[attempt]
+                attempt.abandoned = True
+                cancel()
 
     def reset(self, *, cleared: bool = False) -> None:
         """What it was thought to hold by our own requests is gone; ``cleared``: all of its GPU cache is."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family
+from router.admission.prices import estimated_tokens
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
@@ -169,6 +170,15 @@ class Placement(Attempt):
         """Its tenant has these tokens computed."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
+    def price(self) -> tuple[int, bool]:
+        """See ``Attempt``."""
+        read, request = self.decision.read, self.request
+        if isinstance(read, Prompt):
+            return self.uncached_tokens, True
+        size = estimated_tokens(request, None if read is None else read.reason)
+        # of a text, what is taken to be cached is taken off
+        return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
+
     def facts(self) -> dict[str, Any]:
         """See ``Attempt``."""
         decision, candidate = self.decision, self.decision.candidate
@@ -191,6 +201,15 @@ class Placement(Attempt):
         urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
         urls.pop(self.base_url, None)
         return tuple(urls)[:count]
+
+    def awaited(self, cancel: Callable[[], object]) -> None:
+        """See ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
+        if self.request.pinned is None and self.request.earlier_response is None:
+            self.engine.waiting[self] = cancel
+
+    def arrived(self) -> None:
+        """See ``Attempt``."""
+        self.engine.waiting.pop(self, None)
 
     def answered(self, status: int) -> None:
         """See ``Attempt``."""
@@ -237,6 +256,7 @@ class Placement(Attempt):
 
     def _ended(self, usage: Usage | None, failed: str) -> None:
         now, accounts, engine = self.now(), self._accounts, self.engine
+        self.arrived()
         engine.answers += usage is not None
         if failed:
             engine.load.fail(self._ticket, now)

@@ -21,6 +21,8 @@ class AdapterPaths:
     def __init__(self, configured: Configured) -> None:
         self._configured = configured
         self._paths: dict[str, dict[str, str]] = {}
+        self._own: dict[str, dict[str, str]] = {}
+        """By served model, of those that are not configured by name."""
 
     def of(self, model: str) -> dict[str, str]:
         """Adapter -> path of a served model; shared, not to be changed."""
@@ -31,20 +33,32 @@ class AdapterPaths:
         """The same of a configuration's name, which may be about to be configured so."""
         return self._paths.setdefault(name, dict(configured))
 
+    def own(self, model: str) -> dict[str, str]:
+        """The same without the adapters of other models that are not configured by name either."""
+        if model in self._configured:
+            return self.of(model)
+        return self._own.setdefault(model, dict(self._configured[ANY_MODEL]))
+
     def learn(self, model: str, paths: Mapping[str, str]) -> None:
         """What an engine of this model says."""
         configured = self._configured[self._name(model)]
-        self.of(model).update({name: path for name, path in paths.items() if name not in configured})
+        learned = {name: path for name, path in paths.items() if name not in configured}
+        for known in (self.of(model), self.own(model)):
+            known.update(learned)
 
     def keep(self, model: str, served: Iterable[str]) -> None:
         """Only these adapters of the model are served still, or may be: those configured stay."""
-        known, stay = self.of(model), {*served, *self._configured[self._name(model)]}
-        for name in known.keys() - stay:
-            del known[name]
+        stay = {*served, *self._configured[self._name(model)]}
+        for known in (self.of(model), self.own(model)):
+            for name in known.keys() - stay:
+                del known[name]
 
     def configure(self, configured: Configured) -> None:
         """Start over from other settings; dicts that were given out are what they say now."""
         self._configured = configured
+        for paths in self._own.values():
+            paths.clear()
+            paths.update(configured[ANY_MODEL])
         for name, paths in list(self._paths.items()):
             paths.clear()
             if name in configured:

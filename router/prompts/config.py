@@ -55,6 +55,17 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Threads for tokenizing and hashing."""
     worker_queue_len_max: int = 64
     """Most prompts waiting for a worker thread; further ones are placed by text affinity."""
+    hub_downloads: bool = True
+    """Whether tokenizers that are known by name are fetched from the model hub: only what rendering needs,
+    never weights or code. ``false``: its cache on this machine and directories alone."""
+    hub_endpoint: str = ""
+    """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co."""
+    hub_bytes_max: int = 256 << 20
+    """Most bytes of one repository's tokenizer, templates and configuration."""
+    hub_timeout_s: float = 120.0
+    """Time-out of fetching them, in seconds; prompts are asked of engines meanwhile."""
+    hub_retry_s: float = 30.0
+    """After how long a fetch that failed is tried again, in seconds; doubled each time, up to ten minutes."""
     renderers: tuple[str, ...] = ()
     """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
     that are not tokenized here. They need the engines' model and options."""

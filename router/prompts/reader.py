@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -52,14 +52,16 @@ from router.prompts.request import (
 )
 from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, has_many_values
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.truncation import ids_of
+from router.prompts.tokens.truncation import ids_of, truncated
 
 __all__ = [
+    "LocalModel",
     "ModelDirError",
     "ModelPrompts",
     "Prompt",
     "PromptReader",
     "PromptSettings",
+    "ReadHere",
     "TextAffinity",
 ]
 
@@ -76,6 +78,15 @@ class _UnknownImagesError(NotLocalError):
     def __init__(self, entry: Entry) -> None:
         super().__init__("multimodal")
         self.entry = entry
+
+
+class ReadHere(NamedTuple):
+    """A prompt that was made here, and the request it is of."""
+
+    model: str
+    path: str
+    body: bytes
+    ids: Sequence[int]
 
 
 class PromptReader:
@@ -112,11 +123,16 @@ class PromptReader:
         self._media = MediaMemory(self.stats, settings.media_cache_bytes_max)
         self._is_adapter = is_adapter
         self._names = ModelNames(models, is_adapter)
-        self._local = {
-            name: self._load(config) for name, config in models.items() if config.tokenizer_dir is not None
+        self._loaded = {
+            name: self.load(config) for name, config in models.items() if config.tokenizer_dir is not None
         }
+        self._models = dict(models)
+        self._found: dict[str, tuple[ModelPrompts, LocalModel]] = {}
+        self._watched: dict[str, tuple[int, Callable[[ReadHere], None]]] = {}
+        self._local = dict(self._loaded)
 
-    def _load(self, config: ModelPrompts) -> LocalModel:
+    def load(self, config: ModelPrompts) -> LocalModel:
+        """A model's tokenizer and templates, in any thread. Raises ``ModelDirError``."""
         try:
             return LocalModel(
                 config,
@@ -137,14 +153,38 @@ class PromptReader:
         for name, config in models.items():
             if config.tokenizer_dir is None:
                 continue
-            if name in self._local and self._names.models.get(name) == config:
-                local[name] = self._local[name]
+            if name in self._loaded and self._models.get(name) == config:
+                local[name] = self._loaded[name]
             else:
-                local[name] = await asyncio.to_thread(self._load, config)
-        for name, model in self._local.items():
+                local[name] = await asyncio.to_thread(self.load, config)
+        for name, model in self._loaded.items():
             if local.get(name) is not model:
                 model.renderer.clear()
-        self._names, self._local = ModelNames(models, self._is_adapter), local
+        self._models, self._loaded = dict(models), local
+        self._combine()
+
+    def use(
+        self,
+        name: str,
+        found: tuple[ModelPrompts, LocalModel] | None,
+        *,
+        watch: tuple[int, Callable[[ReadHere], None]] = (0, lambda _read: None),
+    ) -> None:
+        """Make the prompts of a served model with what was found for it; None: as configured. ``watch`` is
+        how many of its next prompts are shown, and to what."""
+        before = self._found.pop(name, None)
+        self._watched.pop(name, None)
+        if before is not None:
+            before[1].renderer.clear()
+        if found is not None:
+            self._found[name] = found
+            self._watched[name] = watch
+        self._combine()
+
+    def _combine(self) -> None:
+        found = {name: config for name, (config, _) in self._found.items()}
+        self._names = ModelNames(self._models | found, self._is_adapter)
+        self._local = self._loaded | {name: local for name, (_, local) in self._found.items()}
 
     def close(self) -> None:
         """Stop the worker threads."""
@@ -195,7 +235,19 @@ class PromptReader:
             raise
         self.stats.local += 1
         self.stats.count_read(path, "local")
+        if self._watched:
+            self._show(request, path, prompt)
         return prompt
+
+    def _show(self, request: InboundRequest, path: str, prompt: Prompt) -> None:
+        name = self._names.target(request.model).name
+        left, shown_to = self._watched.get(name, (0, None))
+        if shown_to is None:
+            return
+        shown_to(ReadHere(name, path, request.body, prompt.token_ids))
+        self._watched[name] = left - 1, shown_to
+        if left <= 1:
+            del self._watched[name]
 
     async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
         """``prompt.hashes(scheme)``, in a worker thread where many blocks are new."""
@@ -230,7 +282,10 @@ class PromptReader:
             return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         local = self._local.get(target.name)
         if local is None:
-            raise NotLocalError("no_tokenizer")
+            if not isinstance(parsed, CompletionBody):
+                raise NotLocalError("no_tokenizer")
+            given = await self._done(long, lambda: _completion_tokens(parsed))
+            return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         if not local.renderer.reads(path):
             raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
         scope = target.scope(extras)
@@ -361,6 +416,21 @@ def _affinity_scope(request: InboundRequest, parsed: Parsed | None) -> bytes:
 
 def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:
     return iter((request.body,)) if parsed is None else pieces_of(parsed)
+
+
+def _completion_tokens(body: CompletionBody) -> EngineTokens:
+    """The first prompt of a completion whose prompts are token ids: no tokenizer is needed for it."""
+    if body.prompt_embeds is not None:
+        raise NotLocalError("embeds")
+    if body.suffix is not None:
+        raise NotLocalError("field")
+    if not bytes(body.prompt).lstrip().startswith(b"["):
+        raise NotLocalError("no_tokenizer")
+    first, count = first_prompt(decode_prompt(body.prompt))
+    if isinstance(first, str):
+        raise NotLocalError("no_tokenizer")
+    ids = truncated(ids_of(first), body, max_model_len=None, from_text=False)
+    return EngineTokens(ids, num_prompts=count)
 
 
 def _given_tokens(body: GenerateBody) -> EngineTokens:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from router.openai.apis import PROMPT_APIS
+from router.prompts.origin.problem import FAILURES
 
 WAYS = ("local", "renderer", "engine", "affinity")
 REASONS = (
@@ -58,6 +59,11 @@ class PromptStats(msgspec.Struct):
     """Requests by API and by how the prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
     multi_prompt: int = 0
     """Requests with several prompts; routed by the first."""
+
+    tokenizers_found: int = 0
+    """Tokenizers taken into use that engines or the configuration name: found or fetched, and compared."""
+    tokenizer_failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
+    """Tokenizers that could not be fetched, read or used, by reason; engines are asked meanwhile."""
 
     rendered: int = 0
     """Chats made a text by a template, rendered or put together from what others gave."""

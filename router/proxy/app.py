@@ -37,6 +37,7 @@ from router.openai.errors import (
     response_not_found,
     unknown_path,
 )
+from router.openai.forms import Form, form_type, read_form
 from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
 from router.openai.shapes import error_body
@@ -48,7 +49,7 @@ from router.proxy.carrier import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import RequestHead, read_request_headers
 from router.proxy.paths import POST_PATHS, Verdict, judge, remedy, response_named, without_trailing_slashes
-from router.proxy.screen import Rules, may_be_object, screen
+from router.proxy.screen import Rules, may_be_object, screen, screen_form
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 
@@ -170,7 +171,7 @@ class ProxyApp:
         finally:
             watch.unwatch()
             if entry is not None:
-                entry.leave(record.usage)
+                entry.leave(record.usage, served=_served(record), asked=bool(record.engine))
             self.stats.requests_active -= 1
             self.requests.end(record)
 
@@ -204,15 +205,21 @@ class ProxyApp:
     ) -> Outbound:
         record.read(len(body))
         path, method, query = scope["path"], scope["method"], scope["query_string"]
-        look, seen = peek_chat(path, body) or await self._peek(path, method, body), body
+        form, seen = None, body
+        found = None if path in PROMPT_APIS or not body else await self._form(scope["headers"], body)
+        if found is not None:
+            form, look = found
+        else:
+            look = peek_chat(path, body) or await self._peek(path, method, body)
         earlier = response_named(method, path)
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
         await self._check_tenant(path, method, look, earlier, entry)
         model = look.model
         if self._aliases is not None and (behind := self._aliases.model_for(model, scope["headers"])):
-            model, body = behind, await self._changed(with_value(body, b"model", behind))
-        if entry is not None and (look.prioritized or self._engine_priorities):
+            named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
+            model, body = behind, await self._changed(named)
+        if form is None and entry is not None and (look.prioritized or self._engine_priorities):
             body = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
@@ -279,6 +286,19 @@ class ProxyApp:
             return body
         own = -1 if lowest is None else lowest
         return await self._changed(with_value(body, b"priority", own, adds=True))
+
+    async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
+        """The form that the body is, and what is needed of it; None: it is none."""
+        try:
+            kind = form_type(fields)
+            if kind is None:
+                return None
+            form = await self._changed(read_form(kind, body))
+            await self._changed(screen_form(form, self._rules))
+            return form, form.look()
+        except ApiError:
+            self.stats.forms_refused += 1
+            raise
 
     @property
     def _engine_priorities(self) -> bool:
@@ -370,6 +390,14 @@ class ProxyApp:
             headers.append((b"x-request-id", request_id))
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _served(record: RequestRecord) -> bool:
+    """Whether an engine may have computed it: it answered with success, the answer passed unseen, or the
+    client left while one was at work."""
+    if record.gone and not record.status:
+        return bool(record.engine)
+    return record.unseen or 200 <= record.status < 300
 
 
 def _pinned(fields: list[tuple[bytes, bytes]]) -> str | None:

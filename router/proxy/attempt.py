@@ -28,7 +28,17 @@ class Attempt:
     ``expected_s``: seconds that the engine should need until its first token. ``now``: monotonic seconds."""
 
     __slots__ = (
-        *("_breaker", "_heard", "_open", "asked_s", "base_url", "body", "client_headers", "engine_headers"),
+        *(
+            "_breaker",
+            "_heard",
+            "_open",
+            "abandoned",
+            "asked_s",
+            "base_url",
+            "body",
+            "client_headers",
+            "engine_headers",
+        ),
         *("engine_id", "expected_s", "handoff", "now", "prefill", "request", "uncached_tokens", "version"),
         *("waited_s", "watched"),
     )
@@ -71,6 +81,8 @@ class Attempt:
         """That other engine, which is to be asked first; None: it has been."""
         self.version: str | None = None
         """What the engine runs, of one that computes prompts for others."""
+        self.abandoned = False
+        """Its engine went down before the first byte, and another one can be asked."""
         self.watched = False
         """Its answer must be seen, since more than this rests on it."""
         if later:
@@ -91,6 +103,11 @@ class Attempt:
         """What is added to the answer, once its head has come."""
         return self.client_headers
 
+    def price(self) -> tuple[int, bool]:
+        """Prompt tokens that its tenant is charged with until the engine reports what it computed, and
+        whether they rest on the prompt's tokens."""
+        return self.uncached_tokens, False
+
     def facts(self) -> dict[str, Any]:
         """Why this engine, for a trace: attribute -> value."""
         return {}
@@ -104,6 +121,12 @@ class Attempt:
         where that is known sooner."""
         self._breaker.unseen(self.asked_s)
         return 0.0
+
+    def awaited(self, cancel: Callable[[], object]) -> None:
+        """The first byte is waited for; ``cancel`` ends that, where the engine goes down meanwhile."""
+
+    def arrived(self) -> None:
+        """The first bytes are there, or nothing more is waited for."""
 
     def answered(self, status: int) -> None:
         """The engine gave a head that is no error of its own."""

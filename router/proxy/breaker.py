@@ -48,6 +48,8 @@ class BreakerSettings(msgspec.Struct, frozen=True):
     silent_s_max: float = 15.0
     """A streamed request that waits longer, beyond twice the expected time, shows a silent engine."""
     silent_probe_s: float = 10.0
+    overdue_s: float = 1.0
+    """A streamed request that waits longer, beyond twice the expected time, has the engine polled."""
 
 
 _DEFAULTS = BreakerSettings()
@@ -196,6 +198,15 @@ class Breaker:
             return False
         silence = self._silence
         return (not silence.give_ups and silence.due_at == math.inf) or silence.allows(now)
+
+    def overdue(self, now: float) -> bool:
+        """Whether a streamed request waits longer than expected while the engine answers nobody."""
+        settings = self._settings
+        return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
+
+    def silent(self, now: float) -> bool:
+        """Whether the engine answers nobody although it is asked."""
+        return self._silence.holds(now)
 
     def waits_s(self, now: float, client: int = 0) -> float:
         """Seconds for which the engine itself asked (``refused``) to be left alone by this client."""

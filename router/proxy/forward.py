@@ -41,13 +41,20 @@ from router.pd.handoff import NotFetchedError
 from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.pd.transfer import connector_of
-from router.proxy.answers.failures import BROKEN, REFUSALS, EventRefusedError, engine_failed
+from router.proxy.answers.failures import (
+    BROKEN,
+    REFUSALS,
+    EventRefusedError,
+    abandoned,
+    await_first_byte,
+    engine_failed,
+)
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
 from router.proxy.settings import ProxySettings
-from router.proxy.split.bootstrap import Bootstrap
+from router.proxy.split.engine_page import EnginePage
 from router.proxy.split.legs import AgainError, Legs, broke, new_transfer_id
 from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
@@ -97,7 +104,7 @@ class Forwarder:
         self._settings = settings
         self._stats = stats
         self._clock = clock
-        self._bootstrap = Bootstrap(client)
+        self._bootstrap = EnginePage(client, b"/query")
         self._legs = Legs(
             self._own,
             connector_of(pd, self._bootstrap),
@@ -106,6 +113,7 @@ class Forwarder:
             stats=pd_stats,
             proxy_stats=stats,
             clock=clock,
+            metrics=EnginePage(client, b"/metrics"),
         )
         self._together = Together(self._legs, pd_stats, clock)
         self._lines = 0
@@ -132,7 +140,7 @@ class Forwarder:
         course: Course | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
-            if attempt and self._clock() >= retry_end:
+            if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
                 placement = await self._place(out, exclude, course)
@@ -175,7 +183,7 @@ class Forwarder:
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
         """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
         if out.entry is not None:
-            out.entry.placed(placement.uncached_tokens)
+            out.entry.placed(*placement.price())
         if course is None:
             return self._attempt(placement, out, carrier, None, send)
         return self._carry_on(placement, out, carrier, send, course)
@@ -278,6 +286,7 @@ class Forwarder:
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
         connection: Answer | None = None
+        await_first_byte(placement, carrier)
         try:
             if placement.body is not None:
                 placement.asked()
@@ -319,14 +328,22 @@ class Forwarder:
         except NotFetchedError:
             raise self._legs.not_fetched(placement, out, course) from None
         except asyncio.CancelledError:
-            self._stats.clients_gave_up += placement.gave_up()
-            raise
+            return self._moved(placement, out, course)
         else:
             return None
         finally:
             placement.finished(None)
             if connection is not None:
                 carrier.done(connection)
+
+    def _moved(self, placement: Attempt, out: Outbound, course: Course | None) -> UpstreamError:
+        """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
+        if (error := abandoned(placement, self._stats)) is None:
+            self._stats.clients_gave_up += placement.gave_up()
+            raise  # noqa: PLE0704  # called while it is handled
+        self._legs.failed(placement, out, course)
+        engine_failed(placement, error, self._stats)
+        return error
 
     def _refused(self, placement: Attempt, wait_s: float, refusal: Refusal) -> Refusal:
         if placement.refused(refusal.status, wait_s):
@@ -360,7 +377,13 @@ class Forwarder:
         return body
 
 
+def _abandoned(outcome: Refusal | UpstreamError | None) -> bool:
+    return isinstance(outcome, UpstreamError) and outcome.abandoned
+
+
 def _why(outcome: Refusal | UpstreamError) -> str:
+    if _abandoned(outcome):
+        return "the engine went down"
     return outcome.reason if isinstance(outcome, UpstreamError) else f"status {outcome.status}"
 
 

@@ -28,9 +28,13 @@ _HOP_BY_HOP = (
 _NOT_FORWARDED = frozenset(
     (
         *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
+        b"accept-encoding",  # see IDENTITY
         PREFILLERS,  # a client's own would have a sidecar send its prompt anywhere
     )
 )
+IDENTITY = (b"accept-encoding", b"identity")
+"""Asked of engines in place of the client's wish: neither the usage nor the end of a packed answer can be
+read here, and without the field any coding may come (RFC 9110, section 12.5.3)."""
 NAMES_ENGINE = (b"location", b"content-location", b"refresh")
 """May hold the engine's address, or a path that only the engine has."""
 _NOT_RETURNED = frozenset((*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED))
@@ -73,6 +77,7 @@ def read_request_headers(
     named = _named(headers) if b"connection" in told else _NOTHING
     if named:
         kept = [field for field in kept if field[0] not in named]
+    kept.append(IDENTITY)
     if not request_id or b"x-request-id" in named:
         request_id = b"%032x" % random.getrandbits(128)
         kept.append((b"x-request-id", request_id))

@@ -18,7 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from router.openai.errors import ApiError, bad_request
+from router.openai.errors import ApiError, bad_request, echoed
+from router.openai.forms import Form
 from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
 
 ReportMode = Literal["pass", "strip", "refuse"]
@@ -34,7 +35,7 @@ _TRANSCODED_BYTES_MAX = 1 << 20
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What is kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
+    """Fields kept away: ``transfer`` takes ``kv_transfer_params`` and ``ec_transfer_params`` out."""
 
     transfer: bool = True
     report_mode: ReportMode = "pass"
@@ -71,6 +72,35 @@ def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
             raise bad_request("invalid_json", "Send the request body in UTF-8.")
         return Screened(body)
     return (yield from _screened(body, rules))
+
+
+def screen_form(form: Form, rules: Rules) -> Generator[None, None, None]:
+    """Steps to certainty that a form has nothing that must not reach engines: vLLM reads ``vllm_xargs`` of
+    transcriptions and translations as a JSON text. Raises ``ApiError`` 400."""
+    if rules.idle:
+        return
+    for field in form.fields:
+        name = field.name.strip().lower()
+        if rules.transfer and "_transfer_params" in name:
+            raise _field_refused(field.name)
+        outer = next((outer for outer in (_XARGS, _SAMPLING) if name.startswith(outer.decode())), None)
+        if outer is None:
+            continue
+        value = form.value(outer.decode())  # refuses any other spelling
+        if value is None:
+            raise _field_refused(field.name)
+        found = yield from _screened(b'{"%b":%b}' % (outer, value.encode()), rules)
+        if found.transfer or found.report_mode:
+            raise _field_refused(field.name)
+
+
+def _field_refused(name: str) -> ApiError:
+    return bad_request(
+        "form_field_refused",
+        f"The form's field {echoed(name)} has transfer parameters or a report mode, which this router takes "
+        "from no client; remove them.",
+        param=name[:64],
+    )
 
 
 def _screened(body: bytes, rules: Rules) -> Generator[None, None, Screened]:

@@ -16,6 +16,7 @@ REFUSED_PATHS = frozenset(
         "/is_scaling_elastic_ep",
         "/is_sleeping",
         "/pause",
+        "/release_kv_cache_memory",
         "/reset_encoder_cache",
         "/reset_mm_cache",
         "/reset_prefix_cache",

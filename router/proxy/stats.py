@@ -16,6 +16,8 @@ class ProxyStats(ClientStats):
     """Gauge: requests being answered now."""
     retries: int = 0
     """Further attempts at another engine."""
+    requests_moved: int = 0
+    """Requests that waited for a first byte when their engine went down, and were given to another one."""
     engine_failures: dict[str, int] = msgspec.field(default_factory=dict)
     """Failed attempts at engines, by reason."""
     streams_broken: int = 0
@@ -34,6 +36,9 @@ class ProxyStats(ClientStats):
     """Requests for a path that affects every client of an engine (403)."""
     kv_transfer_params_removed: int = 0
     """Requests whose body had ``kv_transfer_params``, which was taken out."""
+    forms_refused: int = 0
+    """Forms (audio uploads) refused: not to be read with certainty, or with fields that must not reach
+    engines."""
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)

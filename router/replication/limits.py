@@ -2,11 +2,11 @@
 
 One hash in the shared index, one field per replica, written and read every ``EXCHANGE_S`` beside the
 requests, which never wait for it: a request is let in by what is known here. So together replicas let in at
-most what each of them can let in within ``EXCHANGE_S`` and two round trips more than a limit says. What the
-messages mean is in ``router.admission.peers``.
+most what each of them can let in within ``EXCHANGE_S`` and two round trips more than a limit says. The
+algebra is in ``router.admission.peers``.
 
 Always true: without the server every replica goes by its own counters, which is counted; a replica whose
-field is gone or does not change for ``SILENCE_S`` has no active requests. What the server holds is outside
+field is gone or does not change for ``SILENCE_S`` has no active requests. Content of the server is outside
 input: it can make a tenant wait for no more than one period's worth. Siblings of one machine tell each other
 by themselves and are skipped.
 """

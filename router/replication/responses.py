@@ -1,9 +1,9 @@
 """Which engine holds which response, and whose it is, for all replicas: one key per response in the shared
 index, written when the response is made and read where it is asked for and not known.
 
-Always true: nobody waits for a write, and a read ends in time; what the index holds is outside input. With a
-key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the index
-does not hold: an entry that says who may read a response counts only if a router wrote it.
+Always true: no request waits for a write, and a read ends in time; the index's content is outside input.
+With a key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the
+index does not hold: an entry that says who may read a response counts only if a router wrote it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ResponseDirectory:
                 self.stats.dropped += 1
 
     async def find(self, response_id: str) -> HeldResponse | None:
-        """What a router wrote of it; None also where the index does not answer in time."""
+        """The entry that a router wrote; None also where the index does not answer in time."""
         found = await self._read(response_id)
         if found is None:
             self.stats.missing += 1

@@ -43,9 +43,10 @@ def check_engines(config: Config) -> None:
     """There are some, or a way to find some. Raises ``ConfigError``."""
     if not config.engines and not config.fleet.discovers and not config.admin.enabled:
         raise ConfigError(
-            "no engine configured: give --engine URL (repeatable), [[engines]] in the --config file, "
-            "or a source of engines (fleet.kubernetes.selector or inference_pool, fleet.dns.names, "
-            "fleet.file.path, or the admin API)"
+            "no engine configured: give --engine URL (repeatable), e.g. kvatlas serve --engine "
+            "http://HOST:8000, [[engines]] in the --config file, or a source of engines "
+            "(fleet.kubernetes.selector or inference_pool, fleet.dns.names, fleet.file.path, or the admin "
+            "API)"
         )
 
 

@@ -17,10 +17,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector
 from prometheus_client.metrics_core import Metric
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router import __version__
+from router.api.app import json_answer
 from router.api.metrics.families import of_each, of_stats
 from router.api.metrics.page import build_info, of_requests, page_steps
 from router.api.metrics.reloads import ReloadStats
@@ -103,6 +104,7 @@ class Sidecar:
             insight,
             host=server.ops_host,
             port=server.ops_listens_on,
+            names=server.ops_names,
             authenticator=ops_authenticator(
                 config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock
             ),
@@ -144,15 +146,15 @@ class Sidecar:
         self.allowed.listed = frozenset(endpoint_of(e.base_url) for e in engines if e.prefills)
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "version": __version__})
+        return json_answer({"status": "ok", "version": __version__})
 
     async def _ready(self, request: Request) -> Response:
         """Whether its engine answers; without prefill engines it serves all the same."""
         if self.draining():
-            return JSONResponse({"ready": False, "reason": "draining"}, 503)
+            return json_answer({"ready": False, "reason": "draining"}, 503)
         if not await self._calls.healthy(self._engine):
-            return JSONResponse({"ready": False, "reason": f"{self._engine}/health does not say 200"}, 503)
-        return JSONResponse({"ready": True, "reason": ""})
+            return json_answer({"ready": False, "reason": f"{self._engine}/health does not say 200"}, 503)
+        return json_answer({"ready": True, "reason": ""})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await at_leisure(page_steps(self._families())), media_type=CONTENT_TYPE_LATEST)

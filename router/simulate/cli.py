@@ -54,7 +54,8 @@ def simulate(
     load: Annotated[
         float,
         Parameter(
-            help="Speed arrivals up until prompts take this share of the engines' time under round robin."
+            help="Speed arrivals up until prompts take round robin this share of the time in which requests "
+            "come."
         ),
     ] = 0.85,
     speed: Annotated[

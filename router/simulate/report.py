@@ -156,12 +156,13 @@ def _tiers_head(plan: Plan) -> str:
 
 
 def _load(study: Study, facts: Facts) -> str:
-    """What was asked for, and how busy with prompts the engines were in the first cell of the study."""
+    """The load asked for, of the time in which requests come; and how busy with prompts the engines were in
+    the first cell of the study, of the whole run: the last queue is worked off after the last request."""
     speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's speed"
     asked = (
         ""
         if facts.load is None
-        else f", so that round robin needs {100 * facts.load:.0f} % of their time for prompts"
+        else f", so that prompts take round robin {100 * facts.load:.0f} % of the time in which requests come"
     )
     first = study.reports[0]
     busy = ", ".join(
@@ -171,7 +172,7 @@ def _load(study: Study, facts: Facts) -> str:
     )
     return (
         f"Load: arrivals at {speed}{asked}; {facts.seeds} seed{'s' if facts.seeds > 1 else ''}\n"
-        f"Share of time that engines were busy with prompts: {busy}"
+        f"Busy with prompts, of the whole run until the last answer: {busy}"
     )
 
 

@@ -111,7 +111,9 @@ def explain(
         str | None, Parameter(help="Ask the running router with this ops port (URL) instead of a capture.")
     ] = None,
     at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
-    tokenizer: Annotated[Path | None, Parameter(help="Directory with tokenizer.json.")] = None,
+    tokenizer: Annotated[
+        str | None, Parameter(help="Directory with tokenizer.json, or ORG/NAME[@REVISION] of the hub.")
+    ] = None,
     config: ConfigFile = None,
     hash_scheme: Annotated[
         str | None,

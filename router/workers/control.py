@@ -84,7 +84,7 @@ class ControlPort:
 
 
 async def find_response(calls: SiblingCalls, response_id: str) -> HeldResponse | None:
-    """What a sibling knows of a response, for a worker that was not there when it was told."""
+    """Ask siblings for a response that was made before this worker began."""
     if not _PLAIN.fullmatch(response_id):
         return None
     for answer in (await calls.ask_all(_RESPONSES + response_id)).values():

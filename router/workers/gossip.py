@@ -38,7 +38,7 @@ _LOAD_TIMES = 50
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
 _WHOLE_S = 0.25
-"""What all tenants use is repeated so often: what a lost message had is made up for."""
+"""Pause between messages with the totals of all tenants, which make up for lost ones."""
 _TENANTS_MAX = 512
 """Tenants in one message, some 100 bytes each."""
 _KEYS_MAX = 4096
@@ -57,7 +57,7 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
     uses: Uses | None = None
-    """What tenants have used."""
+    """Totals of tenants."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -242,7 +242,7 @@ class SiblingGossip:
             self.load.sent(load, now)
 
     def _uses(self, gate: KeyGate, now: float) -> Uses | None:
-        """What changed, and from time to time everything, in turns where it is much; None: nothing."""
+        """Totals that changed, and from time to time all, in turns where they are many; None: nothing."""
         whole = now >= self._whole_due_s
         names = gate.changed(_TENANTS_MAX)
         if not names and not whole:

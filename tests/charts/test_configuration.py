@@ -21,7 +21,7 @@ def _mounted(rendered: Rendered, root: Path) -> str:
     """The rendered file with what a pod has mounted put under ``root``, and its paths changed to match."""
     text = rendered.toml
     for model in rendered.config.get("models", {}).values():
-        if "tokenizer" in model:
+        if model.get("tokenizer", "").startswith("/"):
             shutil.copytree(TOKENIZER, root / model["tokenizer"].lstrip("/"), dirs_exist_ok=True)
     for mount in rendered.container["volumeMounts"]:
         path = mount["mountPath"]

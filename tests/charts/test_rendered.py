@@ -295,7 +295,40 @@ def test_the_notes_name_the_release() -> None:
     notes = Rendered(MINIMAL, name="blue", namespace="inference").notes
     assert "service/blue-kvatlas" in notes
     assert "-n inference" in notes
-    assert "No tokenizer was given" in notes
+    assert "that the engines say they serve" in notes
+    off = {**MINIMAL, "tokenizerCache": {"enabled": False}}
+    assert "No tokenizer was given" in Rendered(off).notes
+
+
+def test_the_tokenizer_may_come_from_the_hub() -> None:
+    values = {
+        **MINIMAL,
+        "model": {"tokenizer": {"repo": "org/model", "revision": "v1"}},
+        "models": {"other": {"tokenizer": {"repo": "org/other"}}},
+        "tokenizerCache": {
+            "existingClaim": "cache",
+            "endpoint": "https://mirror.example",
+            "hfTokenSecret": {"name": "hub", "key": "token"},
+        },
+        "networkPolicy": {"enabled": True, "hubCIDRs": ["10.1.0.0/16"], "hubPorts": [8443]},
+    }
+    rendered = Rendered(values)
+    models = rendered.config["models"]
+    assert (models["*"]["tokenizer"], models["other"]["tokenizer"]) == ("org/model@v1", "org/other")
+    assert rendered.config["prompts"] == {"hub_endpoint": "https://mirror.example"}
+    env = {one["name"]: one for one in rendered.container["env"]}
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    mounts = {one["name"]: one for one in rendered.container["volumeMounts"]}
+    assert mounts["tokenizer-cache"]["mountPath"] == env["HF_HOME"]["value"]
+    assert "readOnly" not in mounts["tokenizer-cache"]
+    volumes = {one["name"]: one for one in rendered.pod["volumes"]}
+    assert volumes["tokenizer-cache"]["persistentVolumeClaim"] == {"claimName": "cache"}
+    hub = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 8443, "protocol": "TCP"}]}
+    assert hub in rendered.one("NetworkPolicy")["spec"]["egress"]
+    off = Rendered({**values, "tokenizerCache": {"enabled": False}})
+    assert hub not in off.one("NetworkPolicy")["spec"]["egress"]
+    assert off.config["prompts"] == {"hub_downloads": False}
+    assert "emptyDir" in {one["name"]: one for one in off.pod["volumes"]}["tokenizer-cache"]
 
 
 NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {

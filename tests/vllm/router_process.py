@@ -29,7 +29,7 @@ class RouterProcess:
     def __init__(
         self,
         engines: Sequence[str],
-        tokenizer: Path,
+        tokenizer: Path | None,
         *,
         log: Path,
         policy: str = "kvatlas",
@@ -49,7 +49,9 @@ class RouterProcess:
             "--ops-port",
             str(ops_port),
         ]
-        self._command += ["--policy", policy, "--port", str(port), "--tokenizer", str(tokenizer)]
+        self._command += ["--policy", policy, "--port", str(port)]
+        if tokenizer is not None:
+            self._command += ["--tokenizer", str(tokenizer)]
         for engine in engines:
             self._command += ["--engine", engine]
         self._command += options
@@ -69,7 +71,9 @@ class RouterProcess:
 
     def explain(self, body: dict[str, Any]) -> dict[str, Any]:
         """What ``POST /kvatlas/explain`` says of this request."""
-        asked = urllib.request.Request(f"{self.ops_url}/kvatlas/explain", json.dumps(body).encode())
+        headers = {"content-type": "application/json"}
+        data = json.dumps(body).encode()
+        asked = urllib.request.Request(f"{self.ops_url}/kvatlas/explain", data, headers)
         with urllib.request.urlopen(asked, timeout=10) as response:
             answer: dict[str, Any] = json.load(response)
         return answer

@@ -54,7 +54,8 @@ class Scene:
     def explain(self, prompt: list[int]) -> dict[str, dict[str, int]]:
         """Per engine: the predicted tokens by medium."""
         body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-        request = urllib.request.Request(f"{self.fleet.router.ops_url}/kvatlas/explain", data=body)
+        url = f"{self.fleet.router.ops_url}/kvatlas/explain"
+        request = urllib.request.Request(url, body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as response:
             explained = json.load(response)
         return {

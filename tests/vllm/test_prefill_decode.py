@@ -9,10 +9,13 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -216,9 +219,25 @@ def test_what_a_transfer_leaves_at_the_decode_engine_is_predicted_exactly(
     assert usage.prompt_tokens_details.cached_tokens == hit
 
 
+class Sidecar(NamedTuple):
+    url: str
+    ops_url: str
+
+    def metric(self, name: str) -> float:
+        return _figure(self.ops_url, f"kvatlas_pd_{name}_total")
+
+
+def _figure(base_url: str, name: str) -> float:
+    """A metric's sum over its labels; 0 before its first event."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    found = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
 @contextmanager
-def _sidecar(apart: Apart) -> Iterator[str]:
-    """``kvatlas sidecar`` before the decode engine: its address."""
+def _sidecar(apart: Apart) -> Iterator[Sidecar]:
+    """``kvatlas sidecar`` before the decode engine."""
     port, ops_port = free_ports(2)
     words = ["sidecar", "--engine", apart.decode.base_url, "--prefill", f"127.0.0.0/8:{_port(apart)}"]
     words += ["--port", str(port), "--ops-port", str(ops_port), "--set", f"pd.lease_s={LEASE_S}"]
@@ -231,7 +250,7 @@ def _sidecar(apart: Apart) -> Iterator[str]:
                 assert process.poll() is None
                 assert time.monotonic() < deadline_s, "the sidecar is not ready"
                 time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
+            yield Sidecar(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{ops_port}")
         finally:
             process.terminate()
 
@@ -243,7 +262,7 @@ def _port(apart: Apart) -> int:
 def test_a_sidecar_makes_both_requests(apart: Apart) -> None:
     named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
     told = []
-    with _sidecar(apart) as url, apart.client(url) as client:
+    with _sidecar(apart) as beside, apart.client(beside.url) as client:
         for number in range(11, 1000 * SPLITS_TRIED, 1000):
             prompt = apart.warmed(number, 300)
             alone = _alone(apart, prompt)
@@ -255,6 +274,81 @@ def test_a_sidecar_makes_both_requests(apart: Apart) -> None:
                 return
             # A busy machine answered so late that the prompt was computed again, of which more was cached.
     raise AssertionError(told)
+
+
+def test_of_two_prompts_behind_a_sidecar_both_answers_are_right(apart: Apart) -> None:
+    """vLLM gives both prompts the transfer parameters of the first one."""
+    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
+    prompts = [apart.warmed(number, 300) for number in (12, 13)]
+    alone = [_alone(apart, prompt).choices[0] for prompt in prompts]
+    with _sidecar(apart) as beside, apart.client(beside.url) as client:
+        answer = client.completions.create(model="tiny", prompt=prompts, extra_headers=named, **ASKED)
+        assert beside.metric("split") == 0
+    assert [(one.text, one.logprobs) for one in answer.choices] == [(one.text, one.logprobs) for one in alone]
+
+
+def _introduce(apart: Apart, decode: VllmEngine) -> None:
+    """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM may
+    give it up, upon which a router has the prompt computed again."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": [random.randrange(10, 1000) for _ in range(40)]}
+    for _ in range(SPLITS_TRIED):
+        with apart.client(apart.prefill.base_url) as client:
+            asked = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+            held = client.completions.create(**body, max_tokens=1, extra_body=asked).to_dict()
+        with apart.client(decode.base_url) as client, suppress(openai.InternalServerError):
+            given = {"kv_transfer_params": held["kv_transfer_params"]}
+            client.completions.create(**body, max_tokens=1, extra_body=given)
+            return
+    raise AssertionError(f"{decode.base_url} never fetched")
+
+
+def _reuse(apart: Apart, rng: random.Random) -> None:
+    """Give blocks of the prefill engine that nobody keeps to another prompt."""
+    with apart.client(apart.prefill.base_url) as client:
+        others = [rng.randrange(10, 1000) for _ in range(2000)]
+        client.completions.create(model="tiny", prompt=others, max_tokens=1)
+
+
+def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_again(apart: Apart) -> None:
+    """It was asked in time, and fetches what other prompts have left there; and stores that under this
+    prompt's hashes, so that it is asked again with a salt."""
+    named = {"x-prefiller-host-port": apart.prefill.base_url.partition("//")[2]}
+    expired, late = (
+        f"vllm:nixl_num_{name}_total" for name in ("kv_expired_reqs", "notifications_after_expiry")
+    )
+    source, rng = apart.prefill.base_url, random.Random(15)
+    prompt = apart.warmed(14, 300)
+    alone, read_late = _alone(apart, prompt), _figure(source, late)
+    _introduce(apart, apart.decode)
+    with _sidecar(apart) as beside, apart.client(beside.url) as client, ThreadPoolExecutor(1) as pool:
+        make = partial(client.completions.create, model="tiny", prompt=prompt, extra_headers=named, **ASKED)
+        before = _figure(source, expired)
+        with apart.decode.standing_still():
+            asked = pool.submit(make)
+            _wait_until(lambda: beside.metric("handoffs") == 1)
+            over_s = time.monotonic() + LEASE_S + 1
+            while time.monotonic() < over_s or _figure(source, expired) == before:
+                _reuse(apart, rng)
+            for _ in range(3):
+                _reuse(apart, rng)
+        _same(asked.result(), alone)
+        names = ("split", "handoffs", "handoffs_spent", "leases_late", "answers_late")
+        assert {name: beside.metric(name) for name in names} == {
+            "split": 1,
+            "handoffs": 1,
+            "handoffs_spent": 1,
+            "leases_late": 0,
+            "answers_late": 1,
+        }
+    _reuse(apart, rng)  # the engine counts while it works
+    _wait_until(lambda: _figure(source, late) == read_late + 1)
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_parameters_that_would_end_the_decode_engine_reach_nobody(apart: Apart) -> None:
@@ -293,22 +387,8 @@ class Watched(NamedTuple):
             tap.connect()  # by an ordinary prompt, without which some machines' decode engines crash
             way.open()
             self.router.wait_until_up(way.url)
-            self._introduce(engine)
+            _introduce(self.apart, engine)
         self.router.wait_until_up(self.prefill.url)
-
-    def _introduce(self, decode: VllmEngine) -> None:
-        """It has fetched from the prefill engine: the first time takes so long on a busy machine that vLLM
-        may give it up, upon which a router has the prompt computed once more."""
-        body: dict[str, Any] = {"model": "tiny", "prompt": [random.randrange(10, 1000) for _ in range(40)]}
-        for _ in range(SPLITS_TRIED):
-            with self.apart.client(self.apart.prefill.base_url) as client:
-                asked = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
-                held = client.completions.create(**body, max_tokens=1, extra_body=asked).to_dict()
-            with self.apart.client(decode.base_url) as client, suppress(openai.InternalServerError):
-                given = {"kv_transfer_params": held["kv_transfer_params"]}
-                client.completions.create(**body, max_tokens=1, extra_body=given)
-                return
-        raise AssertionError(f"{decode.base_url} never fetched")
 
     def kill(self, url: str) -> None:
         """``kill -9`` of one decode engine."""
@@ -337,21 +417,15 @@ class Watched(NamedTuple):
 
     def transfers(self, name: str) -> float:
         """One of the prefill engine's counters; 0 before its first event."""
-        return self._figure(f"nixl_num_{name}_total")
+        return _figure(self.apart.prefill.base_url, f"vllm:nixl_num_{name}_total")
 
     def wait_until_free(self) -> None:
         """Block until the prefill engine keeps no blocks for anybody; it counts while it works only."""
         deadline_s = time.monotonic() + 3 * LEASE_S
         with self.apart.client(self.apart.prefill.base_url) as client:
-            while self._figure("kv_cache_usage_perc"):
+            while _figure(self.apart.prefill.base_url, "vllm:kv_cache_usage_perc"):
                 assert time.monotonic() < deadline_s, "the prefill engine still keeps blocks"
                 client.completions.create(model="tiny", prompt=[5] * 40, max_tokens=1)
-
-    def _figure(self, name: str) -> float:
-        with urllib.request.urlopen(f"{self.apart.prefill.base_url}/metrics", timeout=10) as response:
-            lines = response.read().decode().splitlines()
-        found = [line for line in lines if line.startswith(f"vllm:{name}{{")]
-        return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 @pytest.fixture(scope="module")
@@ -386,19 +460,14 @@ def test_blocks_whose_lease_is_over_are_never_fetched(watched: Watched) -> None:
     too_late = watched.router.metric("kvatlas_pd_leases_late_total")
     expired, late = watched.transfers("kv_expired_reqs"), watched.transfers("notifications_after_expiry")
 
-    def reuse(rng: random.Random) -> None:
-        with watched.apart.client(watched.apart.prefill.base_url) as client:
-            others = [rng.randrange(10, 1000) for _ in range(2000)]
-            client.completions.create(model="tiny", prompt=others, max_tokens=1)
-
     def stand_still() -> None:
         rng, over_s = random.Random(21), time.monotonic() + LEASE_S + 1
         with watched.router.standing_still():
             # Those of the tests before may be counted meanwhile, as the engine counts while it works only.
             while time.monotonic() < over_s or watched.transfers("kv_expired_reqs") == expired:
-                reuse(rng)
+                _reuse(watched.apart, rng)
             for _ in range(3):
-                reuse(rng)
+                _reuse(watched.apart, rng)
 
     watched.prefill.answered = stand_still
     _, answer = watched.ask(prompt)
@@ -451,3 +520,41 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
     engine, answer = watched.ask(later)
     _same(answer, alone)
     assert engine != doomed
+
+
+def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(watched: Watched) -> None:
+    """vLLM ends what it has with 200 and ``abort``: whole answers come from another engine, streams that had
+    text end with an error."""
+    watched.all_up()
+    long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    started = threading.Semaphore(0)
+
+    def whole(number: int) -> list[str]:
+        with watched.apart.client(watched.router.base_url) as client:
+            started.release()
+            answer = client.completions.create(model="tiny", prompt=[number + 10] * 40, **long)
+        return [answer.choices[0].finish_reason]
+
+    def stream(number: int) -> list[str]:
+        messages: Any = [{"role": "user", "content": f"{number} gado lime tovu"}]
+        reasons: list[str] = []
+        with watched.apart.client(watched.router.base_url) as client:
+            pieces = client.chat.completions.create(model="tiny", messages=messages, stream=True, **long)
+            started.release()
+            with suppress(openai.APIError):
+                reasons.extend(piece.choices[0].finish_reason or "" for piece in pieces)
+        return reasons
+
+    failures = partial(_figure, watched.router.ops_url, "kvatlas_proxy_engine_failures_total")
+    before = failures()
+    url, (engine, _, way) = next(iter(watched.decode.items()))
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(ask, number) for number in range(6) for ask in (whole, stream)]
+        for _ in asked:
+            assert started.acquire(timeout=60)
+        _wait_until(lambda: _figure(engine.base_url, "vllm:num_requests_running") >= 2)
+        engine.stop()
+        way.close()
+        reasons = {reason for one in asked for reason in one.result()}
+    assert reasons <= {"length", ""}, reasons
+    assert failures() > before, f"{url} had nothing to end"

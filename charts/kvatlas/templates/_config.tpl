@@ -72,6 +72,10 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- if $v.admin.port }}{{ $admin = merge $admin (dict "host" "0.0.0.0" "port" $v.admin.port) }}{{ end }}
 {{- $_ := set $sections "admin" $admin }}
 {{- end }}
+{{- $prompts := dict }}
+{{- if not $v.tokenizerCache.enabled }}{{ $_ := set $prompts "hub_downloads" false }}{{ end }}
+{{- with $v.tokenizerCache.endpoint }}{{ $_ := set $prompts "hub_endpoint" . }}{{ end }}
+{{- if $prompts }}{{ $_ := set $sections "prompts" $prompts }}{{ end }}
 {{- mustMergeOverwrite $sections (deepCopy $v.config) | toJson }}
 {{- end }}
 
@@ -82,6 +86,10 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- end }}
 {{- range $name, $model := include "kvatlas.models" . | fromJson }}
 {{- $settings := dict }}
+{{- with (dig "tokenizer" "repo" "" $model) }}
+{{- $revision := dig "tokenizer" "revision" "" $model }}
+{{- $_ := set $settings "tokenizer" (ternary (printf "%s@%s" . $revision) . (ne $revision "")) }}
+{{- end }}
 {{- with (dig "tokenizer" "existingClaim" "" $model) }}
 {{- $_ := set $settings "tokenizer" (clean (printf "/models/%s/%s" . (dig "tokenizer" "path" "" $model))) }}
 {{- end }}

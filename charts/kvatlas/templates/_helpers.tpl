@@ -121,7 +121,7 @@ annotations:
 {{/* Models by served name: `model` and `models` in one, as JSON. */}}
 {{- define "kvatlas.models" -}}
 {{- $models := deepCopy .Values.models }}
-{{- if or .Values.model.tokenizer.existingClaim .Values.model.settings }}
+{{- if or .Values.model.tokenizer.existingClaim .Values.model.tokenizer.repo .Values.model.settings }}
 {{- $_ := set $models .Values.model.name (omit .Values.model "name") }}
 {{- end }}
 {{- toJson $models }}

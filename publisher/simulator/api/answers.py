@@ -128,7 +128,7 @@ class Answer(msgspec.Struct, frozen=True):
         return {**choice, "routed_experts": None, "token_ids": token_ids}
 
 
-def model_list(model: str, max_model_len: int, created: int) -> Json:
+def model_list(model: str, root: str, max_model_len: int, created: int) -> Json:
     """GET /v1/models."""
     permission = {
         "id": f"modelperm-{model}",
@@ -144,7 +144,7 @@ def model_list(model: str, max_model_len: int, created: int) -> Json:
         "group": None,
         "is_blocking": False,
     }
-    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": model}
+    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": root}
     card |= {"parent": None, "max_model_len": max_model_len, "permission": [permission]}
     return {"object": "list", "data": [card]}
 

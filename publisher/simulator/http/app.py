@@ -276,7 +276,9 @@ class EngineApp:
         await call.reply_json({"success": self._stepper.scheduler.reset_prefix_cache()})
 
     async def _models(self, call: Call) -> None:
-        listed = answers.model_list(self._model.name, self._model.max_model_len, self._created)
+        listed = answers.model_list(
+            self._model.name, self._model.root, self._model.max_model_len, self._created
+        )
         await call.reply_json(listed)
 
     async def _health(self, call: Call) -> None:

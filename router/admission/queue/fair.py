@@ -172,7 +172,7 @@ class _Band(Generic[T]):
 
 
 class Charge:
-    """What a tenant was charged for one request while others waited."""
+    """A tenant's charge for one request while others waited."""
 
     __slots__ = ("_band", "_tenant", "_tokens", "_weight")
 
@@ -264,7 +264,7 @@ class FairQueue(Generic[T]):
     def charge(
         self, tenant: str, priority: Priority, pool: str, tokens: float, weight: float = 1.0
     ) -> Charge | None:
-        """So much is, or was, computed for the tenant; None where nobody waits, and it counts nowhere."""
+        """Charge a tenant with computed tokens; None where no request waits, and it counts nowhere."""
         band = self._bands.get((priority, pool))
         if band is None:
             return None

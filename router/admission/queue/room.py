@@ -135,7 +135,7 @@ class WaitingRoom:
         self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
 
     def charge(self, claim: Claim, pool: str, tokens: float) -> Charge | None:
-        """So many tokens are computed for a tenant; None where nobody waits, and it counts nowhere."""
+        """Charge a tenant with computed tokens; None where no request waits, and it counts nowhere."""
         return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
 
     def settle(

@@ -38,6 +38,7 @@ from router.observe.traces import TraceStats
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
+from router.prompts.origin.finder import ModelOrigin
 from router.prompts.stats import PromptStats
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
@@ -78,7 +79,9 @@ class Sources(msgspec.Struct):
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """What siblings and replicas have in flight, by engine; None: it is not known."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
-    """The library that tokenizes, by configured model."""
+    """The library that tokenizes, by configured or served model."""
+    tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
+    """How the prompts of each served model are read."""
     more: Callable[[], Iterable[Metric]] = tuple
     """Further families: those of a worker among several."""
 

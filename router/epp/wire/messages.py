@@ -64,6 +64,11 @@ _FIRST, _THIRD = 0x0A, 0x1A
 _ONE_BYTE = 0x80
 """Below it a length is written in one byte."""
 _REMEMBERED_BYTES_MAX: Final = 4096
+_HEADERS_MAX: Final = 4096
+_METADATA_BYTES_MAX: Final = 256 * 1024
+"""About 10,000 endpoints."""
+_DEPTH_MAX: Final = 8
+"""Of lists within lists in metadata; a list of endpoints has a depth of 1."""
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
 """Body modes."""
 MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
@@ -119,6 +124,8 @@ def read_request(message: bytes) -> ProcessingRequest:
                 found.body, found.end_of_stream = _read_body(as_bytes(value))
         elif number == 8:
             found.metadata += as_bytes(value)  # the parts of a message that came in two are one
+            if len(found.metadata) > _METADATA_BYTES_MAX:
+                raise ProtobufError(f"metadata_context of more than {_METADATA_BYTES_MAX} bytes")
         elif number == 10:
             found.observes = bool(as_int(value))
         elif number == 11:
@@ -152,6 +159,8 @@ def _read_headers(message: bytes) -> tuple[list[Header], bool]:
     for number, value in fields(message):
         if number == 1:
             headers += _read_map(as_bytes(value))
+            if len(headers) > _HEADERS_MAX:
+                raise ProtobufError(f"more than {_HEADERS_MAX} header fields")
         elif number == 3:
             ends = bool(as_int(value))
     return headers, ends
@@ -161,7 +170,12 @@ def _read_map(message: bytes) -> list[Header]:
     """Every request has a dozen: those written as usual are read without the detour of ``fields``."""
     headers: list[Header] = []
     at, size = 0, len(message)
-    while at < size - 1 and message[at] == _FIRST and (length := message[at + 1]) < _ONE_BYTE:
+    while (
+        at < size - 1
+        and len(headers) <= _HEADERS_MAX
+        and message[at] == _FIRST
+        and (length := message[at + 1]) < _ONE_BYTE
+    ):
         begin = at + 2
         at = begin + length
         if at > size:
@@ -242,15 +256,20 @@ def _entry(message: bytes, key: str) -> bytes | None:
     return content if name == key else None
 
 
-def _texts(message: bytes) -> list[str]:
+def _texts(message: bytes, depth: int = 0) -> list[str]:
     """Of a ``google.protobuf.Value``."""
+    if depth > _DEPTH_MAX:
+        raise ProtobufError(f"lists within lists in metadata, more than {_DEPTH_MAX} deep")
     found: list[str] = []
     for number, value in fields(message):
         if number == 3:  # one text may be a list: gateways copy it from a header (lwepp, handlers/request.go)
             found = [each for part in as_text(value).split(",") if (each := part.strip())]
         elif number == 6:
             found = [
-                each for at, item in fields(as_bytes(value)) if at == 1 for each in _texts(as_bytes(item))
+                each
+                for at, item in fields(as_bytes(value))
+                if at == 1
+                for each in _texts(as_bytes(item), depth + 1)
             ]
     return found
 

@@ -41,6 +41,8 @@ class UpstreamError(Exception):
         self.sent = sent
         self.stale = False
         """It was a kept connection, which the engine may have closed before it saw anything."""
+        self.abandoned = False
+        """Its engine went down: the request is no reason for that."""
 
 
 class UpstreamConnection(asyncio.Protocol):

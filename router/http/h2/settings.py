@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from router.http.server.stats import HandshakeStats
+
 
 class H2Settings(msgspec.Struct, frozen=True):
     """Limits of the connections of a gateway."""
 
     handshake_timeout_s: float = 10.0
-    """Time-out from a connection's start until its HTTP/2 preface and settings are there, in seconds."""
+    """Time-out of a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are
+    there, in seconds."""
     stall_timeout_s: float = 60.0
     """A connection that takes nothing of what waits to be sent to it for this long is cut, in seconds."""
     connections_max: int = 256
@@ -25,7 +28,7 @@ class H2Settings(msgspec.Struct, frozen=True):
     reset of a running stream counts as ten. One that sends more is ended."""
 
 
-class H2Stats(msgspec.Struct):
+class H2Stats(HandshakeStats):
     """What peers did."""
 
     connections: int = 0

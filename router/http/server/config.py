@@ -5,12 +5,13 @@ from __future__ import annotations
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from router.http.deadlines import Sweeper, tick_for
 from router.http.server.capacity import Capacity
+from router.http.server.handshake import Handshakes
 from router.http.server.settings import ListenSettings
 from router.http.server.stats import ListenStats
 
@@ -49,6 +50,7 @@ class ListenConfig(uvicorn.Config):
         self.clock = clock
         self.capacity = Capacity(listen)
         self._tls = tls
+        self.handshakes: Handshakes | None = None
         self.lame = False
         """The server is about to end: every connection is closed with its next answer."""
         self.sweeper = Sweeper(clock, _tick(listen))
@@ -67,7 +69,13 @@ class ListenConfig(uvicorn.Config):
 
     def load(self) -> None:
         super().load()
-        self.ssl = self._tls
+        if self._tls is None:
+            return
+        line = self.handshakes = Handshakes(
+            self._tls, self.capacity, self.listen_stats, lambda: self.listen.header_timeout_s
+        )
+        inner: Any = self.http_protocol_class
+        self.http_protocol_class = cast(Any, lambda **given: line.protocol(inner(**given)))
 
 
 def _tick(listen: ListenSettings) -> float:

@@ -154,6 +154,8 @@ class ProxyServer(uvicorn.Server):
         self._stop_listening()
         for connection in list(self.server_state.connections):
             connection.shutdown()
+        if self._config.handshakes is not None:
+            self._config.handshakes.close()
 
     def _stop_listening(self) -> None:
         for server in getattr(self, "servers", ()):

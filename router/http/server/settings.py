@@ -10,7 +10,7 @@ class ListenSettings(msgspec.Struct, frozen=True):
 
     header_timeout_s: float = 10.0
     """Time-out for a complete request head, in seconds, from the connection's start or the head's first
-    byte; and for a trailer."""
+    byte; for a trailer; and for a TLS handshake."""
     body_timeout_s: float = 30.0
     """Longest pause between two pieces of a request body, in seconds."""
     body_bytes_per_s_min: int = 4096
@@ -38,7 +38,7 @@ class ListenSettings(msgspec.Struct, frozen=True):
     """Bytes of a request body received before they are asked for; beyond it, reading from the client
     pauses."""
     connections_max: int = 10_000
-    """Most client connections; further ones are answered with 503 and closed."""
+    """Most client connections, TLS handshakes included; further ones are answered with 503 and closed."""
     client_share_max: float = 0.5
     """Share of ``connections_max`` (64 connections at least) that one client address may hold, of an IPv6
     address its /64; 1 where all clients come through one proxy."""

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
-class ListenStats(msgspec.Struct):
+class HandshakeStats(msgspec.Struct):
+    """Of connections that are not there yet."""
+
+    handshakes_failed: int = 0
+    """TLS handshakes that came to nothing, or did not end in time."""
+    descriptor_shortages: int = 0
+    """Connections that were accepted with the last file descriptors that the process may have."""
+
+
+class ListenStats(HandshakeStats):
     """What clients did to the listener."""
 
     connections: int = 0

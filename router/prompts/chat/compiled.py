@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from datetime import UTC, datetime, tzinfo
 from functools import lru_cache
 from typing import Any, Final, NamedTuple, NoReturn
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import jinja2
 import minijinja
@@ -23,6 +21,7 @@ from jinja2.tests import test_iterable, test_sequence
 from router.prompts.chat.content_format import detect_content_format
 from router.prompts.chat.probes import PROBES
 from router.prompts.chat.watched import may_be_watched, watching
+from router.prompts.clock import local_time
 
 _COMPILED_MAX: Final = 16
 """Templates kept; a fleet has a handful."""
@@ -78,24 +77,8 @@ def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def local_time(time_zone: str | None) -> datetime:
-    """Now, as an engine with this time zone has it (naive); None: as this machine."""
-    zone = None if time_zone is None else zone_of(time_zone)
-    return datetime.now(zone).replace(tzinfo=None)
-
-
 def _clock(time_zone: str | None) -> Callable[[str], str]:
     return lambda form: local_time(time_zone).strftime(form)
-
-
-def zone_of(name: str) -> tzinfo:
-    """An IANA time zone. Raises ``ValueError`` where none of that name is known here."""
-    if name == "UTC":
-        return UTC  # without the system's data
-    try:
-        return ZoneInfo(name)
-    except (OSError, ValueError, ZoneInfoNotFoundError):
-        raise ValueError("no time zone of this name is known here") from None
 
 
 def reference_environment(time_zone: str | None = None) -> jinja2.Environment:

@@ -15,9 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from router.openai.apis import CHAT, COMPLETION, MESSAGES
-from router.prompts.chat.compiled import TemplateRejectsError, local_time
+from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
+from router.prompts.clock import local_time
 from router.prompts.families.missing import Missing
 from router.prompts.request import ChatBody, NotLocalError
 

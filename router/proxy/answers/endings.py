@@ -101,6 +101,11 @@ def abort_mark(path: str) -> bytes:
     return _MARKS.get(path, b"")
 
 
+def aborts_in_choices(path: str) -> bool:
+    """Whether that event has a ``finish_reason``, which is null in those before it."""
+    return path in _IN_CHOICES
+
+
 def event_aborted(path: str, data: bytes) -> bool:
     """Whether the engine gives up with this event, which has the API's mark."""
     said = _read(data)

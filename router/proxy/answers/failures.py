@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from router.http.client.connection import UpstreamError
 from router.observe.requests import RequestRecord
 from router.proxy.attempt import Attempt
+from router.proxy.carrier import Carrier
 from router.proxy.stats import ProxyStats
 
 REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
@@ -29,6 +31,25 @@ def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> 
     """Tell the attempt that its connection failed, and count that if it ended it."""
     if attempt.broke(error.reason):
         stats.count_failure("refused" if error.reason == "overflow" else error.reason)
+
+
+def await_first_byte(attempt: Attempt, carrier: Carrier) -> None:
+    """From now on this task is cancelled where the engine goes down before the first byte, if another engine
+    may be asked then."""
+    if (task := asyncio.current_task()) is not None and carrier.may_retry():
+        attempt.awaited(task.cancel)
+
+
+def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
+    """Why the wait for the first byte was cancelled, if that is since the engine went down and for no other
+    reason. To be called in the task that waited."""
+    task = asyncio.current_task()
+    if not attempt.abandoned or task is None or task.uncancel():
+        return None
+    error = UpstreamError("timeout")
+    error.abandoned = True
+    stats.requests_moved += 1
+    return error
 
 
 def broke_off(attempt: Attempt, record: RequestRecord, error: UpstreamError, stats: ProxyStats) -> None:

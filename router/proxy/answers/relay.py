@@ -56,6 +56,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _pass_on(self, first: bytes) -> Awaitable[None] | None:
         connection = self._connection
+        self._attempt.arrived()
         self._record.status = connection.status
         if self._head.sse:
             return self._pass_events(first)
@@ -109,7 +110,13 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     @property
     def _wants_usage(self) -> bool:
-        return self._attempt.request.path in PROMPT_APIS and self._success and not self._head.encoded
+        request = self._attempt.request
+        reports = request.path in PROMPT_APIS or (
+            request.method == "POST"
+            and not request.path.startswith(RESPONSES + "/")  # they repeat what was reported
+            and self._head.json
+        )
+        return reports and self._success and not self._head.encoded
 
     @property
     def _success(self) -> bool:

@@ -14,11 +14,19 @@ import msgspec
 
 from router.openai.apis import RESPONSES
 from router.openai.request import Usage
-from router.proxy.answers.endings import abort_mark, event_aborted, is_opening, waits_for_more
+from router.proxy.answers.endings import (
+    abort_mark,
+    aborts_in_choices,
+    event_aborted,
+    is_opening,
+    waits_for_more,
+)
 from router.proxy.answers.usage import read_response_id, read_usage
 
 _LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
 _MARK_BYTES = 256  # enough of what was passed on to recognise its end
+_GOES_ON = b'"finish_reason":null'
+_UNKNOWN_END = b"\0"  # of no line
 _END_MARKS = (
     b"data: [DONE]",
     b"event: message_stop",
@@ -32,8 +40,8 @@ class SseRelay:
     """One event stream on its way through. Feed it pieces, pass on what it gives back."""
 
     __slots__ = (
-        *("_abort_mark", "_held", "_holds", "_last", "_path", "_seeks_id", "_tail", "aborted", "begun"),
-        *("first", "response_id", "unread_usages", "usage"),
+        *("_abort_mark", "_held", "_holds", "_last", "_path", "_seeks_id", "_tail", "_usual_end", "aborted"),
+        *("begun", "first", "response_id", "unread_usages", "usage"),
     )
 
     def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
@@ -44,6 +52,8 @@ class SseRelay:
         self._holds = replaceable
         self._held = b""
         self._abort_mark = abort_mark(path) if replaceable else b""
+        # The last event of what aborts a message or a response has the usage; of choices, it has another end.
+        self._usual_end = _UNKNOWN_END if replaceable and aborts_in_choices(path) else b""
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
         self.response_id: str | None = None
@@ -72,11 +82,12 @@ class SseRelay:
             if not data:
                 return data
         # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
-        if self._abort_mark and data.find(self._abort_mark) >= 0:
-            data = self._until_aborted(data)
+        has_usage = data.find(b'"usage"') >= 0
+        if has_usage or not data.endswith(self._usual_end):
+            data = self._watch(data)
         if self._seeks_id:
             self._read_id(data)
-        if data.find(b'"usage"') >= 0:
+        if has_usage:
             self._read_usage(data)
         self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
         return data
@@ -125,6 +136,17 @@ class SseRelay:
             self._held = data
             return b""
         self._holds = False
+        return data
+
+    def _watch(self, data: bytes) -> bytes:
+        """Lines that may have the end of an answer."""
+        if not self._abort_mark:
+            return data
+        if data.find(self._abort_mark) >= 0:
+            return self._until_aborted(data)
+        if self._usual_end:
+            at = data.rfind(_GOES_ON)
+            self._usual_end = data[at:] if at >= 0 else self._usual_end
         return data
 
     def _until_aborted(self, data: bytes) -> bytes:

@@ -1,16 +1,21 @@
 """What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
 
 ``prompt_tokens`` (OpenAI), ``input_tokens`` (Responses; Anthropic counts there what was not cached), or
-``tokens.input_tokens`` (Cohere); at the top, or in ``response``, ``message`` or ``delta`` of an event.
+``tokens.input_tokens`` (Cohere); at the top, or in ``response``, ``message`` or ``delta`` of an event. What
+transcriptions report are seconds of audio, embeddings of Cohere's API tokens in ``meta.billed_units``.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import msgspec
 
 from router.openai.request import Usage
+
+AUDIO_TOKENS_PER_S: Final = 50
+"""Positions of Whisper's encoder: 1500 for 30 s (vllm/model_executor/models/whisper.py of 0.32)."""
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -32,6 +37,7 @@ class _Usage(msgspec.Struct, gc=False):
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
     tokens: _Counts | None = None
+    seconds: float | None = None
     cached_tokens: float | None = None
 
 
@@ -42,7 +48,12 @@ class _Part(msgspec.Struct, gc=False):
     usage: _Usage | None = None
 
 
+class _Meta(msgspec.Struct, gc=False):
+    billed_units: _Counts | None = None
+
+
 class _Answer(_Part, gc=False):
+    meta: Any = None
     response: _Part | None = None
     message: Any = None
     delta: Any = None
@@ -63,6 +74,9 @@ def read_usage(body: bytes) -> Usage | None:
     for part in (answer.message, answer.delta):
         if usage is None and isinstance(part, dict):
             usage = msgspec.convert(part.get("usage"), _Usage | None)
+    if usage is None and isinstance(answer.meta, dict):
+        billed = msgspec.convert(answer.meta, _Meta).billed_units
+        return None if billed is None else Usage(int(billed.input_tokens), int(billed.output_tokens))
     return None if usage is None else _read(usage)
 
 
@@ -75,7 +89,7 @@ def _read(usage: _Usage) -> Usage | None:
         cached = None if usage.cached_tokens is None else int(usage.cached_tokens)
         return Usage(int(usage.tokens.input_tokens), int(usage.tokens.output_tokens), cached)
     if usage.input_tokens is None:
-        return None
+        return None if usage.seconds is None else Usage(math.ceil(usage.seconds * AUDIO_TOKENS_PER_S))
     if usage.input_tokens_details is not None:
         cached, more = usage.input_tokens_details.cached_tokens, 0
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -26,9 +26,17 @@ from router.pd.handoff import Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from router.pd.sidecar import RANK
 from router.pd.stats import PdStats
-from router.pd.transfer import Connector, PrefillHolder, Problem, Told, without_blocks
+from router.pd.transfer import (
+    Connector,
+    PrefillHolder,
+    Problem,
+    Query,
+    Told,
+    expired_leases,
+    without_blocks,
+)
 from router.proxy.answers.endings import aborted
-from router.proxy.answers.failures import BROKEN, REFUSALS, engine_failed
+from router.proxy.answers.failures import BROKEN, REFUSALS, abandoned, await_first_byte, engine_failed
 from router.proxy.answers.usage import read_usage
 from router.proxy.attempt import Attempt
 from router.proxy.carrier import Answer, Outbound, OwnConnections
@@ -60,8 +68,10 @@ class Legs:
         stats: PdStats,
         proxy_stats: ProxyStats,
         clock: Callable[[], float],
+        metrics: Query,
     ) -> None:
         self._carrier = carrier
+        self._metrics = metrics
         self.connector = connector
         self.pd = pd
         self.proxy = proxy
@@ -111,9 +121,11 @@ class Legs:
         answer: Any = None
         try:
             timeout_s = self.proxy.first_byte_timeout_s
+            await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
             held_since_s = max(asked_s, self._quiet.at_s)
             content = await self._read(answer)
+            attempt.arrived()
             self._check(attempt, answer, out, course, transfer_id)
             if aborted(out.request.path, content):
                 raise UpstreamError("aborted")
@@ -121,7 +133,10 @@ class Legs:
             cached_tokens = None if usage is None else usage.cached_tokens
             await self._hand_over(attempt, content, course, transfer_id, held_since_s, cached_tokens)
             self._stats.prefill_s += self._clock() - asked_s
-        except UpstreamError as error:
+        except (UpstreamError, asyncio.CancelledError) as raised:
+            error = raised if isinstance(raised, UpstreamError) else abandoned(attempt, self._proxy_stats)
+            if error is None:
+                raise
             engine_failed(attempt, error, self._proxy_stats)
             course.prefill_failed(transfer_id, attempt.engine_id)
             raise AgainError(error.reason, broke=broke(error)) from None
@@ -191,6 +206,7 @@ class Legs:
             settings=self.pd,
             ahead=ahead,
             leased=self.connector.leased(_holder(attempt)),
+            source_url=attempt.base_url,
             cached_tokens=cached_tokens,
         )
 
@@ -231,7 +247,9 @@ class Legs:
         try:
             timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
             text = await at_leisure(body.decode(handoff.params))
-            answer: Answer = await self._carrier.ask(attempt, out, timeout_s, told, text)
+            asking = self._carrier.ask(attempt, out, timeout_s, told, text)
+            waits_s = handoff.leased and not out.request.stream
+            answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)
         except HandoffRefusedError:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
@@ -243,6 +261,40 @@ class Legs:
                 raise AgainError("stale connection") from None
             raise
         return answer
+
+    async def _witnessed(self, asking: Awaitable[Answer], handoff: Handoff) -> Answer:
+        """An answer that is not streamed begins when it is complete, which may be long after its blocks were
+        fetched. They were in time if the prefill engine has let no lease end between a moment before the end
+        of this one and the answer."""
+        came = asyncio.Event()
+
+        async def asks() -> Answer:
+            try:
+                return await asking
+            finally:
+                came.set()
+
+        answer, before = await asyncio.gather(asks(), self._count_before(handoff, came))
+        late = before is not None and self._clock() >= handoff.lease_end_s
+        if late and await self._expired_leases(handoff.source_url) == before:
+            handoff.fetched()
+        return answer
+
+    async def _count_before(self, handoff: Handoff, came: asyncio.Event) -> float | None:
+        """The count shortly before the end of the lease; None: the answer came first, or it is not known."""
+        try:
+            async with asyncio.timeout(max(0.0, handoff.until_s - self._clock())):
+                await came.wait()
+        except TimeoutError:
+            count = await self._expired_leases(handoff.source_url)
+            return count if self._clock() < handoff.lease_end_s else None
+        return None
+
+    async def _expired_leases(self, base_url: str) -> float | None:
+        try:
+            return expired_leases(await self._metrics(base_url))
+        except OSError:
+            return None
 
     def _late(self, attempt: Attempt, out: Outbound) -> AgainError:
         self._stats.leases_late += 1
@@ -270,7 +322,7 @@ class Legs:
 
 def broke(error: UpstreamError) -> bool:
     """Whether the request may have broken the engine: it was there, and no answer came of it."""
-    return error.sent and error.reason not in ("overflow", "aborted")
+    return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:

@@ -29,6 +29,8 @@ _LOG = structlog.get_logger()
 
 SLOTS_MAX = 4096
 _CLUSTER_PARTITIONS = 16
+_SCHEMA_SHOWN_BYTES = 40
+"""Of what Redis holds instead of a schema, which may be of any length."""
 _CHECK_NAMESPACE_S = 60.0
 
 
@@ -264,8 +266,9 @@ def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
 
 def _refuse_other_schema(found: bytes | None, namespace: str) -> None:
     if found is not None and found != str(SCHEMA).encode():
+        shown = found[:_SCHEMA_SHOWN_BYTES].decode(errors="replace")
         raise IndexRefused(
-            f"the index in namespace {namespace!r} has schema {found.decode(errors='replace')}, this replica "
+            f"the index in namespace {namespace!r} has schema {shown}, this replica "
             f"writes schema {SCHEMA}: run one version of kvatlas per namespace, or choose another namespace"
         )
 

@@ -37,7 +37,7 @@ def run_doctor(
     *,
     engines: list[str],
     router: str | None,
-    tokenizer: Path | None,
+    tokenizer: str | None,
     config: Path | None,
     settings: ExamineSettings,
     as_json: bool,

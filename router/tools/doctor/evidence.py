@@ -10,6 +10,7 @@ from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
+from router.prompts.origin.problem import TokenizerProblem
 from router.tools.doctor.gather.event_counts import EventCounts
 from router.tools.doctor.gather.gauges import EngineGauges
 from router.tools.doctor.gather.http import HttpAnswer
@@ -97,6 +98,10 @@ class EngineEvidence(msgspec.Struct):
     tally: EventCounts = msgspec.field(default_factory=EventCounts)
     residency: EngineResidency | None = None
     parity: list[PromptParity] = []
+    tokenizer: str = ""
+    """Where the tokenizer is from: a directory, or a repository and its commit; "": none is here."""
+    tokenizer_problem: TokenizerProblem | None = None
+    """Why the one that the engine or the configuration names is not here."""
     tokenized_by: str | None = None
     """The library that tokenizes here, and why not a faster one."""
     time_zone: str | None = None

@@ -26,7 +26,10 @@ from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.prompts.config import ANY_MODEL, ModelPrompts
-from router.prompts.reader import PromptReader
+from router.prompts.origin.locate import Locator
+from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
+from router.prompts.reader import ModelDirError, PromptReader
 from router.tools.doctor.evidence import (
     EngineEvidence,
     EventSource,
@@ -205,6 +208,7 @@ class _Examination:
         for engine in self._seen.engines:
             self._scopes.assign(engine.engine_id, _scope_name(engine))
         async with self._listening():
+            await self._find_tokenizers()
             await asyncio.gather(self._hear(), self._compare())
             if self._settings.probe:
                 await self._probe_all()
@@ -285,6 +289,40 @@ class _Examination:
         except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
             return ProbeEvidence(problem=reason_of(problem))
 
+    async def _find_tokenizers(self) -> None:
+        """As the router would, for each base model: what its engines name, or what is configured."""
+        locator = Locator(self._seen.config.prompts)
+        found: dict[tuple[str, str], tuple[str, TokenizerProblem | None]] = {}
+        for engine in self._seen.engines:
+            model, setting = engine.base_model, engine.model_config.tokenizer
+            source = parse_source(setting)
+            if model is None or source.kind in {"off", "directory"}:
+                engine.tokenizer = source.name
+                continue
+            root = next((card.root or "" for card in engine.server.models if card.id == model), "")
+            if source.kind == "auto":
+                source = named_by_engine(root)
+            if (model, str(source)) not in found:
+                self._say(f"looking for the tokenizer of {model}")
+                found[model, str(source)] = await self._find_tokenizer(model, engine, locator, source)
+            engine.tokenizer, engine.tokenizer_problem = found[model, str(source)]
+
+    async def _find_tokenizer(
+        self, model: str, engine: EngineEvidence, locator: Locator, source: TokenizerSource
+    ) -> tuple[str, TokenizerProblem | None]:
+        try:
+            located = await locator.locate(source)
+        except TokenizerProblem as problem:
+            return "", problem
+        prompts = replace(engine.model_config.prompts(), tokenizer_dir=str(located.folder))
+        try:
+            self._reader.use(model, (prompts, await asyncio.to_thread(self._reader.load, prompts)))
+        except (ModelDirError, OSError) as error:
+            return "", TokenizerProblem(
+                "unusable", f"{located.shown}: {error}", "give --tokenizer with another"
+            )
+        return located.shown, None
+
     async def _compare(self) -> None:
         """Tokenizer parity, once per server."""
         servers = {engine.engine.base_url: engine for engine in self._seen.engines}
@@ -300,7 +338,7 @@ class _Examination:
 
     async def _compare_one(self, engine: EngineEvidence) -> list[PromptParity]:
         model = engine.base_model
-        if model is None or engine.model_config.tokenizer is None:
+        if model is None or not engine.tokenizer:
             return []
         return await compare(self._reader, self._http, engine.engine.base_url, model)
 

@@ -42,7 +42,7 @@ class ExplainOptions(msgspec.Struct, frozen=True):
     paths: tuple[Path, ...] = ()
     router: str | None = None
     at: int | None = None
-    tokenizer: Path | None = None
+    tokenizer: str | None = None
     config: Path | None = None
     hash_scheme: str | None = None
     api: str | None = None
@@ -96,7 +96,7 @@ def _check(options: ExplainOptions) -> None:
 
 def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
     scheme = None if options.hash_scheme is None else parse_scheme(options.hash_scheme)
-    models = {ANY_MODEL: {"tokenizer": str(options.tokenizer)}} if options.tokenizer is not None else {}
+    models = {ANY_MODEL: {"tokenizer": options.tokenizer}} if options.tokenizer is not None else {}
     config = load(options.config, models=models).config
     prompt = read_prompt(options.request, body, config, options.api)
     player = Player(_facts(options, body, config))

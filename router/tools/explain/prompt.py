@@ -12,13 +12,16 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras, block_hashes
 from publisher.events import BlockHash
-from router.config.schema import Config
+from router.config.schema import Config, ModelConfig
 from router.index.model import HashedPrompt
 from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
-from router.prompts.config import ANY_MODEL
+from router.prompts.config import ANY_MODEL, ModelPrompts
+from router.prompts.origin.locate import Locator
+from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.origin.source import parse_source
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.tools.verify.traces import TraceProbe
@@ -145,15 +148,27 @@ def _fields(path: Path, body: bytes) -> _Fields:
         raise PromptError(f"{path}: {error}") from None
 
 
+async def _located(model: ModelConfig, locator: Locator) -> ModelPrompts:
+    """Without an engine there is no other source than a directory or a name. Raises ``TokenizerProblem``."""
+    source, prompts = parse_source(model.tokenizer), model.prompts()
+    if source.kind != "repository":
+        return prompts
+    found = await locator.locate(source)
+    return msgspec.structs.replace(prompts, tokenizer_dir=str(found.folder))
+
+
 async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> HashedPrompt:
     async def nobody(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
         raise OSError("there is no engine to ask")
 
     try:
-        models = {name: config.model(name).prompts() for name in (*config.models, ANY_MODEL)}
+        locator = Locator(config.prompts)
+        models = {name: await _located(config.model(name), locator) for name in {*config.models, ANY_MODEL}}
         reader = PromptReader(models, config.prompts, nobody)
     except ValueError as error:
         raise PromptError(str(error)) from None
+    except TokenizerProblem as problem:
+        raise PromptError(f"{problem}; {problem.remedy}") from None
     try:
         peeked = peek(body)
         read = await reader.read(InboundRequest("POST", endpoint, b"", [], body, peeked.model, peeked.stream))
@@ -162,6 +177,6 @@ async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> Hashe
     finally:
         reader.close()
     if not isinstance(read, Prompt):
-        hint = "; give --tokenizer DIR or token_ids" if read.reason == "no_tokenizer" else ""
+        hint = "; give --tokenizer or token_ids" if read.reason == "no_tokenizer" else ""
         raise PromptError(f"{path}: its tokens cannot be computed here ({read.reason}){hint}")
     return read

@@ -1,4 +1,4 @@
-"""What tenants use at several processes: whatever happens to messages, totals converge and nothing sticks."""
+"""Tenants' use at several processes: whatever happens to messages, totals converge and nothing sticks."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_life_that_looks_older_counts_once_the_newer_one_is_silent() -> None:
 
 
 def test_what_a_silent_process_left_behind_counts_no_more_until_it_speaks() -> None:
-    """Its last message stays in Redis for a minute; one with a number that nobody gave is got over."""
+    """Its last message stays in Redis for a minute; a forged number is got over."""
     one, two = Process(), Process()
     two.works(2)
     left_behind = two.says()

@@ -147,3 +147,42 @@ def test_giving_back_fills_a_bucket_and_no_more(per_minute: float, used: float, 
     assert bucket.left(0.0) <= per_minute
     bucket.take(per_minute, 0.0)
     assert bucket.wait_s(1.0, 0.0) > 0
+
+
+def tokens_left(tenant: Tenant, clock: Clock) -> int:
+    return int(dict(tenant.headers(clock.now))[b"x-ratelimit-remaining-tokens"])
+
+
+def test_what_no_engine_answered_is_refunded() -> None:
+    tenant, clock = account(uncached_tokens_per_minute=600, requests_per_minute=5)
+    for _ in range(10):
+        entry = TenantRequest(tenant, clock)
+        entry.placed(500)
+        entry.leave(None, served=False)
+        assert tokens_left(tenant, clock) == 600
+        assert tenant.stats.uncached_tokens == 0
+        TenantRequest(tenant, clock).leave(None, served=False, asked=False)
+        clock.now += 12  # a request's worth: the one that an engine was asked for counts
+    assert dict(tenant.headers(clock.now))[b"x-ratelimit-remaining-requests"] == b"5"
+    assert tenant.stats.active == 0
+
+
+@pytest.mark.parametrize(
+    ("known", "usage", "charged"),
+    [
+        (False, Usage(3000), 3000),
+        (False, Usage(3000, 0, 1000), 2000),
+        (False, None, 100),
+        (True, Usage(3000), 100),
+        (True, Usage(3000, 0, 0), 3000),
+    ],
+)
+def test_what_an_engine_reports_replaces_an_estimate_by_size(
+    known: bool, usage: Usage | None, charged: int
+) -> None:
+    """Where the prompt's tokens are known and no cached ones are reported, the prediction knows more."""
+    tenant, clock = account()
+    entry = TenantRequest(tenant, clock)
+    entry.placed(100, known)
+    entry.leave(usage)
+    assert tenant.stats.uncached_tokens == charged

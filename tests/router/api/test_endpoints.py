@@ -453,3 +453,18 @@ def test_without_engines_requests_are_refused_and_may_be_retried() -> None:
             rig.check_books()
 
     run(main())
+
+
+@pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/v1/models/none", "/nowhere"])
+def test_answers_and_errors_end_with_a_newline(path: str) -> None:
+    async def main() -> None:
+        async with running({}) as (engine,), routing(configure(engine)) as rig:
+            async with rig.session.get(rig.url + path) as answer:
+                assert (await answer.read()).endswith(b"}\n")
+            bad = rig.session.post(
+                f"{rig.url}/v1/messages", data=b"{", headers={"content-type": "application/json"}
+            )
+            async with bad as answer:
+                assert (await answer.read()).endswith(b"}\n")
+
+    run(main())

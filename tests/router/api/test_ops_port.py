@@ -205,3 +205,55 @@ def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
     server = ServerConfig(port=0, ops_token_file=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*No such file"):
         check(configure(server=server))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *(
+            (host, 200)
+            for host in ("127.0.0.1:1", "10.1.2.3", "[::1]:9001", "localhost", "LOCALHOST.:9001", "ops.a", "")
+        ),
+        *(
+            (host, 421)
+            for host in (
+                "evil.example",
+                "evil.example:9001",
+                "127.0.0.1.evil.example",
+                "localhost.evil.example",
+            )
+        ),
+    ],
+)
+def test_without_a_token_the_port_answers_by_names_of_its_own_only(host: str, status: int) -> None:
+    """Else a page that a browser shows could have its own name lead here (DNS rebinding)."""
+
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines, server=NAMED)) as rig:
+            line = f"Host: {host}\r\n" if host else ""
+            for path in ("/metrics", "/kvatlas/engines", "/health"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", number(rig.ops_url))
+                writer.write(f"GET {path} HTTP/1.0\r\n{line}\r\n".encode())
+                assert int((await reader.read()).split()[1]) == status
+                writer.close()
+
+    run(main())
+
+
+NAMED = ServerConfig(port=0, ops_names=("Ops.A",))
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "", "multipart/form-data; boundary=a"])
+def test_explain_takes_json_only(kind: str) -> None:
+    """A page of another origin may send anything else without asking (CORS)."""
+
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            url, body = f"{rig.ops_url}/kvatlas/explain", b'{"model":"kvatlas-demo","prompt":"a"}'
+            async with rig.session.post(url, data=body, headers={"content-type": kind}) as answer:
+                assert answer.status == 415
+            headers = {"content-type": "application/json; charset=utf-8"}
+            async with rig.session.post(url, data=body, headers=headers) as answer:
+                assert answer.status == 200
+
+    run(main())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, digest_of
 from router.admission.settings import KeySettings
+from router.fleet.identity import EngineAddress
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
@@ -268,5 +271,104 @@ def test_a_client_that_leaves_gives_its_place_back(tmp_path: Path) -> None:
             assert gate is not None
             await until(lambda: gate.tenants()["one"].active == 0, "the place is free")
             assert (await chat(rig, "one")).http_response.status_code == 200
+
+    run(main())
+
+
+WORDS = "a word " * 3000
+CHARGED = [
+    (
+        "/v1/embeddings",
+        {"model": "m", "input": WORDS},
+        {"usage": {"prompt_tokens": 3000, "total_tokens": 3000}},
+        3000,
+    ),
+    ("/v1/score", {"model": "m", "text_1": WORDS}, {"usage": {"prompt_tokens": 3000}}, 3000),
+    ("/v1/rerank", {"model": "m", "query": WORDS}, {"usage": {"prompt_tokens": 3000}}, 3000),
+    ("/v2/rerank", {"model": "m", "query": WORDS}, {"usage": {"prompt_tokens": 3000}}, 3000),
+    ("/pooling", {"model": "m", "input": WORDS}, {"usage": {"prompt_tokens": 3000}}, 3000),
+    ("/classify", {"model": "m", "input": WORDS}, {"usage": {"prompt_tokens": 3000}}, 3000),
+    ("/v2/embed", {"model": "m", "texts": [WORDS]}, {"meta": {"billed_units": {"input_tokens": 3000}}}, 3000),
+    ("/v1/audio/transcriptions", None, {"text": "x", "usage": {"type": "duration", "seconds": 61}}, 3050),
+    ("/v1/embeddings", {"model": "m", "input": WORDS}, {"no": "usage"}, 5250),
+    ("/v1/completions", {"model": "m", "prompt_embeds": WORDS}, {"usage": {"prompt_tokens": 7}}, 7),
+    ("/tokenize", {"model": "m", "prompt": WORDS}, {"tokens": [1], "count": 1}, 1),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "answer", "charged"), CHARGED)
+def test_every_api_is_charged_by_what_the_engine_reports_else_by_size(
+    tmp_path: Path, path: str, body: Any, answer: Any, charged: int
+) -> None:
+    path_of_keys = tmp_path / "keys.toml"
+    path_of_keys.write_text(RULES)
+
+    async def main() -> None:
+        async with Engine(says(200, json.dumps(answer).encode(), "content-type: application/json")) as engine:
+            config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path_of_keys)))
+            engine.script = serving("m", engine.script)
+            async with routing(config) as rig:
+                if body is None:
+                    form = aiohttp.FormData()
+                    form.add_field("model", "m")
+                    form.add_field("file", b"x" * 100_000, filename="a.wav")
+                    sent: Any = {"data": form}
+                else:
+                    sent = {"json": body}
+                headers = {"authorization": "Bearer key-of-free"}
+                async with rig.session.post(rig.url + path, headers=headers, **sent) as got:
+                    assert got.status == 200
+                await until(lambda: rig.idle, "request over")
+                found = rig.router.gate.tenants()["free"].uncached_tokens  # type: ignore[union-attr]
+                assert abs(found - charged) <= 20
+
+    run(main())
+
+
+def serving(model: str, script: Any) -> Any:
+    """An engine that also says which model it serves."""
+    models = says(200, json.dumps({"data": [{"id": model}]}).encode(), "content-type: application/json")
+
+    async def both(engine: Engine, call: Any, writer: Any) -> None:
+        chosen = models if call.head.first[1].startswith("/v1/models") else script
+        await chosen(engine, call, writer)
+
+    return both
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
+def test_what_engines_refuse_costs_no_tokens(tmp_path: Path, status: int) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(RULES)
+
+    async def main() -> None:
+        async with Engine(says(status, b"{}")) as engine:
+            engine.script = serving("m", engine.script)
+            config = configure(EngineAddress(engine.url), keys=KeySettings(file=str(path)))
+            async with routing(config) as rig:
+                headers = {"authorization": "Bearer key-of-long"}
+                for _ in range(3):
+                    body = {"model": "m", "prompt": WORDS}
+                    async with rig.session.post(
+                        f"{rig.url}/v1/completions", headers=headers, json=body
+                    ) as got:
+                        assert got.status >= 400
+                        assert "limit" not in await got.text()
+                await until(lambda: rig.idle, "requests over")
+                assert rig.router.gate.tenants()["long"].uncached_tokens == 0  # type: ignore[union-attr]
+
+    run(main())
+
+
+def test_requests_for_which_no_engine_is_there_cost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with guarded(tmp_path) as rig:
+            monkeypatch.setattr(type(rig.router.fleet), "ready", lambda fleet, model: [])
+            for _ in range(3):
+                with pytest.raises(openai.InternalServerError) as refused:
+                    await chat(rig, "small")
+                assert refused.value.code == "no_ready_engine"
 
     run(main())

@@ -68,9 +68,11 @@ def posted(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("size", [256 << 10, pytest.param(60 << 20, marks=pytest.mark.long)])
 def test_no_body_holds_the_loop(size: int) -> None:
+    bodies = worst_bodies(size)  # made outside of the loop that is looked at
+
     async def main() -> None:
         async with paused_router() as (rig, found):
-            for name, body in worst_bodies(size).items():
+            for name, body in bodies.items():
                 with found.of(name):
                     said = await asyncio.to_thread(talk, number(rig.url), posted(body), body)
                     assert b"HTTP/1.1 " in said, name

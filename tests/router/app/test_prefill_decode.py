@@ -222,6 +222,26 @@ def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_hold
     run(main())
 
 
+def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_again() -> None:
+    """The state of the last token is always, so that an engine without it lacks no more than the rest."""
+
+    async def main() -> None:
+        groups = {"groups": "mamba-hybrid"}
+        async with apart({**P, **groups}, {**D, **groups}) as (rig, (p, d)):
+            await rig.ask("POST", "/v1/completions", completion(1))
+            await rig.caught_up(p, d)
+            more = {**completion(1), "prompt": prompt(1)[:400] + prompt(5, 400)}
+            with busy(rig):
+                _, told = await rig.ask("POST", "/kvatlas/explain", more)
+                (found,) = [one for one in told["engines"] if one["engine"] == d.base_url]
+                await rig.ask("POST", "/v1/completions", more)
+            assert found["hit_tokens"]["GPU"] < found["trunk_tokens"] == 400
+            fetched = d.scheduler.stats.external_prefix_cache_hits
+            assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
+
+    run(main())
+
+
 def test_an_idle_decode_engine_computes_prompts_itself() -> None:
     async def main() -> None:
         async with apart(P, D, pd=PdSettings()) as (rig, _):

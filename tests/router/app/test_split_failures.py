@@ -90,6 +90,23 @@ def test_an_answer_that_begins_after_the_lease_is_made_again(case: tuple[str, st
     run(main())
 
 
+@pytest.mark.parametrize("front", FRONTS)
+def test_an_answer_that_takes_longer_than_the_lease_is_not_made_again(front: str) -> None:
+    """Its prompt was fetched in time: the prefill engine has let no lease end."""
+
+    async def main() -> None:
+        alone = words(await told_alone(PATH, completion(1)))
+        lease: dict[str, Any] = {"lease_s": 2.0, "lease_margin_s": 1.5}
+        slow = {"decode_s_per_token": 0.45}
+        async with fronted(front, prefill={"kv_lease_s": 2.0}, decode=slow, **lease) as pair:
+            status, answer = await pair.ask(completion(1))
+            assert (status, words(answer)) == (200, alone)
+            stats = pair.stats
+            assert (stats.handoffs, stats.handoffs_spent, stats.answers_late) == (1, 0, 0)
+
+    run(main())
+
+
 def test_a_responses_stream_begins_with_its_first_token_not_with_its_name() -> None:
     """vLLM names a response before it has looked at its prompt."""
 

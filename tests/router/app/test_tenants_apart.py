@@ -1,4 +1,4 @@
-"""What one tenant can see of another, before a whole router: nothing of its responses, by any way."""
+"""Tenants before a whole router: nothing of one's responses is seen by another, by any way."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 from pathlib import Path
@@ -17,6 +18,7 @@ from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
+from router.http.tls import Certificates, TlsFiles, client_context, server_context
 from router.serve.check import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
@@ -76,6 +78,61 @@ def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path, tmp_p
             assert await chat(rig.url, trusting(pki, "other")) == 200, "the old one stays"
 
     run(main())
+
+
+@pytest.mark.parametrize("first", ["crt", "key"])
+@pytest.mark.parametrize("role", ["server", "client"])
+def test_a_pair_is_renewed_when_both_of_it_are_there(
+    pki: Path, tmp_path: Path, role: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until then handshakes have the old one: whichever file comes first, for listeners and for clients."""
+    other = "key" if first == "crt" else "crt"
+    for kind in ("crt", "key"):
+        shutil.copy(pki / f"server.{kind}", tmp_path / f"used.{kind}")
+    files = TlsFiles(str(tmp_path / "used.crt"), str(tmp_path / "used.key"), str(pki / "ca.crt"))
+    context = server_context(files, "a") if role == "server" else client_context(files, "a")
+    certificates = Certificates()
+    certificates.hold(context, files, "a")
+
+    async def main() -> None:
+        peer = "server" if role == "client" else "client"
+        trust = TlsFiles(str(pki / "ann.crt"), str(pki / "ann.key"), str(pki / "ca.crt"))
+        trust_next = msgspec.structs.replace(trust, ca=str(pki / "other.crt"))
+        make = server_context if peer == "server" else client_context
+        assert await shakes_hands(context, make(trust, "b"), role)
+        shutil.copy(pki / f"next.{first}", tmp_path / f"used.{first}")
+        for _ in range(3):
+            certificates.renew()
+            assert await shakes_hands(context, make(trust, "b"), role)
+        shutil.copy(pki / f"next.{other}", tmp_path / f"used.{other}")
+        certificates.renew()
+        assert await shakes_hands(context, make(trust_next, "b"), role)
+        assert not await shakes_hands(context, make(trust, "b"), role)
+
+    run(main())
+    assert capsys.readouterr().out.count("certificate not renewed") == 1
+
+
+async def shakes_hands(one: ssl.SSLContext, other: ssl.SSLContext, role: str) -> bool:
+    """Whether a connection between these two is made, and used."""
+    server, client = (one, other) if role == "server" else (other, one)
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(await reader.read(1))
+        writer.close()
+
+    listener = await asyncio.start_server(echo, "127.0.0.1", 0, ssl=server)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+            writer.write(b"x")
+            said = await reader.read(1)
+            writer.close()
+        except OSError:
+            return False
+    return said == b"x"
 
 
 def test_with_a_client_authority_nobody_else_is_heard(pki: Path) -> None:

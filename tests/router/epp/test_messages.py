@@ -268,3 +268,34 @@ def test_errors_say_why_a_request_was_dropped(error: errors.ApiError, reason: by
     assert told.get("x-llm-d-request-dropped-reason") == reason
     assert (found.status.code, found.body) == (error.status, error.body())
     assert "content-length" not in told
+
+
+def _nested(depth: int) -> bytes:
+    """Metadata whose subset hint is a text within so many lists."""
+    value = bytes_field(3, b"10.0.0.1:8000")
+    for _ in range(depth):
+        value = bytes_field(6, bytes_field(1, value))
+    member = bytes_field(1, bytes_field(1, b"endpoints") + bytes_field(2, value))
+    return bytes_field(1, bytes_field(1, m.SUBSET.encode()) + bytes_field(2, member))
+
+
+def test_lists_within_lists_are_read_to_a_depth() -> None:
+    assert m.endpoints(_nested(1), m.SUBSET, "endpoints") == ("10.0.0.1:8000",)
+    for depth in (20, 5000):
+        with pytest.raises(ProtobufError, match="deep"):
+            m.endpoints(_nested(depth), m.SUBSET, "endpoints")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\x08\x01" * 20_000,  # fields that are not known here
+        bytes_field(2, bytes_field(1, bytes_field(1, b"") * 20_000)),  # empty header fields
+        bytes_field(2, bytes_field(1, bytes_field(1, b"") * 3000) * 100),
+        bytes_field(8, bytes(200_000)) * 2,
+    ],
+    ids=["fields", "headers", "maps of headers", "metadata"],
+)
+def test_a_message_of_many_fields_is_refused(message: bytes) -> None:
+    with pytest.raises(ProtobufError, match="more than"):
+        m.read_request(message)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_gauges, read_transfers
+from router.fleet.gauges import read_asleep, read_emptied, read_gauges, read_transfers
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
@@ -355,6 +355,36 @@ def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:
             await until(lambda: bool(watch.fleet.ready(None)), "awake again")
 
     run(main())
+
+
+def test_an_engine_that_slept_between_two_looks_is_taken_for_empty() -> None:
+    """``/sleep`` and ``/wake_up``, or ``/release_kv_cache_memory``, called at the engine itself."""
+
+    async def main() -> None:
+        async with watching() as watch:
+            for operation, empties in (("wake", False), ("sleep", True), ("release_kv_cache_memory", True)):
+                for count in (3, 4):
+                    calls = (
+                        "vllm:sleep_mode_operation_duration_seconds_count"
+                        f'{{operation="{operation}"}} {count}.0\n'
+                    )
+                    text = calls.encode() + sleep_state(awake=1) + b"\n" + GAUGES
+                    watch.server.answers["/metrics"] = page(text)
+                    watch.listener.loads.clear()
+                    await watch.until(lambda: bool(watch.listener.loads))
+                assert bool(watch.listener.asleep) is empties
+                watch.listener.asleep.clear()
+                (status,) = watch.fleet
+                assert status.asleep is False
+                status.emptied = None
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf", "x"])
+def test_counts_of_calls_that_make_no_sense(value: str) -> None:
+    line = f'vllm:sleep_mode_operation_duration_seconds_count{{operation="sleep"}} {value}\n'
+    assert read_emptied(line.encode()) == 0
 
 
 def sleep_state(*, awake: int) -> bytes:

@@ -41,7 +41,7 @@ STAGES: dict[str, tuple[Script, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("how", ["close", "half-close", "reset"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_upstream_is_closed(stage: str, how: str) -> None:
     script, body = STAGES[stage]
@@ -56,6 +56,8 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
                 await reader.read(3)
             if how == "close":
                 writer.close()
+            elif how == "half-close":
+                writer.write_eof()
             else:
                 reset(writer)
             await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
@@ -68,6 +70,7 @@ def test_upstream_is_closed(stage: str, how: str) -> None:
             assert rig.stats.requests_active == 0
             assert rig.app.client.origin(engine.url).open == 0
             assert rig.planner.available(engine.url)
+            writer.close()
 
     run(main())
 

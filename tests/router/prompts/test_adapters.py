@@ -33,3 +33,17 @@ def test_who_was_given_a_dict_sees_the_next_configuration() -> None:
     assert (named, rest, soon) == ({}, {"tax": "/tax"}, {"sql": "/newer"})
     assert adapters.of("new") is soon
     assert adapters.of("m") is rest
+
+
+def test_what_one_unnamed_model_has_is_told_from_what_another_has() -> None:
+    """Their tokenizers may differ: an adapter's prompts are made with its own model's."""
+    adapters = AdapterPaths(CONFIGURED)
+    one, another = adapters.own("one"), adapters.own("another")
+    adapters.learn("one", {"law": "/law"})
+    adapters.learn("another", {"tax": "/tax"})
+    assert (one, another) == ({"law": "/law"}, {"tax": "/tax"})
+    assert adapters.own("m") is adapters.of("m")
+    adapters.keep("one", [])
+    assert (one, another) == ({}, {"tax": "/tax"})
+    adapters.configure({ANY_MODEL: {"sql": "/here"}})
+    assert (one, another) == ({"sql": "/here"}, {"sql": "/here"})

@@ -90,9 +90,7 @@ def members(draw: st.DrawFn) -> str:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.lists(members(), max_size=8), st.integers(2, 60))
-def test_however_keys_are_written_a_large_body_is_looked_at_as_a_small_one(
-    found: list[str], window: int
-) -> None:
+def test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys(found: list[str], window: int) -> None:
     body = ("{" + ",".join(found) + "}").encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outline, "_WINDOW_BYTES", window)

@@ -436,3 +436,40 @@ def test_a_client_cannot_send_an_endpoint_to_rest_with_nothing() -> None:
     for empty in ("", None, []):
         read(side, {"prompt": empty}, "/v1/completions")
     assert engine.paths == []
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    """Nobody is asked for the tokens of a prompt that has them."""
+    bare = reader({"*": ModelPrompts()})
+    ids = list(range(100))
+    for fields, wanted, prompts in (
+        ({"prompt": ids}, ids, 1),
+        ({"prompt": [ids, [1, 2]]}, ids, 2),
+        ({"prompt": ids, "truncate_prompt_tokens": 10}, ids[-10:], 1),
+        ({"prompt": ids, "truncate_prompt_tokens": 10, "truncation_side": "right"}, ids[:10], 1),
+    ):
+        found = read(bare, {"model": "m", **fields}, COMPLETION)
+        assert isinstance(found, Prompt)
+        assert (list(found.token_ids), found.num_prompts, found.source) == (wanted, prompts, "local")
+    salted = read(bare, {"model": "m", "prompt": ids, "cache_salt": "tenant"}, COMPLETION)
+    assert isinstance(salted, Prompt)
+    assert salted.extras.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt": "text"}, "no_tokenizer"),
+        ({"prompt": ["text"]}, "no_tokenizer"),
+        ({"prompt": [1, 2], "suffix": "x"}, "field"),
+        ({"prompt": [1, -2]}, "field"),
+        ({"prompt": [1, 2], "prompt_embeds": "x"}, "embeds"),
+        ({"prompt": [1, 2], "truncate_prompt_tokens": -1}, "truncation"),
+        ({"prompt": []}, "empty"),
+    ],
+)
+def test_what_is_not_all_token_ids_is_asked_for(fields: dict[str, Any], reason: str) -> None:
+    bare = reader({"*": ModelPrompts()})
+    found = read(bare, {"model": "m", **fields}, COMPLETION)
+    assert isinstance(found, TextAffinity)
+    assert found.reason == reason

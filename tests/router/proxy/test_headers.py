@@ -165,3 +165,10 @@ def test_what_is_said_twice_is_read_twice() -> None:
     call = run(_seen("connection: x-one", "x-one: 1", "connection: x-two", "x-two: 2"))
     assert "x-one" not in call.head
     assert "x-two" not in call.head
+
+
+def test_engines_are_asked_for_answers_that_are_not_packed() -> None:
+    """Of a packed answer the usage cannot be read, and tenants are charged by it."""
+    for fields in (["accept-encoding: gzip, br"], ["connection: accept-encoding", "accept-encoding: br"], []):
+        call = run(_seen(*fields))
+        assert [value for name, value in call.head.fields if name == "accept-encoding"] == ["identity"]

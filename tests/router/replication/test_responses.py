@@ -1,4 +1,4 @@
-"""Which engine holds a response, and whose it is, between replicas: found, and forged by nobody."""
+"""Which engine holds a response, and whose it is, between replicas: found, and not to be forged."""
 
 from __future__ import annotations
 

@@ -72,7 +72,11 @@ def test_the_pool_and_the_load_are_said_as_they_are(capsys: pytest.CaptureFixtur
     busy = {
         arm["policy"]: f"{arm['policy']} {100 * arm['mean']['busy_share']:.0f} %" for arm in report["arms"]
     }
-    assert f"busy with prompts: {busy['kvatlas']}, {busy['round-robin']}" in out
+    assert "85 % of the time in which requests come" in out
+    assert (
+        f"Busy with prompts, of the whole run until the last answer: {busy['kvatlas']}, {busy['round-robin']}"
+        in out
+    )
 
 
 def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_curves() -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from router.http.deadlines import NEVER
+from router.http.descriptors import is_last
 from router.http.server.capacity import PROBE_PATHS, client_of
 from router.http.server.config import ListenConfig
 from router.http.server.connection.exchange import Exchange, error_answer
@@ -76,6 +77,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.stats.connections += 1
+        self.stats.descriptor_shortages += is_last(transport.get_extra_info("socket"))
         self._client = client_of(transport.get_extra_info("peername"))
         self._spare = not self.capacity.enter(self._client)
         if self._spare:
@@ -101,7 +103,8 @@ class ClientConnection(asyncio.Protocol):
         self.resume_writing()
 
     def eof_received(self) -> None:
-        # A client that closed its sending side waits for no answer: nobody but broken scripts does that.
+        # A client that left and one that closed its sending side alone look alike until the answer is written
+        # (FIN): following the second would let engines compute whole answers for the first.
         self._leave()
 
     def data_received(self, data: bytes) -> None:

@@ -15,7 +15,7 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Tokenizer and chat template against the engine's ``/tokenize``."""
     if not engine.server.models:
         return
-    if engine.model_config.tokenizer is None:
+    if not engine.tokenizer:
         yield _no_tokenizer(engine)
         return
     for result in engine.parity:
@@ -23,7 +23,7 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
             yield _difference(result, engine.time_zone)
     alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
     if alike:
-        yield ok(f"the same tokens here and there: {', '.join(alike)}")
+        yield ok(f"the same tokens here ({engine.tokenizer}) and there: {', '.join(alike)}")
     for result in engine.parity:
         yield from _not_compared(result)
     if engine.time_zone is not None and engine.model_config.time_zone is None:
@@ -38,13 +38,20 @@ def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
     """The doctor has none. A router that was asked has said whether it has one."""
     compare = "give the doctor --tokenizer (or the router's --config): the directory the engine loaded"
     known = engine.router_tokenizers
+    library = None if known is None else known.get(engine.base_model or ANY_MODEL, known.get(ANY_MODEL))
+    problem = engine.tokenizer_problem
+    if problem is not None and library is None:
+        return warning(
+            f"no tokenizer: {problem}",
+            f"{problem.reason}: an engine is asked for the tokens of each prompt, a round trip each",
+            problem.remedy,
+        )
     if known is None:
         return info(
             "no tokenizer given: nothing compared",
             "a router without one asks an engine for the tokens of each prompt: a round trip each",
             f"{compare} its tokenizer from",
         )
-    library = known.get(engine.base_model or ANY_MODEL, known.get(ANY_MODEL))
     if library is not None:
         return info(
             f"nothing compared: the router tokenizes with {library}, the doctor was given no tokenizer",

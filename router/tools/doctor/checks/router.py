@@ -188,6 +188,20 @@ def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
     return {k: v for k, v in receipts.items() if isinstance(v, int)} if isinstance(receipts, dict) else {}
 
 
+def _unread(router: RouterEvidence) -> Iterator[CheckResult]:
+    """Models whose prompts are made by asking engines, as ``/ready`` says."""
+    told = router.ready.json(dict[str, Any]) or {}
+    prompts = told.get("prompts")
+    for model, one in prompts.items() if isinstance(prompts, dict) else ():
+        if isinstance(one, dict) and one.get("problem"):
+            yield warning(
+                f"{model}: engines are asked for the tokens of its prompts ({one.get('reason')})",
+                str(one["problem"]),
+                str(one.get("remedy")),
+                subject=router.url,
+            )
+
+
 def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
     """What only the router's metrics page shows."""
     page = router.metrics_answer.body.decode("utf-8", "replace") if router.metrics_answer.ok else ""
@@ -221,7 +235,7 @@ _SELDOM_SHARE = 0.05
 """Below this share of an API's requests, prompts that are not read here are nothing to act on."""
 _RENDER = "give a render server (--renderer: vllm launch render) beside the router"
 _READING_REMEDIES = {
-    "no_tokenizer": "configure the model's tokenizer directory (--tokenizer, models.NAME.tokenizer)",
+    "no_tokenizer": "tokens.parity and the router's /ready say why its tokenizer is not used",
     "no_template": "give the model's chat template (models.NAME.chat_template)",
     "model_unknown": "name the model in [models], or give a tokenizer for all",
     "lora_path_unknown": "name the adapter's path (models.NAME.lora_paths)",
@@ -243,7 +257,10 @@ _OTHERWISE = f"{_RENDER}; docs/exactness.md says what is read here"
 def prompts(seen: Evidence) -> Iterator[CheckResult]:
     """Which share of each API's requests is placed by exact tokens, and what would raise it."""
     router = seen.router
-    if router is None or not router.metrics_answer.ok:
+    if router is None:
+        return
+    yield from _unread(router)
+    if not router.metrics_answer.ok:
         return
     reads: dict[str, dict[str, float]] = {}
     reasons: dict[str, float] = {}

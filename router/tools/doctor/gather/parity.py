@@ -6,37 +6,13 @@ from typing import Any
 
 import msgspec
 
-from router.openai.apis import CHAT, COMPLETION
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
+from router.prompts.origin.probes import PROBES, first_difference, probe_path
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.tools.doctor.evidence import PromptParity
 from router.tools.doctor.gather.http import Http, HttpAnswer
-
-_ODD = "naïve café 你好 🙂 x==1\n\n\tdef f(): return '<&>'  3.14159 ..."
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-PROBES: dict[str, dict[str, Any]] = {
-    "chat": {"messages": [_user("Hello, how are you?")]},
-    "chat with system": {
-        "messages": [{"role": "system", "content": " Be brief. "}, _user(_ODD)],
-    },
-    "chat of three turns": {
-        "messages": [
-            _user("What is 2 + 2?"),
-            {"role": "assistant", "content": "It is 4. "},
-            _user("And\nthat doubled?"),
-        ]
-    },
-    "completion": {"prompt": "Once upon a time there was"},
-    "completion, odd text": {"prompt": f"  {_ODD}\n"},
-}
-"""Request bodies without ``model``."""
 
 
 class _Tokenized(msgspec.Struct):
@@ -45,9 +21,8 @@ class _Tokenized(msgspec.Struct):
 
 def inbound(model: str, body: dict[str, Any]) -> InboundRequest:
     """The request as the router would receive it."""
-    path = CHAT if "messages" in body else COMPLETION
     encoded = msgspec.json.encode({"model": model, **body})
-    return InboundRequest("POST", path, b"", [], encoded, model)
+    return InboundRequest("POST", probe_path(body), b"", [], encoded, model)
 
 
 async def compare(reader: PromptReader, http: Http, base_url: str, model: str) -> list[PromptParity]:
@@ -99,11 +74,3 @@ def _theirs(answer: HttpAnswer) -> tuple[list[int] | None, str]:
         return None, answer.what
     tokenized = answer.json(_Tokenized)
     return (None, "an answer without tokens") if tokenized is None else (tokenized.tokens, "")
-
-
-def first_difference(ours: list[int], theirs: list[int]) -> int | None:
-    """Index of the first token that differs, or where the shorter one ends; None where equal."""
-    if ours == theirs:
-        return None
-    pairs = zip(ours, theirs, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))

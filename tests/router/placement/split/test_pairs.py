@@ -50,6 +50,17 @@ def test_sequences_that_would_be_held_up_send_the_prompt_elsewhere() -> None:
     assert found.remote_s < found.local_s
 
 
+def test_sequences_at_the_prefill_engine_are_held_up_too() -> None:
+    """One that does both decodes as well: where more of them run there, the prompt stays."""
+    decode = [side("d", running=2)]
+    idle, held_up = (planned(decode, [side("p", running=count)]) for count in (0, 3))
+    assert (partner(idle), partner(held_up)) == ("p", None)
+    assert idle.remote_s is not None
+    assert held_up.remote_s is not None
+    prefill_s = held_up.cost.prefill_s
+    assert held_up.remote_s - idle.remote_s == pytest.approx(3 * PD.decode_delay_weight * prefill_s)
+
+
 def test_sequences_that_wait_are_held_up_by_nothing_but_their_queue() -> None:
     plain = planned([side("d", running=1)], [side("p", running=1)])
     waiting = planned([side("d", running=1, waiting=9)], [side("p", running=1, waiting=9)])

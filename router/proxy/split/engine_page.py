@@ -1,4 +1,4 @@
-"""Asks a Mooncake bootstrap server which engine is there, over the proxy's own connections."""
+"""Reads a page of an engine, or of the bootstrap server beside it, over the proxy's own connections."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ _TIMEOUT_S = 5.0
 _ANSWER_BYTES_MAX = 1 << 20
 
 
-class Bootstrap:
+class EnginePage:
     """Implements ``router.pd.transfer.Query``."""
 
-    def __init__(self, client: UpstreamClient) -> None:
+    def __init__(self, client: UpstreamClient, path: bytes) -> None:
         self._client = client
+        self._path = path
 
     async def __call__(self, base_url: str) -> bytes:
         """See ``Query``."""
         origin = self._client.origin(base_url)
-        head = request_head("GET", b"/query", origin.host_header, [], own=(), length=None)
+        head = request_head(
+            "GET", origin.path_prefix + self._path, origin.host_header, [], own=(), length=None
+        )
         try:
             answer = await self._client.exchange(origin, "GET", head, b"", _TIMEOUT_S)
         except UpstreamError as error:

@@ -1,0 +1,316 @@
+"""Finds the tokenizer of every model that engines serve and nothing is configured for, and keeps it right.
+
+Per base model: the sources that its engines name (or the configured repository) are tried in turn; what loads
+is compared with each server's own tokens, and used where all agree (``probes.py``). Then the first prompts of
+clients are compared too. Until that, and where anything fails, engines are asked for the tokens as without a
+tokenizer. A server that comes, comes back or shows another card is compared before anything else; where it
+differs, everything begins again.
+
+Always true: what is in use agreed with every server that is up, as far as it was compared. One task per
+model, one comparison per server at a time; all on the event loop, fetching and loading in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import structlog
+
+from router.fleet.status import Fleet
+from router.openai.errors import ApiError
+from router.prompts.config import ModelPrompts, PromptSettings
+from router.prompts.origin.locate import Located, Locator
+from router.prompts.origin.model_config import attention_chunk_size
+from router.prompts.origin.probes import compare, compare_one
+from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
+from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
+from router.prompts.remote.engine_side import EngineSide, Post
+from router.prompts.request import NotLocalError
+from router.prompts.stats import PromptStats
+
+_log = structlog.get_logger()
+
+_LOOK_S: Final = 0.25
+"""Between two looks at the fleet; each costs a few microseconds while nothing changed."""
+_RETRY_S_MAX: Final = 600.0
+_COMPARED_AT_ONCE: Final = 8
+_COMPARE_TIMEOUT_S: Final = 10.0
+_FIRST_PROMPTS: Final = 4
+"""Of each model: compared after it is in use."""
+
+
+class ModelOrigin(msgspec.Struct):
+    """How the prompts of one model are read, for ``/ready`` and ``doctor``."""
+
+    how: str
+    """``here``, or ``engine`` while the tokenizer is looked for or cannot be used."""
+    source: str = ""
+    """The directory, or the repository and its commit."""
+    by: str = ""
+    """The library that tokenizes."""
+    reason: str = ""
+    """Why an engine is asked: ``looking``, or a reason of ``kvatlas_prompts_tokenizer_failures_total``."""
+    problem: str = ""
+    remedy: str = ""
+
+
+class _Server(NamedTuple):
+    """An engine's server as it was compared: another card is to be compared again."""
+
+    base_url: str
+    root: str
+    max_model_len: int | None
+
+
+class _Model:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.origin = ModelOrigin("engine", reason="looking")
+        self.local: LocalModel | None = None
+        self.agreed: set[_Server] = set()
+        self.seen: frozenset[_Server] | None = None
+        self.tries = 0
+        self.retry_at: float | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.logged = ""
+
+
+class TokenizerFinder:
+    """``setting_of`` gives the configured ``tokenizer`` of a served model and how its prompts are made;
+    ``post`` asks engines in the router's name; ``chunk_size_found`` hears what a model's files say of chunked
+    local attention."""
+
+    def __init__(
+        self,
+        fleet: Fleet[Any],
+        reader: PromptReader,
+        settings: PromptSettings,
+        post: Post,
+        *,
+        setting_of: Callable[[str], tuple[str, ModelPrompts]],
+        chunk_size_found: Callable[[str, int | None], None] = lambda _model, _tokens: None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._fleet = fleet
+        self._reader = reader
+        self._settings = settings
+        self._setting_of = setting_of
+        self._chunk_size_found = chunk_size_found
+        self._clock = clock
+        self._locator = Locator(settings)
+        patient = msgspec.structs.replace(settings, engine_timeout_s=_COMPARE_TIMEOUT_S)
+        self._side = EngineSide(post, patient, PromptStats(), clock)  # these are no prompts of clients
+        self._models: dict[str, _Model] = {}
+        self._again = False
+        self._first: asyncio.Queue[ReadHere] = asyncio.Queue(maxsize=_FIRST_PROMPTS)
+
+    def origins(self) -> dict[str, ModelOrigin]:
+        """Of every base model that is served."""
+        return {name: self._origin(name) for name in sorted(self._served())}
+
+    def _origin(self, name: str) -> ModelOrigin:
+        if name in self._models:
+            return self._models[name].origin
+        source = parse_source(self._setting_of(name)[0])
+        library = self._reader.tokenized_by(name)
+        if library is not None:
+            return ModelOrigin("here", source.name, library)
+        return ModelOrigin("engine", reason="off" if source.kind == "off" else "looking")
+
+    def _served(self) -> set[str]:
+        return {engine.base_model for engine in self._fleet if engine.base_model is not None}
+
+    def forget(self) -> None:
+        """Another configuration is running: begin again."""
+        for name in list(self._models):
+            self._drop(name)
+
+    async def run(self) -> None:
+        """Look, until cancelled."""
+        changes = -1
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._compare_first())
+            while True:
+                due = any(self._is_due(model) for model in self._models.values())
+                if due or self._again or changes != self._fleet.changes or not self._models:
+                    changes, self._again = self._fleet.changes, False
+                    self._look(tasks)
+                await asyncio.sleep(_LOOK_S)
+
+    def _is_due(self, model: _Model) -> bool:
+        return model.retry_at is not None and self._clock() >= model.retry_at
+
+    def _look(self, tasks: asyncio.TaskGroup) -> None:
+        served = self._served()
+        for name in self._models.keys() - served:
+            self._drop(name)
+        for name in sorted(served):
+            source = parse_source(self._setting_of(name)[0])
+            servers = frozenset(self._servers(name))
+            if source.kind in {"off", "directory"} or not servers:
+                continue
+            model = self._models.setdefault(name, _Model(name))
+            model.agreed &= servers  # one that went is compared again when it is back
+            if model.task is not None:
+                self._again |= servers != model.seen
+                continue
+            if servers == model.seen and not self._is_due(model):
+                continue
+            if servers != model.seen:
+                model.tries = 0
+            model.seen, model.retry_at = servers, None
+            model.task = tasks.create_task(self._settle(model, source, sorted(servers, key=str)))
+
+    def _servers(self, name: str) -> list[_Server]:
+        found = []
+        for engine in self._fleet.ready(name):
+            if engine.base_model == name:
+                card = next(card for card in engine.models if card.id == name)
+                found.append(_Server(engine.engine.base_url, card.root or "", card.max_model_len))
+        return found
+
+    def _drop(self, name: str) -> None:
+        model = self._models.pop(name)
+        if model.task is not None:
+            model.task.cancel()
+        self._reader.use(name, None)
+
+    async def _settle(self, model: _Model, configured: TokenizerSource, servers: list[_Server]) -> None:
+        try:
+            if model.local is not None:
+                try:
+                    await self._compare(model, model.local, servers, must=False)
+                except TokenizerProblem as problem:  # as it is now, perhaps of another revision: look again
+                    self._ask_engines(model, problem)
+                else:
+                    return
+            await self._find(model, configured, servers)
+        except TokenizerProblem as problem:
+            self._ask_engines(model, problem)
+        except Exception as error:  # noqa: BLE001  # files of others, in the hands of several packages
+            _log.exception("a model's tokenizer cannot be used", model=model.name)
+            seen = f"{type(error).__name__}: {error}"
+            self._ask_engines(model, TokenizerProblem("unusable", seen, "report it"))
+        finally:
+            model.task = None
+
+    async def _find(self, model: _Model, configured: TokenizerSource, servers: list[_Server]) -> None:
+        """Find, load, compare and use. Raises ``TokenizerProblem``: that of the last source."""
+        roots = Counter(server.root for server in servers)
+        auto = configured.kind == "auto"
+        by_share = sorted(roots, key=lambda root: (-roots[root], root))
+        problem: TokenizerProblem | None = None
+        for source in map(named_by_engine, by_share) if auto else [configured]:
+            try:
+                located = await self._locator.locate(source)
+                prompts, local = await self._load(model.name, located, servers)
+                model.agreed.clear()
+                await self._compare(model, local, servers, must=auto)
+            except TokenizerProblem as found:
+                self._reader.stats.tokenizer_failures[found.reason] += 1
+                problem = found
+                continue
+            self._use(model, prompts, local, located)
+            self._chunk_size_found(model.name, await asyncio.to_thread(attention_chunk_size, located.folder))
+            return
+        if problem is not None:
+            raise problem
+
+    async def _load(
+        self, name: str, located: Located, servers: list[_Server]
+    ) -> tuple[ModelPrompts, LocalModel]:
+        lengths = [server.max_model_len for server in servers if server.max_model_len is not None]
+        prompts = msgspec.structs.replace(
+            self._setting_of(name)[1],
+            tokenizer_dir=str(located.folder),
+            max_model_len=min(lengths, default=None),
+        )
+        try:
+            local = await asyncio.to_thread(self._reader.load, prompts)
+        except (ModelDirError, OSError) as error:
+            raise TokenizerProblem(
+                "unusable", f"{located.shown}: {error}", "give --tokenizer with one that can be read"
+            ) from None
+        if local.renderer.unreadable is not None:
+            # Completions are made here all the same; doctor says what chats need (tokens.family).
+            _log.info("chats of a model are left to its engines", model=name, why=local.renderer.unreadable)
+        return prompts, local
+
+    async def _compare(self, model: _Model, local: LocalModel, servers: list[_Server], *, must: bool) -> None:
+        """Every server that did not agree yet. ``must``: one of them has to say its tokens."""
+        limit = asyncio.Semaphore(_COMPARED_AT_ONCE)
+
+        async def one(server: _Server) -> int:
+            async with limit:
+                same = await compare(local, self._side, server.base_url, model.name)
+            if same:
+                model.agreed.add(server)
+            return same
+
+        pending = [server for server in servers if server not in model.agreed]
+        results = await asyncio.gather(*map(one, pending), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        if must and not model.agreed:
+            raise TokenizerProblem(
+                "not_compared",
+                "no engine says what its tokens are: /tokenize does not answer",
+                "let the router reach /tokenize, or give --tokenizer ORG/NAME or DIR to use it uncompared",
+            )
+
+    def _use(self, model: _Model, prompts: ModelPrompts, local: LocalModel, located: Located) -> None:
+        self._reader.use(model.name, (prompts, local), watch=(_FIRST_PROMPTS, self._read_here))
+        model.local, model.tries, model.logged = local, 0, ""
+        model.origin = ModelOrigin("here", located.shown, local.by(chat=True))
+        self._reader.stats.tokenizers_found += 1
+        _log.info("tokenizer", model=model.name, source=located.shown, library=local.tokenizer.name)
+
+    def _ask_engines(self, model: _Model, problem: TokenizerProblem) -> None:
+        if model.local is not None:
+            self._reader.use(model.name, None)
+            self._reader.stats.tokenizer_failures[problem.reason] += 1
+            model.local = None
+            model.agreed.clear()
+        model.origin = ModelOrigin(
+            "engine", reason=problem.reason, problem=str(problem), remedy=problem.remedy
+        )
+        if problem.may_pass:
+            wait = self._settings.hub_retry_s * 2**model.tries
+            model.tries = min(model.tries + 1, 16)
+            model.retry_at = self._clock() + min(wait, _RETRY_S_MAX)
+        if model.logged != str(problem):
+            model.logged = str(problem)
+            _log.warning(
+                "engines are asked for the tokens of a model's prompts",
+                model=model.name,
+                reason=problem.reason,
+                why=str(problem),
+                remedy=problem.remedy,
+            )
+
+    def _read_here(self, read: ReadHere) -> None:
+        if not self._first.full():
+            self._first.put_nowait(read)
+
+    async def _compare_first(self) -> None:
+        """Prompts of clients, one after the other."""
+        while True:
+            read = await self._first.get()
+            model = self._models.get(read.model)
+            servers = self._servers(read.model)
+            if model is None or model.local is None or not servers:
+                continue
+            local, url = model.local, servers[0].base_url
+            try:
+                await compare_one(local, self._side, url, read.path, read.body, read.ids, "first prompts")
+            except TokenizerProblem as problem:
+                if model.local is local:
+                    self._ask_engines(model, problem)
+            except (NotLocalError, ApiError):
+                pass

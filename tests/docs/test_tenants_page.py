@@ -1,0 +1,71 @@
+"""Each line of the page's table of what a tenant can do is held by tests, which are named here."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.support.paths import ROOT
+
+HELD_BY = {
+    "models listed": "app/test_keys.py::test_models_are_listed_for_those_who_may_use_them",
+    "models asked for": (
+        "app/test_keys.py::test_each_refusal_as_the_openai_client_sees_it "
+        "proxy/test_forms.py::test_an_upload_goes_to_an_engine_that_serves_its_model"
+    ),
+    "a model's name hidden": (
+        "prompts/test_large_bodies.py::test_no_spelling_hides_a_model_in_a_body_above_4_mib "
+        "prompts/test_large_bodies.py::test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys "
+        "openai/test_forms.py::test_what_parsers_read_differently_is_refused"
+    ),
+    "responses (`/v1/responses`)": (
+        "app/test_tenants_apart.py::test_a_response_is_there_for_its_tenant_alone "
+        "app/test_tenants_apart.py::test_no_spelling_of_a_path_or_body_gets_at_a_response "
+        "replication/test_responses.py::test_a_response_is_found_by_another_replica_for_its_tenant_alone "
+        "workers/test_workers.py::test_a_response_is_found_by_the_successor_of_a_worker"
+    ),
+    "an id of its own choice": (
+        "app/test_tenants_apart.py::test_no_spelling_of_a_path_or_body_gets_at_a_response "
+        "placement/test_responses.py::test_a_response_stays_with_the_tenant_it_was_first_seen_of"
+    ),
+    "files, batches, conversations, stored chats": (
+        "app/test_tenants_apart.py::test_what_engines_do_not_keep_apart_by_key_is_refused"
+    ),
+    "keys": "app/test_keys.py::test_engines_get_the_routers_key_and_not_the_clients",
+    "caches": "prompts/test_affinity.py::test_form_does_not_matter_but_content_does",
+    "requests": (
+        "admission/test_tenants.py::test_requests_a_minute_then_429_with_the_time_until_the_next "
+        "workers/test_gossip.py::test_limits_of_a_tenant_hold_for_all_workers_together "
+        "replication/test_limits.py::test_two_routers_give_one_limit"
+    ),
+    "prompt tokens": "app/test_keys.py::test_every_api_is_charged_by_what_the_engine_reports_else_by_size",
+    "what no engine answered": (
+        "admission/test_tenants.py::test_what_no_engine_answered_is_refunded "
+        "app/test_keys.py::test_what_engines_refuse_costs_no_tokens"
+    ),
+    "places": (
+        "admission/test_peers.py::test_no_request_stays_active_and_none_is_forgotten "
+        "workers/test_gossip.py::test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor"
+    ),
+    "its share of busy engines": (
+        "admission/queue/test_fair.py::test_requests_that_were_charged_nowhere_give_nothing_back"
+    ),
+    "`priority` of engines": "app/test_keys.py::test_no_priority_is_above_the_tenants_class",
+    "transfer parameters": (
+        "proxy/test_screen.py::test_neither_kind_of_transfer_reaches_an_engine "
+        "proxy/test_forms.py::test_what_must_not_reach_engines_is_refused_in_forms_too"
+    ),
+    "another tenant's limits": (
+        "replication/test_limits.py::test_what_no_replica_writes_is_refused_and_counted"
+    ),
+}
+
+
+def test_each_line_is_held_by_tests_that_exist() -> None:
+    text = (ROOT / "docs/tenants.md").read_text(encoding="utf-8")
+    table = text[text.index("| thing | rule |") :].split("\n\n")[0].splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in table] == list(HELD_BY)
+    for tests in HELD_BY.values():
+        for test in tests.split():
+            file, _, name = test.partition("::")
+            tree = ast.parse((ROOT / "tests/router" / file).read_text(encoding="utf-8"))
+            assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test

@@ -1,0 +1,170 @@
+"""Requests without a first byte are given to another engine when theirs goes down, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import msgspec
+import pytest
+
+from router.config.schema import Config, ModelConfig
+from router.fleet.desired import DesiredFleet
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
+from router.prompts.config import ANY_MODEL
+from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
+from tests.support.waiting import run, until
+from tests.support.whole_router import Rig, configure, routing
+
+FLEET = FleetSettings(
+    poll_interval_s=1000.0, poll_down_interval_s=1000.0, gauge_interval_s=0.05, poll_timeout_s=0.2
+)
+"""Polls come by themselves once only: what follows is for the requests that wait."""
+_CARDS = msgspec.json.encode({"object": "list", "data": [{"id": "m"}]})
+BODY = {"model": "m", "prompt": "x", "max_tokens": 1}
+
+
+class Stoppable:
+    """A script: hangs in everything while ``stopped``, in completions alone while ``slow``."""
+
+    def __init__(self) -> None:
+        self.stopped = self.slow = False
+        self.completions = 0
+
+    async def __call__(self, engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
+        path = call.head.first[1]
+        if path == "/v1/completions":
+            self.completions += 1
+        if self.stopped or (self.slow and path == "/v1/completions"):
+            await engine.go.wait()
+        if path == "/v1/models":
+            writer.write(answer(200, _CARDS))
+        elif path == "/v1/completions" and b'"stream"' in call.body:
+            writer.write(SSE_HEAD + chunk(event("x") + DONE) + END)
+        elif path == "/v1/completions":
+            writer.write(answer(200, b'{"choices": []}', "content-type: application/json"))
+        else:
+            writer.write(answer(404, b""))
+
+
+def _config(*engines: Engine) -> Config:
+    addresses = [EngineAddress(engine.url) for engine in engines]
+    return configure(*addresses, fleet=FLEET, models={ANY_MODEL: ModelConfig()})
+
+
+async def _spread(rig: Rig, scripts: list[Stoppable], **more: bool) -> list[asyncio.Task[tuple[int, object]]]:
+    """Requests under way until each engine has one; the tasks."""
+    tasks = []
+    while not all(script.completions for script in scripts):
+        seen = sum(script.completions for script in scripts)
+        tasks.append(asyncio.create_task(rig.ask("POST", "/v1/completions", BODY | more)))
+        await until(partial(_more_than, seen, scripts), "it is at an engine")
+    return tasks
+
+
+def _more_than(seen: int, scripts: list[Stoppable]) -> bool:
+    return sum(script.completions for script in scripts) > seen
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=["whole", "stream"])
+@pytest.mark.parametrize("how", ["polled", "removed", "breaker"])
+def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str, bool]) -> None:
+    async def main() -> None:
+        scripts = [Stoppable(), Stoppable()]
+        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+            for script in scripts:
+                script.slow = True
+            tasks = await _spread(rig, scripts, **more)
+            lost, fleet = rig.router.fleet.get(one.url), rig.router.fleet
+            assert lost is not None
+            scripts[1].slow = False
+            two.go.set()
+            await until(lambda: len(lost.waiting) == sum(not task.done() for task in tasks))
+            waited = len(lost.waiting)
+            assert waited > 0
+            if how == "polled":
+                lost.up = False
+                rig.router.following.engine_down(lost)
+            elif how == "removed":
+                assert rig.router.poller is not None
+                rig.router.poller.assign(DesiredFleet((EngineAddress(two.url),)))
+                assert [engine.engine_id for engine in fleet] == [two.url]
+            else:
+                for _ in range(3):
+                    lost.breaker.record(False, rig.router.clock())
+            for task in tasks:
+                assert (await task)[0] == 200
+            stats = rig.router.proxy.stats
+            assert (stats.requests_moved, stats.retries) == (waited, waited)
+            assert stats.engines_broken == stats.requests_quarantined == 0  # no request is blamed
+            assert not lost.waiting
+            rig.check_books()
+
+    run(main())
+
+
+def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_by_slow_ones() -> None:
+    async def main() -> None:
+        scripts = [Stoppable(), Stoppable()]
+        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+            lost = rig.router.fleet.get(one.url)
+            assert lost is not None
+            for script in scripts:
+                script.slow = True
+            tasks = await _spread(rig, scripts, stream=True)
+            polls = sum(call.head.first[1] == "/v1/models" for call in one.calls)
+            await until(
+                lambda: sum(call.head.first[1] == "/v1/models" for call in one.calls) > polls + 2,
+                "requests that wait longer than expected have it polled",
+            )
+            assert lost.up  # a long prefill: polls are answered
+            assert rig.router.proxy.stats.requests_moved == 0
+            scripts[1].slow = False
+            two.go.set()
+            scripts[0].stopped = True
+            for task in tasks:
+                assert (await task)[0] == 200
+            assert not lost.up
+            assert lost.silent
+            assert rig.router.proxy.stats.requests_moved >= 1
+
+    run(main())
+
+
+def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
+    async def main() -> None:
+        script = Stoppable()
+        async with Engine(script) as one, routing(_config(one)) as rig:
+            (engine,) = rig.router.fleet
+            script.slow = True
+            (task,) = await _spread(rig, [script])
+            engine.up, engine.silent = False, True
+            rig.router.following.engine_down(engine)
+            assert len(engine.waiting) == 1
+            one.go.set()
+            assert (await task)[0] == 200
+            assert rig.router.proxy.stats.requests_moved == 0
+
+    run(main())
+
+
+def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> None:
+    async def main() -> None:
+        scripts = [Stoppable(), Stoppable()]
+        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+            lost = rig.router.fleet.get(one.url)
+            assert lost is not None
+            for script in scripts:
+                script.slow = True
+            tasks = await _spread(rig, scripts)
+            for task in tasks:
+                task.cancel()
+            await until(lambda: rig.router.proxy.stats.clients_gone == len(tasks), "seen to have left")
+            lost.up = False
+            rig.router.following.engine_down(lost)
+            await until(lambda: rig.idle)
+            assert rig.router.proxy.stats.requests_moved == 0
+            rig.check_books()
+
+    run(main())

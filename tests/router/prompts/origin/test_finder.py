@@ -1,0 +1,311 @@
+"""A router whose engines name what they serve: nothing configured, prompts read here once that is proven."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from huggingface_hub import constants
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.groups import GroupSpec
+from router.config.schema import Config, ModelConfig
+from router.fleet.identity import EngineAddress
+from router.prompts.config import ANY_MODEL, PromptSettings
+from router.prompts.origin.finder import ModelOrigin
+from router.prompts.origin.model_config import attention_chunk_size
+from router.tools.explain.prompt import PromptError, read_prompt
+from tests.support.front import fronting
+from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+
+NAME = "org/model"
+NAMED = {"root": NAME}
+LOCAL = {"root": str(DEMO_TOKENIZER_DIR)}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with stand_in_hub() as served:
+        served.repositories[NAME] = repository_of(Path(DEMO_TOKENIZER_DIR))
+        yield served
+
+
+def settings(hub: StandInHub | None) -> PromptSettings:
+    return PromptSettings(hub_endpoint="http://127.0.0.1:9" if hub is None else hub.url, hub_retry_s=0.2)
+
+
+def auto(
+    *engines: Any, hub: StandInHub | None = None, tokenizer: str | None = None, **changes: Any
+) -> Config:
+    models = {} if tokenizer is None else {ANY_MODEL: ModelConfig(tokenizer=tokenizer)}
+    return configure(*engines, models=models, prompts=settings(hub, **changes))
+
+
+async def origin(rig: Rig, how: str, reason: str = "") -> ModelOrigin:
+    """How the model's prompts are read, once that is so."""
+
+    def found() -> bool:
+        one = rig.router.finder.origins().get(MODEL)
+        return one is not None and (one.how, one.reason) == (how, reason)
+
+    await until(found, lambda: f"{how} {reason}: {rig.router.finder.origins()}")
+    return rig.router.finder.origins()[MODEL]
+
+
+def other_tokenizer(folder: Path) -> Path:
+    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
+    file = folder / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["model"]["merges"] = fields["model"]["merges"][:1000]
+    file.write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("root", ["directory", "repository"])
+def test_an_engine_is_all_that_is_given(hub: StandInHub, root: str) -> None:
+    named = LOCAL if root == "directory" else NAMED
+
+    async def main() -> None:
+        async with running(named) as engines, routing(auto(*engines, hub=hub)) as rig:
+            one = await origin(rig, "here")
+            assert one.source.startswith(named["root"])
+            for _ in range(2):
+                await rig.chat(TEXT * 30)
+                await rig.caught_up(*engines)
+            assert rig.router.reader.stats.reads["chat", "local"] == 2
+            assert rig.router.reader.stats.tokenizers_found == 1
+            assert rig.outcomes("exact") == 2
+            _, ready = await rig.ask("GET", "/ready")
+            assert ready["prompts"][MODEL]["how"] == "here"
+            assert ready["prompts"][MODEL]["source"] == one.source
+
+    run(main())
+
+
+def test_prompts_are_read_meanwhile_and_the_fetch_goes_on(hub: StandInHub) -> None:
+    async def main() -> None:
+        hub.hold.clear()
+        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+            await origin(rig, "engine", "looking")
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "engine"] == 1
+            hub.hold.set()
+            await origin(rig, "here")
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "local"] == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("tokenizer", [NAME, f"{NAME}@main"])
+def test_a_repository_may_be_configured(hub: StandInHub, tokenizer: str) -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(auto(*engines, hub=hub, tokenizer=tokenizer)) as rig:
+            assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
+
+    run(main())
+
+
+def test_switched_off_engines_are_asked(hub: StandInHub) -> None:
+    async def main() -> None:
+        async with running(NAMED) as engines, routing(auto(*engines, hub=hub, tokenizer="off")) as rig:
+            await origin(rig, "engine", "off")
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "engine"] == 1
+            assert not hub.requests
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [((401, "GatedRepo"), "gated"), ((404, "RepoNotFound"), "not_found"), ((503, ""), "unreachable")],
+)
+def test_a_failure_is_shown_and_mended_while_the_router_serves(
+    hub: StandInHub, error: tuple[int, str], reason: str
+) -> None:
+    async def main() -> None:
+        hub.repositories[NAME].error = error
+        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+            one = await origin(rig, "engine", reason)
+            assert NAME in one.problem
+            assert one.remedy
+            await rig.chat(TEXT)
+            stats = rig.router.reader.stats
+            assert stats.reads["chat", "engine"] == 1
+            assert stats.tokenizer_failures[reason] >= 1
+            status, ready = await rig.ask("GET", "/ready")
+            assert (status, ready["prompts"][MODEL]["reason"]) == (200, reason)
+            _, page = await rig.ask("GET", "/metrics")
+            assert f'kvatlas_prompts_tokenizer_failures_total{{reason="{reason}"}}' in page
+            hub.repositories[NAME].error = None
+            await origin(rig, "here")
+
+    run(main())
+
+
+def test_a_hub_that_holds_its_answer_holds_nothing_else(hub: StandInHub) -> None:
+    async def main() -> None:
+        hub.hold.clear()
+        slow = msgspec.structs.replace(settings(hub), hub_timeout_s=0.3)
+        async with running(NAMED) as engines:
+            config = msgspec.structs.replace(auto(*engines, hub=hub), prompts=slow)
+            async with routing(config) as rig:
+                assert "hub_timeout_s" in (await origin(rig, "engine", "too_slow")).problem
+                await rig.chat(TEXT)
+                hub.hold.set()
+                await origin(rig, "here")
+
+    run(main())
+
+
+def test_files_that_cannot_be_read_are_no_end(hub: StandInHub) -> None:
+    async def main() -> None:
+        hub.repositories[NAME].files["tokenizer.json"] = b'{"model": "of some other kind"}'
+        async with running(NAMED) as engines, routing(auto(*engines, hub=hub)) as rig:
+            assert "tokenizer.json" in (await origin(rig, "engine", "unusable")).problem
+            await rig.chat(TEXT)
+
+    run(main())
+
+
+@pytest.mark.parametrize("root", ["/models/of-the-engine", "auto"])
+def test_a_path_of_another_machine(root: str) -> None:
+    async def main() -> None:
+        async with running({"root": root}) as engines, routing(auto(*engines)) as rig:
+            one = await origin(rig, "engine", "not_readable")
+            assert "--tokenizer" in one.remedy
+            await rig.chat(TEXT)
+
+    run(main())
+
+
+def test_other_tokens_than_the_engines_are_not_used(tmp_path: Path) -> None:
+    async def main() -> None:
+        named = {"root": str(other_tokenizer(tmp_path / "other"))}
+        async with running(named) as engines, routing(auto(*engines)) as rig:
+            one = await origin(rig, "engine", "differs")
+            assert engines[0].base_url in one.problem
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "local"] == 0
+
+    run(main())
+
+
+def test_the_first_prompts_are_compared_too(tmp_path: Path) -> None:
+    """A template that differs where no probe does."""
+    folder = tmp_path / "other"
+    shutil.copytree(DEMO_TOKENIZER_DIR, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{% if messages[0].content == 'Odd' %}other{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+    async def main() -> None:
+        async with running({"root": str(folder)}) as engines, routing(auto(*engines)) as rig:
+            await origin(rig, "here")
+            await rig.chat(TEXT)
+            await rig.chat("Odd")
+            assert "first prompts" in (await origin(rig, "engine", "differs")).problem
+
+    run(main())
+
+
+def test_an_engine_of_another_kind_is_compared_before_anything_else(tmp_path: Path) -> None:
+    """A rollout: as long as both are there, engines are asked; after it, the new one is read here."""
+    other = other_tokenizer(tmp_path / "other")
+
+    async def main() -> None:
+        kinds = LOCAL, {"root": str(other), "tokenizer_dir": str(other)}
+        async with running(*kinds) as (old, new), routing(auto(old)) as rig:
+            assert (await origin(rig, "here")).source == str(DEMO_TOKENIZER_DIR)
+            rig.router.take(auto(old, new))
+            await origin(rig, "engine", "differs")
+            rig.router.take(auto(new))
+            await until(lambda: rig.router.finder.origins()[MODEL].source == str(other), "the new one")
+            await rig.chat(TEXT)
+            assert rig.router.reader.stats.reads["chat", "local"] == 1
+
+    run(main())
+
+
+def test_the_models_own_files_say_how_long_a_chunk_is(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "chunked")
+    (folder / "config.json").write_text('{"text_config": {"attention_chunk_size": 128}}')
+    groups = (
+        GroupSpec(0, "full_attention", 16),
+        GroupSpec(1, "chunked_local_attention", 16, attention_chunk_size=128),
+    )
+
+    async def main() -> None:
+        named = {"root": str(folder), "groups": groups}
+        async with running(named) as engines, routing(auto(*engines)) as rig:
+            await origin(rig, "here")
+            for _ in range(3):
+                await rig.chat(TEXT * 20)
+                await rig.caught_up(*engines)
+            facts = rig.router.scopes.scope(MODEL).facts
+            assert facts.attention_chunk_size == 128
+            assert rig.outcomes("exact") >= 2
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ('{"attention_chunk_size": 64}', 64),
+        ('{"attention_chunk_size": 64, "text_config": {"attention_chunk_size": 8192}}', 8192),
+        ('{"attention_chunk_size": null}', None),
+        ('{"attention_chunk_size": true}', None),
+        ('{"attention_chunk_size": -1}', None),
+        ("[]", None),
+        ("no json", None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_config_json_may_be_anything(tmp_path: Path, text: str, size: int | None) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert attention_chunk_size(tmp_path) == size
+    assert attention_chunk_size(tmp_path / "nowhere") is None
+
+
+def test_of_two_roots_the_one_that_can_be_read(hub: StandInHub) -> None:
+    """A quantised copy, of which the engine's path is not here, beside the original."""
+
+    async def main() -> None:
+        copies = [{"root": "/models/copy"}, {"root": "/models/copy"}, NAMED]
+        async with running(*copies) as engines, routing(auto(*engines, hub=hub)) as rig:
+            assert (await origin(rig, "here")).source.startswith(f"{NAME}@")
+
+    run(main())
+
+
+def test_an_engine_that_does_not_say_its_tokens(hub: StandInHub) -> None:
+    async def main() -> None:
+        async with running(NAMED) as (engine,), fronting(engine) as front:
+            for path in ("/tokenize", "/v1/chat/completions/render", "/v1/completions/render"):
+                front.overrides[path] = lambda: (404, {})
+            config = auto(EngineAddress(front.base_url), hub=hub)
+            async with routing(config) as rig:
+                assert "/tokenize" in (await origin(rig, "engine", "not_compared")).problem
+
+    run(main())
+
+
+def test_explain_takes_a_name_too(hub: StandInHub, tmp_path: Path) -> None:
+    body = b'{"model": "m", "prompt": "Once upon a time"}'
+    named = Config(models={ANY_MODEL: ModelConfig(tokenizer=NAME)}, prompts=settings(hub))
+    local = Config(models={ANY_MODEL: ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))})
+    read = [read_prompt(tmp_path / "b.json", body, config, None).token_ids for config in (named, local)]
+    assert list(read[0]) == list(read[1])
+    gone = Config(models={ANY_MODEL: ModelConfig(tokenizer="org/unknown")}, prompts=settings(hub))
+    with pytest.raises(PromptError, match=r"no such repository.*HF_TOKEN"):
+        read_prompt(tmp_path / "b.json", body, gone, None)

@@ -1,0 +1,77 @@
+"""What the doctor says of tokenizers that are found by name, here and as a router's ``/ready`` has it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from publisher.engine import DEMO_TOKENIZER_DIR
+from router.config.schema import ModelConfig
+from router.tools.doctor.findings import Severity
+from tests.router.tools.doctor.looking import look, saying, server
+from tests.support.stand_in_hub import Repository, stand_in_hub
+from tests.support.waiting import run
+from tests.support.whole_router import running
+
+AUTO = ModelConfig()
+
+
+def test_the_tokenizer_that_an_engine_names() -> None:
+    async def main() -> None:
+        async with running({"root": str(DEMO_TOKENIZER_DIR)}) as (engine,):
+            found = await look(engine.base_url, model=AUTO)
+            found.expect("tokens.parity", Severity.OK, str(DEMO_TOKENIZER_DIR), "chat of three turns")
+
+    run(main())
+
+
+def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    other = shutil.copytree(DEMO_TOKENIZER_DIR, tmp_path / "other")
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["chat_template"] += "x"
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+
+    async def main() -> None:
+        with stand_in_hub() as hub:
+            monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+            hub.repositories["org/gated"] = Repository({}, error=(401, "GatedRepo"))
+            roots = ("/elsewhere", "org/gated", "org/unknown", str(other))
+            async with running(*({"root": root} for root in roots)) as engines:
+                wrong = [await look(engine.base_url, model=AUTO) for engine in engines]
+        for found, *words in zip(
+            wrong[:3],
+            ("/elsewhere", "gated", "no such repository"),
+            ("--tokenizer ORG/NAME or DIR", "HF_TOKEN", "--tokenizer"),
+            strict=True,
+        ):
+            found.expect("tokens.parity", Severity.WARNING, *words)
+        wrong[3].expect("tokens.parity", Severity.ERROR, "chat", "the first difference at token")
+
+    run(main())
+
+
+def test_what_a_router_says_of_it() -> None:
+    prompts = {
+        "a": {"how": "here", "source": "org/a@1", "problem": "", "reason": "", "remedy": ""},
+        "b": {"how": "engine", "problem": "org/b is gated", "reason": "gated", "remedy": "set HF_TOKEN"},
+        "c": 7,
+    }
+    answers = {
+        "/ready": {"ready": True, "reason": "", "engines": {}, "prompts": prompts},
+        "/kvatlas/engines": [],
+        "/kvatlas/receipts": {},
+        "/metrics": (200, b"", {}),
+        "/version": {"version": "1"},
+    }
+
+    async def main() -> None:
+        async with saying(server()) as engine, saying(answers) as url:
+            found = await look(engine, router=url)
+            found.expect("router.prompts", Severity.WARNING, "b: engines are asked", "is gated", "HF_TOKEN")
+
+    run(main())

@@ -1,0 +1,66 @@
+"""``kvatlas serve --engine URL --engine URL`` before two real vLLM engines, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import run, until
+from tests.vllm.router_process import RouterProcess
+from tests.vllm.vllm_engine import VllmEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+ENGINE_ARGS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
+STORY = "The quick router reads a long story about a small engine and its famous garden. "
+
+
+def exchange(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def test_it_is_exact_from_the_second_request(vllm_python: str, tiny_model: Path, tmp_path: Path) -> None:
+    engines = [
+        VllmEngine(
+            vllm_python, tiny_model, num_gpu_blocks=400, log=tmp_path / f"{n}.log", extra_args=ENGINE_ARGS
+        )
+        for n in range(2)
+    ]
+    for engine in engines:
+        engine.start()
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine)
+        urls = [engine.base_url for engine in engines]
+        router = stack.enter_context(RouterProcess(urls, None, log=tmp_path / "router.log"))
+
+        def read() -> dict[str, Any]:
+            found: dict[str, Any] = exchange(f"{router.base_url}/ready")["prompts"]["tiny"]
+            return found
+
+        run(until(lambda: read()["how"] == "here", lambda: f"the tokenizer: {read()}"))
+        assert read()["source"] == str(tiny_model)
+        for turn in range(4):
+            messages = [{"role": "user", "content": STORY * (4 + turn)}]
+            body = {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0}
+            exchange(f"{router.base_url}/v1/chat/completions", body)
+
+            def known(body: dict[str, Any] = body) -> bool:
+                uncached: int = router.explain(body)["choice"]["uncached_tokens"]
+                return uncached <= 64
+
+            run(until(known, "its blocks are known"))
+        receipts = router.receipts()
+        print([(one["outcome"], one["predicted_tokens"], one["read"]) for one in receipts])
+        assert [one["outcome"] for one in receipts] == ["exact"] * 4
+        assert sorted(one["predicted_tokens"] > 0 for one in receipts) == [False, True, True, True]
+        assert {one["read"] for one in receipts} == {"local"}
