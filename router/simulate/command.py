@@ -53,6 +53,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
     load: float = 0.85
     speed: float | None = None
+    closed: bool = False
     retention: str = "0"
     host_memory: str | None = None
     store: str | None = None
@@ -95,6 +96,7 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
             engines=engines,
             timing=timing,
             speed=options.speed or 1.0,
+            closed=options.closed,
             tiers=read_tiers(
                 options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines
             ),

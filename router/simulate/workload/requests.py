@@ -18,7 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,8 +42,22 @@ class WorkloadError(ValueError):
     """A workload that cannot be used; says where, what and why."""
 
 
+class Follows(msgspec.Struct, frozen=True, kw_only=True):
+    """Which request of the same client comes before, by its place in the workload. Seconds as recorded.
+
+    In closed sessions a request comes ``think_s`` after the answer to that one; where that pause was not
+    recorded, ``gap_s`` after that one came, but not before its answer. With ``answered`` False (a sub-agent,
+    which starts beside its parent) it comes ``gap_s`` after that one came, answered or not.
+    """
+
+    request: int
+    gap_s: float
+    think_s: float | None = None
+    answered: bool = True
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. ``ids`` cover prompt and answer, ``UNIT_TOKENS`` tokens each but for the last."""
+    """One request. ``ids`` cover prompt and answer, ``unit_tokens`` tokens each but for the last."""
 
     at_s: float
     input_tokens: int
@@ -53,6 +67,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one conversation have the same, where the workload tells."""
     tenant: str = ""
     """Among whom a router that holds requests shares what comes free."""
+    unit_tokens: int = UNIT_TOKENS
+    follows: Follows | None = None
+    """The turn before, as recorded or guessed; None: it starts a session."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,13 +77,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the format, checked. ``session`` where who made it knows: then only its own turns go on."""
+    """One request as it stands in a workload, checked. ``session`` where that says it: then only its own
+    turns go on. ``ids`` cover the prompt, ``unit_tokens`` each but for the last."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
     session: int | None = None
+    unit_tokens: int = UNIT_TOKENS
+    follows: Follows | None = None
+    """Where the workload says which request comes before; else the one that this goes on from does."""
+
+
+One = TypeVar("One", Asked, Request)
 
 
 def read(path: Path) -> list[Asked]:
@@ -80,8 +104,22 @@ def read(path: Path) -> list[Asked]:
 
 def in_order(found: list[Asked]) -> list[Asked]:
     """By time, which starts with the first of them."""
-    found = sorted(found, key=lambda asked: asked.at_s)
+    found = by_time(found)
     return [msgspec.structs.replace(asked, at_s=asked.at_s - found[0].at_s) for asked in found]
+
+
+def by_time(found: Sequence[One]) -> list[One]:
+    """In the order of time; what follows another one still does."""
+    order = sorted(range(len(found)), key=lambda place: found[place].at_s)
+    places = {old: new for new, old in enumerate(order)}
+
+    def moved(one: One) -> One:
+        if one.follows is None:
+            return one
+        before = msgspec.structs.replace(one.follows, request=places[one.follows.request])
+        return msgspec.structs.replace(one, follows=before)
+
+    return [moved(found[place]) for place in order]
 
 
 def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
@@ -171,8 +209,9 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     """
     waiting: dict[int, deque[int]] = {}
     following: dict[int, int] = {}
+    before: dict[int, Follows] = {}
     sessions: list[int] = []
-    chains = [_chain(a.ids[: a.input_tokens // UNIT_TOKENS]) for a in asked]
+    chains = [_chain(a.ids[: a.input_tokens // a.unit_tokens]) for a in asked]
     for index, one in enumerate(asked):
         session = index if one.session is None else one.session
         for depth in range(len(chains[index]), 0, -1):
@@ -181,6 +220,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
             if earlier is not None and turn is not None:
                 earlier.remove(turn)
                 following[turn] = index
+                before[index] = Follows(request=turn, gap_s=one.at_s - asked[turn].at_s)
                 session = sessions[turn]
                 break
         sessions.append(session)
@@ -189,7 +229,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     own = max((i for a in asked for i in a.ids), default=0) + 1
     made: list[Request] = []
     for index, one in enumerate(asked):
-        units = -(-(one.input_tokens + one.output_tokens) // UNIT_TOKENS)
+        units = -(-(one.input_tokens + one.output_tokens) // one.unit_tokens)
         next_turn = following.get(index)
         if next_turn is not None:
             ids = asked[next_turn].ids[:units]
@@ -203,6 +243,8 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
                 output_tokens=one.output_tokens,
                 ids=ids,
                 session=sessions[index],
+                unit_tokens=one.unit_tokens,
+                follows=one.follows or before.get(index),
             )
         )
     return made
@@ -237,20 +279,21 @@ def _mix(value: int) -> int:
 def block_hashes(request: Request, block_tokens: int) -> list[BlockHash]:
     """A hash per whole block of prompt and answer; it stands for everything before it too.
 
-    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises
+    ``block_tokens`` must divide the workload's unit or be a multiple of it: ids tell no more. Raises
     ``ValueError``.
     """
+    unit = request.unit_tokens
     count = request.num_tokens // block_tokens
     if not count:
         return []
     chain = np.array(_chain(request.ids), dtype=np.uint64)
-    if block_tokens % UNIT_TOKENS == 0:
-        step = block_tokens // UNIT_TOKENS
+    if block_tokens % unit == 0:
+        step = block_tokens // unit
         ends: list[BlockHash] = chain[step - 1 :: step][:count].tolist()
         return ends
-    if UNIT_TOKENS % block_tokens:
-        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {UNIT_TOKENS}")
-    parts = np.arange(UNIT_TOKENS // block_tokens, dtype=np.uint64)
+    if unit % block_tokens:
+        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {unit}")
+    parts = np.arange(unit // block_tokens, dtype=np.uint64)
     hashes: list[BlockHash] = (
         _mixed(chain[:, None] + parts[None, :] * np.uint64(0xD1342543DE82EF95)).ravel()[:count].tolist()
     )

@@ -15,7 +15,15 @@ import numpy as np
 
 from router.simulate.workload.access_log import asked_in, is_capture, read_capture
 from router.simulate.workload.generate import GENERATORS
-from router.simulate.workload.requests import Asked, Request, WorkloadError, continued, read, spread
+from router.simulate.workload.requests import (
+    Asked,
+    Request,
+    WorkloadError,
+    by_time,
+    continued,
+    read,
+    spread,
+)
 
 COUNT = 4000
 SECONDS_PER_REQUEST = 0.3
@@ -70,4 +78,4 @@ def _jittered(requests: list[Request], asked: Sequence[Asked], seed: int) -> lis
         msgspec.structs.replace(one, at_s=one.at_s + offset)
         for one, offset in zip(requests, offsets, strict=True)
     ]
-    return sorted(moved, key=lambda one: one.at_s)
+    return by_time(moved)
