@@ -343,7 +343,7 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         candidate = Candidate(
             name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
         )
-        if not load.pages.fits(tokens):
+        if tokens > load.pages.surely_fits_tokens:
             candidate.room_s, candidate.pool_share = load.pages.wait_s(tokens), load.pages.share(tokens)
         found.append(candidate)
     return found
