@@ -52,13 +52,17 @@ def _reason(error: BaseException) -> str:
         return f"certificate not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {getattr(error, 'reason', None) or error.strerror}"
-    if isinstance(error, UnicodeDecodeError):
-        return f"not {error.encoding.upper()}"
     for kind, words in _WORDS:
         if isinstance(error, kind):
             return f"{words} ({error})" if kind in _WITH_DETAIL else words
     if isinstance(error, OSError):
         return _of_system(error)
+    return _detail(error)
+
+
+def _detail(error: BaseException) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not {error.encoding.upper()}"
     if isinstance(error, KeyError):
         return f"there is no {error}"
     return str(error) or "failed without a reason"
