@@ -22,7 +22,7 @@ from connectors.layout.blocks import CacheView, LayoutError, Piece, group_pages,
 from connectors.settings import size_bytes
 from connectors.tiered import EXTRA_CONFIG
 from connectors.worker.engines import open_rows
-from connectors.worker.offload_worker import RowOffloadingWorker
+from connectors.worker.offload_worker import RowOffloadingWorker, check_canonical
 
 try:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -120,8 +120,10 @@ class HostOffloadingSpec(OffloadingSpec):
 def view_of(kv_caches: Any) -> CacheView:
     """The cache that vLLM registers with a spec, by vLLM's order of its groups.
 
-    A row holds the pages of a group's layers one after another. ``LayoutError``: pages overlap.
+    A row holds the pages of a group's layers one after another. ``LayoutError``: pages overlap, or the caches
+    are not in vLLM's canonical form.
     """
+    check_canonical(kv_caches)
     num_blocks = int(kv_caches.tensors[0].tensor.shape[0])
     groups = []
     for group_idx, refs in enumerate(kv_caches.group_data_refs):

@@ -120,6 +120,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """False: no GPU has shown that transfers follow a KV cache which was unmapped and mapped again.
+        vLLM 0.33 then refuses to start with sleep mode."""
+        del kv_transfer_config
+        return False
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """All layers of a block side by side, one long piece per block, unless ``layout`` says otherwise."""
         layout = layout_setting(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG)

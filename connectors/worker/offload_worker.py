@@ -18,6 +18,7 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
+from connectors.layout.blocks import LayoutError
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
 from connectors.transfer.host_pool import PinnedHostPool
 
@@ -120,6 +121,33 @@ class RowOffloadingWorker(OffloadingWorker):
                 at += ref.page_size_bytes
             size += at
         return size
+
+
+def check_canonical(kv_caches: Any) -> None:
+    """Refuse caches that rows cannot be made of. ``LayoutError``.
+
+    vLLM registers one int8 tensor of (blocks, bytes of a page) per piece of memory (``CanonicalKVCaches`` of
+    vllm/v1/kv_offload/base.py, 0.32 and 0.33): page sizes count bytes, and a block is one run of them.
+    """
+    blocks = {int(one.tensor.shape[0]) for one in kv_caches.tensors if one.tensor.dim()}
+    for idx, one in enumerate(kv_caches.tensors):
+        tensor = one.tensor
+        if tensor.dtype != torch.int8 or tensor.dim() != 2 or tensor.stride(1) != 1:
+            raise LayoutError(
+                f"KV cache tensor {idx} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}; HostOffloadingSpec takes int8 of (blocks, bytes) with a block's bytes "
+                "side by side: use HybridOffloadConnector, and report this vLLM version"
+            )
+    if len(blocks) != 1:
+        raise LayoutError(f"KV cache tensors have {sorted(blocks)} blocks; all of them must have as many")
+    for group_idx, refs in enumerate(kv_caches.group_data_refs):
+        for ref in refs:
+            width = int(kv_caches.tensors[ref.tensor_idx].tensor.shape[1])
+            if not 0 < ref.page_size_bytes <= width:
+                raise LayoutError(
+                    f"group {group_idx}: a page of {ref.page_size_bytes} bytes does not fit in blocks of "
+                    f"{width} bytes (KV cache tensor {ref.tensor_idx})"
+                )
 
 
 def chunk_moves(

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from router.http.reasons import reason_of
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource
 
@@ -258,6 +259,6 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
         )
     return TokenizerProblem(
         "unreachable",
-        f"{source}: {type(error).__name__}: {text}",
+        f"{source}: {text or reason_of(error)}",
         "let the router reach the hub, name a mirror (prompts.hub_endpoint), or give --tokenizer DIR",
     )

@@ -36,7 +36,9 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connectors.errors import ConfigError
 from connectors.layout.blocks import LayoutError
+from connectors.offload import HybridOffloadConnector
 from connectors.offload_spec import HostOffloadingSpec, view_of
+from connectors.shared_store import SharedStoreConnector
 from connectors.transfer.base import TransferJob
 from connectors.transfer.host import HostTransferEngine
 from connectors.transfer.host_pool import PinnedHostPool
@@ -290,3 +292,36 @@ def test_metrics_of_the_manager_are_declared() -> None:
     stats = spec.get_manager().get_stats()
     declared = HostOffloadingSpec.build_metric_definitions({})
     assert set(stats.data["data"]) <= set(declared)
+
+
+def changed(caches: Any, tensor: torch.Tensor) -> Any:
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, 96), *caches.tensors[1:]], caches.group_data_refs
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda pages: pages.view(torch.uint8), "torch.uint8"),
+        (lambda pages: torch.zeros(len(pages), 96, dtype=torch.float16), "torch.float16"),
+        (lambda pages: pages.reshape(len(pages), 2, -1), "int8 of (blocks, bytes)"),
+        (lambda pages: torch.zeros(96, len(pages), dtype=torch.int8).T, "side by side"),
+        (lambda pages: pages[:-1], "as many"),
+        (lambda pages: pages[:, :50], "does not fit in blocks of 50 bytes"),
+    ],
+)
+def test_caches_that_are_not_canonical_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], told: str
+) -> None:
+    """Rows would hold other bytes than the blocks, without a sign."""
+    good, _ = caches()
+    view_of(good)
+    with pytest.raises(LayoutError) as error:
+        view_of(changed(good, change(good.tensors[0].tensor)))
+    assert told in str(error.value)
+
+
+def test_no_connector_of_ours_claims_sleep_mode() -> None:
+    for connector in (HybridOffloadConnector, SharedStoreConnector):
+        assert connector.supports_sleep_mode(None) is False

@@ -136,7 +136,7 @@ def test_a_text_prompt_is_read_with_the_tokenizer(tmp_path: Path, capsys: pytest
 
     cached = run(scenario())
     assert cached > 100
-    options = ExplainOptions(body, (path,), tokenizer=DEMO_TOKENIZER_DIR)
+    options = ExplainOptions(body, (path,), tokenizer=str(DEMO_TOKENIZER_DIR))
     assert run_explain(options, as_json=True) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["engines"][0]["hit_tokens"] == cached
