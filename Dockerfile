@@ -31,6 +31,6 @@ USER 65532:65532
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python", "-m", "router.serve.health"]
 ENTRYPOINT ["kvatlas"]
 CMD ["serve", "--config", "/etc/kvatlas/config/kvatlas.toml"]

@@ -3,9 +3,10 @@
     python benchmarks/queueing.py [--trace TRACE.jsonl.gz] [--requests 1000] [--seeds 2]
                                   [--pools 0.25,0.5,1] [--processes 1] [--runs F] [--out F]
 
-The cells are those of ``benchmarks/routing.py`` (tenants, agents that fan out, chats, and the conversation
-trace where it is at hand; four cache layouts; pools of 25, 50 and 100 % of what the workload fills), at its
-higher load and at two far beyond it, where the fleet is saturated. An arm's name says what it holds back:
+Workloads: tenants, agents that fan out, chats, and the conversation trace where it is at hand; four cache
+layouts; pools of 25, 50 and 100 % of what the workload fills; a load of 85 % (as in
+``benchmarks/routing.py``) and two far beyond it, where the fleet is saturated. An arm's name says what it
+holds back:
 ``hold`` is the queue in seconds beyond which an engine is saturated, ``ageing`` the order (0: arrival; k:
 arrival plus k times a request's own work), ``siblings`` the part of a prompt that must be shared with one in
 flight to go at once. Runs go, one JSON line each, into
@@ -24,15 +25,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.routing import (
-    POOLS,
     TRACE,
     TRACE_VARIABLE,
     Cell,
     draw_of,
+    files_given,
     put,
     run_missing,
     runs_in,
-    with_trace,
+    shares,
 )
 from benchmarks.routing_report import Run
 from router.simulate.models import MODELS
@@ -50,6 +51,7 @@ ARMS = (
 )
 WORKLOADS = ("agents", "tenants", "chat")
 LOADS = (5.0, 2.5, 0.85)
+POOLS = (0.25, 0.5, 1.0)
 
 
 def report(runs: list[Run]) -> str:
@@ -97,10 +99,6 @@ def _table(runs: list[Run]) -> Iterator[str]:
         yield "| `kvatlas`, mean | " + " | ".join(seconds) + " |"
 
 
-def _pools(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
 def _middle(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
@@ -110,13 +108,14 @@ def main() -> None:
     parser.add_argument("--trace", default=os.environ.get(TRACE_VARIABLE))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--pools", type=_pools, default=POOLS, help="parts of what a workload fills")
+    parser.add_argument("--pools", type=shares, default=POOLS, help="parts of what a workload fills")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("queueing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     options = parser.parse_args()
     runs = [run for run in runs_in(options.runs, options.requests) if run.arm in ARMS]
-    workloads = with_trace(options.trace, WORKLOADS)
+    files = files_given({TRACE: (options.trace, f"--trace nor {TRACE_VARIABLE}")})
+    workloads = [*files, *WORKLOADS]
     wanted = {
         Cell(workload, model, pool, load, seed): ARMS
         for seed in range(21, 21 + options.seeds)
@@ -129,7 +128,7 @@ def main() -> None:
         wanted,
         runs,
         count=options.requests,
-        trace=options.trace,
+        files=files,
         processes=options.processes,
         into=options.runs,
     )

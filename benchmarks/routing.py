@@ -1,17 +1,20 @@
-"""Which policy, where: fleets of simulated engines over workloads, models, pools, loads and seeds.
+"""kvatlas and other routers, where: fleets of simulated engines over workloads, models, pools, loads, seeds.
 
-    python benchmarks/routing.py [--trace TRACE.jsonl.gz] [--seeds 3] [--quick] [--runs F] [--out F]
+    python benchmarks/routing.py [--trace TRACE] [--sessions TRACE] [--seeds 3] [--quick] [--runs F] [--out F]
 
-Workloads: Mooncake's conversation trace (``--trace`` or KVATLAS_CONVERSATION_TRACE; left out, with a line
-that says so, where neither names a file), and generated tenants and agents. Four cache layouts; pools of 25,
-50 and 100 % of what the workload fills; arrivals so fast that round robin is busy for 60 or 85 %. Eight
-engines. Every arm of a cell and seed meets the same requests at the same times.
+Workloads: Mooncake's conversation trace (``--trace`` or KVATLAS_CONVERSATION_TRACE), agent sessions
+(``--sessions`` or KVATLAS_AGENT_SESSIONS: any workload of ``kvatlas simulate``; replayed at the recorded
+times, and closed, where a turn waits for the answer before it), and generated documents, shared prompts in
+bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
+of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
+Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
+(``router.simulate.run.peers``). Every arm of a cell and seed meets the same requests at the same times; in
+closed sessions, the same requests and pauses.
 
 Runs go, one JSON line each, into ``--runs`` as cells finish; what is there already, for the same settings and
-number of requests, is not run again. The higher load comes first, and in it seed after seed. The report, in
-Markdown, is of all that is there: tables with 95 % intervals over the seeds, and what became of each bar that
-the serving policy is held to. The defaults were chosen on seeds 1 and 2, so seeds start at ``--first-seed``
-11 here. ``--quick``: 1,000 requests, one seed, the middle pool, the higher load.
+number of requests, is not run again. ``--workloads``, ``--models``, ``--pools`` and ``--loads`` run a part.
+The report, in Markdown, is of all that is there. ``--quick``: 1,000 requests, one seed, the larger pool, the
+middle load.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.routing_report import Run, report
+from benchmarks.routing_report import CLOSED, Run, report
 from router.placement.candidate import PolicySettings
 from router.simulate.models import MODELS, groups_of
 from router.simulate.outcome import result_of
-from router.simulate.run.arms import arms_of
+from router.simulate.run.arms import PEERS, arms_of
 from router.simulate.run.setup import FleetSetup
 from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
 from router.simulate.workload.generate import GENERATORS
@@ -41,20 +44,15 @@ from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
+SESSIONS_VARIABLE = "KVATLAS_AGENT_SESSIONS"
 TRACE = "conversation"
+SESSIONS = "agent sessions"
 ENGINES = 8
-POOLS = (0.25, 0.5, 1.0)
-LOADS = (0.85, 0.6)
-ARMS = (
-    "kvatlas",
-    "full-attention",
-    "full-attention-in-flight",
-    "approx-tree-capped",
-    "exact",
-    "least-load",
-)
-MORE_ARMS = ("rules", "approx-tree", "session-hash", "power-of-two", "round-robin")
-"""Only at the tightest pool and the higher load."""
+GAUGE_S = 2.0
+POOLS = (0.25, 0.5)
+LOADS = (0.85, 1.0, 0.6)
+ARMS = ("kvatlas", *PEERS)
+GENERATED = ("documents", "shared", "tenants")
 
 
 class Cell(NamedTuple):
@@ -67,47 +65,40 @@ class Cell(NamedTuple):
     seed: int
 
 
-def settings_name() -> str:
-    """The serving policy's own numbers: runs of other ones are not these."""
+def settings_name(gauge_s: float = GAUGE_S) -> str:
+    """The serving policy's own numbers, and how old gauges get: runs of other ones are not these."""
     knobs = PolicySettings()
-    return f"beta {knobs.beta:g}, eviction_premium {knobs.eviction_premium:g}"
-
-
-def cells_of(workloads: list[str], seeds: range, *, quick: bool) -> list[Cell]:
-    """In the order of running: the higher load first, in it whole seeds."""
-    pools, loads = (POOLS[1:2], LOADS[:1]) if quick else (POOLS, LOADS)
-    order = itertools.product(loads, seeds, pools, workloads, MODELS)
-    return [Cell(workload, model, pool, load, seed) for load, seed, pool, workload, model in order]
-
-
-def arms_in(cell: Cell) -> tuple[str, ...]:
-    hardest = (cell.pool, cell.load) == (POOLS[0], LOADS[0])
-    return ARMS + MORE_ARMS if hardest else ARMS
+    names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
+    values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
+    return f"{values}; gauges polled every {gauge_s:g} s"
 
 
 _requests: dict[tuple[str, int], list[Request]] = {}
 
 
-def requests_of(cell: Cell, count: int, trace: str | None) -> list[Request]:
+def requests_of(cell: Cell, count: int, files: Mapping[str, str]) -> list[Request]:
     """The draw of a cell; the last few are kept, for the next cells of this process."""
-    key = (cell.workload, cell.seed)
+    workload = SESSIONS if cell.workload == CLOSED else cell.workload
+    key = (workload, cell.seed)
     if key not in _requests:
         while len(_requests) >= 3:
             del _requests[next(iter(_requests))]
-        name = cell.workload if cell.workload in GENERATORS else str(trace)
+        name = workload if workload in GENERATORS else files[workload]
         _requests[key] = WorkloadSource(name=name, requests_max=count).draws([cell.seed])[cell.seed]
     return _requests[key]
 
 
-def run_cell(cell: Cell, arms: list[str], count: int, trace: str | None) -> list[Run]:
+def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], gauge_s: float) -> list[Run]:
     """The arms that are missing of one cell."""
-    requests = requests_of(cell, count, trace)
+    requests = requests_of(cell, count, files)
     groups = groups_of(cell.model)
     setup = FleetSetup(
         groups=groups,
         num_blocks=pool_blocks(requests, groups, ENGINES, cell.pool),
         engines=ENGINES,
         seed=cell.seed,
+        closed=cell.workload == CLOSED,
+        gauge_s=gauge_s,
     )
     even = result_of(run_one(round_robin(setup), requests))
     setup = msgspec.structs.replace(setup, speed=speed_for(cell.load, requests, even))
@@ -123,11 +114,13 @@ def run_cell(cell: Cell, arms: list[str], count: int, trace: str | None) -> list
                 seed=cell.seed,
                 arm=name,
                 requests=count,
-                settings=settings_name(),
+                settings=settings_name(gauge_s),
                 hit_share=outcome.hit_share,
                 mean_s=outcome.ttft_mean_s,
                 p99_s=outcome.ttft_p99_s,
                 error_tokens=outcome.error_mean_tokens,
+                answer_s=outcome.answer_mean_s,
+                lasted_s=outcome.lasted_s,
             )
         )
     return found
@@ -138,22 +131,24 @@ def draw_of(run: Run) -> Cell:
     return Cell(run.workload, run.model, run.pool, run.load, run.seed)
 
 
-def runs_in(path: Path, count: int) -> list[Run]:
+def runs_in(path: Path, count: int, gauge_s: float = GAUGE_S) -> list[Run]:
     """The runs of earlier times that are of these settings and this length."""
     if not path.exists():
         return []
     found = [msgspec.json.decode(line, type=Run) for line in path.read_bytes().splitlines() if line.strip()]
-    return [run for run in found if (run.requests, run.settings) == (count, settings_name())]
+    return [run for run in found if (run.requests, run.settings) == (count, settings_name(gauge_s))]
 
 
-def with_trace(trace: str | None, others: Iterable[str]) -> list[str]:
-    """The workloads: the conversation trace before the others, where there is one; else a line says why
-    not."""
-    if trace is not None and Path(trace).is_file():
-        return [TRACE, *others]
-    told = f"{trace} is not a file" if trace else f"neither --trace nor {TRACE_VARIABLE} names it"
-    sys.stderr.write(f"conversation trace left out: {told}\n")
-    return list(others)
+def files_given(files: Mapping[str, tuple[str | None, str]]) -> dict[str, str]:
+    """Workloads whose files are there, of (path, where it may be named); a line says which are not."""
+    found = {}
+    for name, (path, where) in files.items():
+        if path is not None and Path(path).exists():
+            found[name] = path
+        else:
+            reason = f"{path} is not there" if path else f"neither {where} names it"
+            sys.stderr.write(f"{name} left out: {reason}\n")
+    return found
 
 
 def run_missing(
@@ -161,9 +156,10 @@ def run_missing(
     done: Iterable[Run],
     *,
     count: int,
-    trace: str | None,
+    files: Mapping[str, str],
     processes: int,
     into: Path,
+    gauge_s: float = GAUGE_S,
 ) -> list[Run]:
     """The arms of each cell that are not ``done``; each cell's runs are appended to ``into`` as it ends."""
     known = {(draw_of(run), run.arm) for run in done}
@@ -172,7 +168,9 @@ def run_missing(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as workers:
         running = [
-            workers.submit(run_cell, cell, arms, count, trace) for cell, arms in missing.items() if arms
+            workers.submit(run_cell, cell, arms, count, files, gauge_s)
+            for cell, arms in missing.items()
+            if arms
         ]
         for number, future in enumerate(as_completed(running), 1):
             finished = future.result()
@@ -191,26 +189,59 @@ def put(text: str, out: Path | None) -> None:
         out.write_text(text, encoding="utf-8")
 
 
+def words(text: str) -> tuple[str, ...]:
+    """An option's values, separated by commas."""
+    return tuple(word.strip() for word in text.split(","))
+
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in words(text))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", default=os.environ.get(TRACE_VARIABLE))
+    parser.add_argument("--sessions", default=os.environ.get(SESSIONS_VARIABLE))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=11)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--first-seed", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--workloads", type=words, help="a part of them, separated by commas")
+    parser.add_argument("--models", type=words, default=tuple(MODELS))
+    parser.add_argument("--pools", type=shares, default=POOLS)
+    parser.add_argument("--loads", type=shares, default=LOADS)
+    parser.add_argument("--gauge-s", type=float, default=GAUGE_S, help="seconds between polls of gauges")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=Path, default=Path("routing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    count, draws = (1000, 1) if options.quick else (options.requests, options.seeds)
-    seeds = range(options.first_seed, options.first_seed + draws)
-    workloads = with_trace(options.trace, ("agents", "tenants"))
-    runs = runs_in(options.runs, count)
-    wanted = {cell: arms_in(cell) for cell in cells_of(workloads, seeds, quick=options.quick)}
-    runs += run_missing(
-        wanted, runs, count=count, trace=options.trace, processes=options.processes, into=options.runs
+    count, draws = options.requests, options.seeds
+    pools, loads = options.pools, options.loads
+    if options.quick:
+        count, draws, pools, loads = 1000, 1, POOLS[1:], LOADS[:1]
+    files = files_given(
+        {
+            SESSIONS: (options.sessions, f"--sessions nor {SESSIONS_VARIABLE}"),
+            TRACE: (options.trace, f"--trace nor {TRACE_VARIABLE}"),
+        }
     )
-    put(report(runs, settings_name(), count), options.out)
+    there = [*files, *([CLOSED] if SESSIONS in files else []), *GENERATED]
+    workloads = [one for one in there if options.workloads is None or one in options.workloads]
+    seeds = range(options.first_seed, options.first_seed + draws)
+    order = itertools.product(loads, seeds, pools, workloads, options.models)
+    wanted = {Cell(workload, model, pool, load, seed): ARMS for load, seed, pool, workload, model in order}
+    gauge_s = options.gauge_s
+    runs = runs_in(options.runs, count, gauge_s)
+    runs += run_missing(
+        wanted,
+        runs,
+        count=count,
+        files=files,
+        processes=options.processes,
+        into=options.runs,
+        gauge_s=gauge_s,
+    )
+    put(report(runs, settings_name(gauge_s), count), options.out)
 
 
 if __name__ == "__main__":

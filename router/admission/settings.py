@@ -14,7 +14,7 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
     engine_priorities: bool = False
     """Engines schedule by priority (vLLM's `--scheduling-policy priority`): requests of tenants of the class
-    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` gives more."""
+    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so."""
     forward: bool = False
     """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
     that is set."""

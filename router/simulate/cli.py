@@ -12,8 +12,9 @@ def simulate(
     workload: Annotated[
         str,
         Parameter(
-            help="A trace in Mooncake's format or an access log of a router (.jsonl, .jsonl.gz), or `chat`, "
-            "`tenants`, `agents`."
+            help="A trace in Mooncake's or AIPerf's format or an access log of a router (.jsonl, .jsonl.gz), "
+            "session files (.json, .json.gz; a folder, or several separated by commas), or `chat`, "
+            "`tenants`, `agents`, `documents`, `shared`."
         ),
     ],
     *,
@@ -46,7 +47,8 @@ def simulate(
         Parameter(
             help="Policies to compare, separated by commas: kvatlas, exact, full-attention, "
             "full-attention-in-flight, gpu-only, rules, approx-tree, approx-tree-capped, session-hash, hash, "
-            "power-of-two, least-load, round-robin; kvatlas:beta=0.5+premium=0 sets parameters,"
+            "power-of-two, least-load, round-robin, and other routers' formulas: dynamo, llm-d, cache-aware, "
+            "vllm-router; kvatlas:beta=0.5+premium=0 sets parameters,"
             " kvatlas:hold=1+ageing=10+siblings=0.5 holds requests in the router, "
             "kvatlas:prefill=2 has two engines prefill for the others."
         ),
@@ -61,6 +63,13 @@ def simulate(
     speed: Annotated[
         float | None, Parameter(help="Instead of --load: arrival speed, as a multiple of the recorded one.")
     ] = None,
+    closed: Annotated[
+        bool,
+        Parameter(
+            help="Closed sessions: a turn waits for the answer before it, and for the client's pause.",
+            negative="",
+        ),
+    ] = False,
     retention: Annotated[
         str, Parameter(help="prefix_cache_retention_interval: tokens or dense; several separated by commas.")
     ] = "0",
@@ -131,6 +140,7 @@ def simulate(
         policy=policy,
         load=load,
         speed=speed,
+        closed=closed,
         retention=retention,
         host_memory=host_memory,
         store=store,

@@ -18,7 +18,7 @@ from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
 from router.simulate.fetch import fetch
 from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
-from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
+from router.simulate.models import BLOCK_TOKENS, ModelError, check_units, groups_of
 from router.simulate.outcome import NothingServedError
 from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.plot import PlotError, check_plot, draw
@@ -53,6 +53,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "kvatlas,full-attention,approx-tree-capped,least-load,round-robin"
     load: float = 0.85
     speed: float | None = None
+    closed: bool = False
     retention: str = "0"
     host_memory: str | None = None
     store: str | None = None
@@ -87,6 +88,8 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
         timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
         workloads = _source(options).draws(range(options.seeds))
+    with refused("--model", ModelError):
+        check_units(groups, workloads[0][0].unit_tokens)
     blocks = read_pool(options.pool, groups, engines, workloads)
     plan = Plan(
         setup=FleetSetup(
@@ -95,6 +98,7 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
             engines=engines,
             timing=timing,
             speed=options.speed or 1.0,
+            closed=options.closed,
             tiers=read_tiers(
                 options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines
             ),

@@ -54,6 +54,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     per_token_mean_s: float = 0.0
     """Between two tokens of an answer, over the answers of more than one."""
     per_token_p99_s: float = 0.0
+    lasted_s: float = 0.0
+    """From the first arrival to the end of the last answer, of the whole run."""
     apart_share: float = 0.0
     """Of the requests, those whose prompt another engine computed."""
 
@@ -89,7 +91,7 @@ def result_of(run: FleetRun) -> Result:
     p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
     paces = np.array([row.per_token_s for row in served if row.per_token_s >= 0] or [0.0])
     busy = np.array(run.busy_s)
-    lasted_s = run.ended_s - run.rows[0].arrived_s
+    lasted_s = run.ended_s - min(row.arrived_s for row in run.rows)
     outcome = Outcome(
         requests=len(served),
         refused=len(rows) - len(served),
@@ -109,6 +111,7 @@ def result_of(run: FleetRun) -> Result:
         answer_mean_s=float(np.mean([row.answer_s for row in served])),
         per_token_mean_s=float(paces.mean()),
         per_token_p99_s=float(np.percentile(paces, 99)),
+        lasted_s=lasted_s,
         apart_share=sum(row.fetched > 0 for row in served) / len(served),
     )
     curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)

@@ -22,6 +22,9 @@ _LEGEND_APART = (
     " answer s: to the last token; ms/token: between two tokens of an answer, p99 ms: of the slowest; "
     "apart %: requests whose prompt another engine computed."
 )
+_CLOSED_COLUMNS = ("answer s", "total s")
+_CLOSED_NUMBERS = dict(zip(_CLOSED_COLUMNS, ("answer_mean_s", "lasted_s"), strict=True))
+_LEGEND_CLOSED = " Closed sessions: answer s: to the last token; total s: until all work was done."
 _TIER_COLUMNS = ("host %", "store %")
 _TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
 _LEGEND_TIERS = " host %, store %: of the prompt tokens, those of the hits that were loaded from there."
@@ -86,6 +89,7 @@ def report_json(plan: Plan, study: Study, facts: Facts, fit: Fit | None) -> dict
     """Every number, per arm and per seed."""
     return {
         "facts": msgspec.to_builtins(facts),
+        "closed": plan.setup.closed,
         "tiers": msgspec.to_builtins(plan.setup.tiers),
         "timing": msgspec.to_builtins(plan.setup.timing),
         "fit": None if fit is None else msgspec.to_builtins(fit),
@@ -109,7 +113,7 @@ def _arm(report: ArmReport) -> dict[str, Any]:
 def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Console) -> None:
     """Head, table and what to know about them."""
     console.print(_head(plan, facts), highlight=False)
-    console.print(_load(study, facts), highlight=False)
+    console.print(_load(study, facts, closed=plan.setup.closed), highlight=False)
     if fit is not None:
         _show_fit(fit, console)
     for table in _tables(plan, study):
@@ -123,6 +127,7 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
     legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")
     legend += _LEGEND_TIERS if _tier_columns(plan) else ""
     legend += _LEGEND_APART if _apart_columns(plan) else ""
+    legend += _LEGEND_CLOSED if plan.setup.closed else ""
     for line in _verdicts(plan, study):
         console.print(line, highlight=False)
     console.print(legend, style="dim", highlight=False)
@@ -155,7 +160,7 @@ def _tiers_head(plan: Plan) -> str:
     return f"\nBehind them: {' and '.join(parts)} to each engine; blocks of {size}"
 
 
-def _load(study: Study, facts: Facts) -> str:
+def _load(study: Study, facts: Facts, *, closed: bool) -> str:
     """The load asked for, of the time in which requests come; and how busy with prompts the engines were in
     the first cell of the study, of the whole run: the last queue is worked off after the last request."""
     speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's speed"
@@ -164,6 +169,7 @@ def _load(study: Study, facts: Facts) -> str:
         if facts.load is None
         else f", so that prompts take round robin {100 * facts.load:.0f} % of the time in which requests come"
     )
+    sessions = "closed sessions; " if closed else ""
     first = study.reports[0]
     busy = ", ".join(
         f"{report.arm} {100 * over_seeds(report.outcomes, 'busy_share').mean:.0f} %"
@@ -171,7 +177,7 @@ def _load(study: Study, facts: Facts) -> str:
         if (report.retention, report.rate_factor) == (first.retention, first.rate_factor)
     )
     return (
-        f"Load: arrivals at {speed}{asked}; {facts.seeds} seed{'s' if facts.seeds > 1 else ''}\n"
+        f"Load: arrivals at {speed}{asked}; {sessions}{facts.seeds} seed{'s' if facts.seeds > 1 else ''}\n"
         f"Busy with prompts, of the whole run until the last answer: {busy}"
     )
 
@@ -203,7 +209,7 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
             )
             table.title_justify, table.title_style = "left", "bold"
             table.add_column("policy", overflow="fold")
-            for name in (*_COLUMNS, *_tier_columns(plan), *_apart_columns(plan)):
+            for name in (*_COLUMNS, *_tier_columns(plan), *_apart_columns(plan), *_closed_columns(plan)):
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
@@ -234,6 +240,13 @@ def _tier_columns(plan: Plan) -> tuple[str, ...]:
 def _apart_columns(plan: Plan) -> tuple[str, ...]:
     """Where prefill and decode are apart in any arm."""
     return _APART_COLUMNS if any(arm.prefill for arm in plan.arms.values()) else ()
+
+
+def _closed_columns(plan: Plan) -> tuple[str, ...]:
+    """Where turns wait for answers; the time to the answer once."""
+    if not plan.setup.closed:
+        return ()
+    return tuple(name for name in _CLOSED_COLUMNS if name not in _apart_columns(plan))
 
 
 def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
@@ -271,6 +284,7 @@ def _numbers(report: ArmReport, plan: Plan) -> list[str]:
         f"{mean('regret_s'):.3f}",
         *(f"{100 * mean(_TIER_SHARES[name]):.1f}" for name in _tier_columns(plan)),
         *(_apart_numbers(mean) if _apart_columns(plan) else ()),
+        *(f"{mean(_CLOSED_NUMBERS[name]):.2f}" for name in _closed_columns(plan)),
     ]
 
 

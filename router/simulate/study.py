@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from publisher.groups import Family, GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
 from router.simulate.outcome import Result, result_of
 from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.fleet import FleetSim
@@ -47,8 +46,9 @@ def pool_blocks(
     """Pages of each engine so that the fleet's pools are ``share`` of what the workload's prompts and answers
     would fill if each was kept once, in the full-attention group (else the group of the finest blocks)."""
     units = {identifier for request in requests for identifier in request.ids}
+    unit_tokens = requests[0].unit_tokens
     sizes = [g.block_size for g in groups if g.family is Family.FULL] or [g.block_size for g in groups]
-    return max(POOL_BLOCKS_MIN, int(share * len(units) * UNIT_TOKENS / min(sizes) / engines))
+    return max(POOL_BLOCKS_MIN, int(share * len(units) * unit_tokens / min(sizes) / engines))
 
 
 def mean_prompt_tokens(requests: Sequence[Request]) -> float:
@@ -56,8 +56,9 @@ def mean_prompt_tokens(requests: Sequence[Request]) -> float:
 
 
 def round_robin(setup: FleetSetup, workload: int = 0) -> Job:
-    """The run that ``speed_for`` wants: arrivals as recorded."""
-    asked = msgspec.structs.replace(setup, speed=1.0)
+    """The run that ``speed_for`` wants: arrivals as recorded, so that a load is the
+    same whether sessions are closed or not."""
+    asked = msgspec.structs.replace(setup, speed=1.0, closed=False)
     return Job(name="round-robin", arm=ARMS["round-robin"], setup=asked, workload=workload)
 
 

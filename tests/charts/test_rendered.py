@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from tests.charts.chart import MINIMAL, Document, Rendered, examples, load
+from tests.charts.chart import CHART, MINIMAL, Document, Rendered, examples, load
 from tests.charts.crds import SPECS
 from tests.support.examples import some
 from tests.support.paths import ROOT
@@ -232,7 +232,7 @@ def test_gateway_pool_route_and_picker_name_each_other() -> None:
         assert rendered.one(policy)["spec"]["targetRef"]["name"] == pool["metadata"]["name"]
     assert not Rendered(FOREIGN_POOL).all("InferencePool")
     istio = Rendered(load(ROOT / "examples" / "gateway.yaml"))
-    assert istio.one("DestinationRule")["spec"]["host"] == "kvatlas.llm.svc.cluster.local"
+    assert istio.one("DestinationRule")["spec"]["host"] == "kvatlas"
 
 
 def test_gateways_are_told_what_the_values_say() -> None:
@@ -426,3 +426,29 @@ def test_metrics_named_by_rules_and_dashboard_exist() -> None:
         used = set(re.findall(r"kvatlas_\w+", text))
         assert len(used) > 5
         assert used <= known, used - known
+
+
+def test_routers_and_valkey_have_the_same_password_and_restart_together() -> None:
+    def checksums(rendered: Rendered) -> set[str]:
+        pods = [rendered.one(kind)["spec"]["template"] for kind in ("Deployment", "StatefulSet")]
+        return {pod["metadata"]["annotations"]["checksum/index"] for pod in pods}
+
+    values = {**MINIMAL, "valkey": {"enabled": True}}
+    first, second = Rendered(values), Rendered(values)
+    for rendered in (first, second):
+        secret = rendered.one("Secret", "-valkey")["stringData"]
+        assert f":{secret['password']}@" in secret["url"]
+        assert len(checksums(rendered)) == 1
+    assert checksums(first) != checksums(second)  # without a cluster each rendering makes a password
+    given = {**MINIMAL, "valkey": {"enabled": True, "existingSecret": "kvatlas-index"}}
+    assert checksums(Rendered(given)) == checksums(Rendered(given))
+    assert not Rendered(given).all("Secret")
+    assert (
+        "checksum/index"
+        not in Rendered(MINIMAL).one("Deployment")["spec"]["template"]["metadata"]["annotations"]
+    )
+
+
+def test_no_name_depends_on_the_clusters_domain() -> None:
+    texts = [p.read_text(encoding="utf-8") for p in (CHART / "templates").rglob("*") if p.is_file()]
+    assert not any("cluster.local" in text for text in texts)

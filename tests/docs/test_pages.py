@@ -117,3 +117,14 @@ def test_nothing_is_installed_from_an_index_that_does_not_have_it() -> None:
     told += [path for path in (ROOT / "examples").rglob("*") if path.is_file()]
     lines = [(page_id(path), line) for path in told for line in path.read_text("utf-8").splitlines()]
     assert [found for found in lines if by_name.search(found[1])] == []
+
+
+def test_actions_of_workflows_are_pinned_by_commit() -> None:
+    """A tag may be moved to other code, which would run with the rights of a release."""
+    pinned = re.compile(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$")
+    workflows = (ROOT / ".github" / "workflows").glob("*.yml")
+    used = [
+        line.strip() for path in workflows for line in path.read_text("utf-8").splitlines() if "uses:" in line
+    ]
+    assert used
+    assert [line for line in used if not pinned.search(line)] == []

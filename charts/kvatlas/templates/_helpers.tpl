@@ -100,6 +100,28 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* Valkey's own password, the same wherever one rendering asks: that of the secret in the cluster, so that an upgrade
+keeps it. Without a cluster to ask (helm template, Argo CD) it is new with each rendering: valkey.existingSecret is for those. */}}
+{{- define "kvatlas.valkeyPassword" -}}
+{{- if not (hasKey .Values.valkey "password") }}
+{{- $old := lookup "v1" "Secret" .Release.Namespace (include "kvatlas.indexSecret" .) }}
+{{- $password := randAlphaNum 32 }}
+{{- with $old }}{{ $password = index .data "password" | b64dec }}{{ end }}
+{{- $_ := set .Values.valkey "password" $password }}
+{{- end }}
+{{- .Values.valkey.password }}
+{{- end }}
+
+{{/* Changes with the password, so that routers and Valkey take a new one together. */}}
+{{- define "kvatlas.indexChecksum" -}}
+{{- if .Values.valkey.existingSecret }}
+{{- $secret := lookup "v1" "Secret" .Release.Namespace .Values.valkey.existingSecret | default dict }}
+{{- printf "%s %s" .Values.valkey.existingSecret (toJson (get $secret "data")) | sha256sum }}
+{{- else }}
+{{- include "kvatlas.valkeyPassword" . | sha256sum }}
+{{- end }}
+{{- end }}
+
 {{- define "kvatlas.indexSecretKey" -}}
 {{- if .Values.valkey.enabled }}url{{ else }}{{ .Values.redis.existingSecretKey }}{{ end }}
 {{- end }}

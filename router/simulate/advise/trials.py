@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from publisher.groups import Family
-from router.observe.prefix_ids import UNIT_TOKENS
 from router.placement.candidate import PolicySettings
 from router.simulate.outcome import WARM_SHARE, Outcome
 from router.simulate.plan import check_layout
@@ -216,7 +215,7 @@ def reusable_share(requests: Sequence[Request]) -> float:
             chain = hash((chain, identifier))
             known = known and (number, chain) in seen
             if known:
-                shared = (number + 1) * UNIT_TOKENS
+                shared = (number + 1) * request.unit_tokens
             seen.add((number, chain))
         if place >= first:
             reused += min(shared, request.input_tokens - 1)

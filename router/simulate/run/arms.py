@@ -1,9 +1,9 @@
 """The policies of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
 
 The policies are those that serve (``router.placement.policies``), unchanged; an arm only says what they are
-told.
-The honest versions of what other routers do are here: full attention only, own history uncapped and capped,
-hash of the session with bounded load, power of two.
+told. Arms that know less (``full-attention``, ``approx-tree``, ..) keep the queue in seconds, its bound and
+the rule for ties, so that each shows the worth of one kind of knowledge; no other router places like them.
+Other routers are the arms with a ``peer``: their own formulas over what they know (``run.peers``).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     hold: HoldSetup | None = None
     prefill: int = 0
     """So many of the engines compute prompts for the others, which decode; 0: all engines are alike."""
+    peer: str | None = None
+    """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
     what: str
 
 
@@ -95,7 +97,28 @@ ARMS: dict[str, Arm] = {
     ),
     "least-load": Arm(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
     "round-robin": Arm(policy="round-robin", view="blind", in_flight=False, what="in turn"),
+    "dynamo": Arm(
+        policy="exact",
+        view="truth",
+        in_flight=False,
+        peer="dynamo",
+        what="Dynamo's formula: blocks to prefill and to decode",
+    ),
+    "llm-d": Arm(
+        policy="exact",
+        view="truth",
+        in_flight=False,
+        peer="llm-d",
+        what="llm-d's scores: prefix share, KV usage, waiting, no-hit LRU",
+    ),
+    "cache-aware": Arm(
+        policy="exact", view="blind", in_flight=False, peer="cache-aware", what="smg's cache_aware"
+    ),
+    "vllm-router": Arm(
+        policy="exact", view="blind", in_flight=False, peer="vllm-router", what="vllm-router's cache_aware"
+    ),
 }
+PEERS = tuple(name for name, arm in ARMS.items() if arm.peer is not None)
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
@@ -108,6 +131,8 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
         arm = ARMS.get(base)
         if arm is None:
             raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
+        if knob and arm.peer is not None:
+            raise ValueError(f"{name}: {base} is another router with its own defaults; nothing can be set")
         if knob:
             arm = _set(arm, name, knob)
         found[name] = arm

@@ -20,7 +20,7 @@ from publisher.events import BlockHash
 from publisher.groups import Family
 from router.admission.queue.fair import GENERATED_WORTH
 from router.placement.candidate import Ask, Candidate, Hit, ask
-from router.placement.cost import Choice
+from router.placement.cost import Choice, chosen, weigh
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
@@ -29,11 +29,12 @@ from router.placement.order import EngineOrder, order_of
 from router.placement.policies import ArmState, policy
 from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
-from router.simulate.run.calendar import Calendar
+from router.simulate.run.calendar import Arrivals, Calendar
 from router.simulate.run.engine import SimEngine
 from router.simulate.run.holding import Holding
+from router.simulate.run.peers.router import PeerRouter
 from router.simulate.run.request_run import RequestRun
-from router.simulate.run.router_view import router_view
+from router.simulate.run.router_view import PrefixHit, router_view
 from router.simulate.run.rows import FleetRun, Row
 from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tiers import tiers_of
@@ -109,23 +110,30 @@ class FleetSim:
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
+        self._peer = None
+        if arm.peer is not None:
+            unit = self._scheme.hash_block_size
+            self._peer = PeerRouter(arm.peer, setup.engines, unit, self._state.rng)
         self._calendar = Calendar(setup.engines)
+        self._arrivals = Arrivals((), speed=1.0, closed=False)
         self._now = 0.0
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
         """All requests to their end. ``progress`` is told how many more have been placed, now and then."""
-        told = 0
-        for index, request in enumerate(requests):
-            at_s = request.at_s / self._setup.speed
-            self._advance(at_s)
-            self._now = at_s
-            self._arrive(index, request)
-            if progress is not None and index - told >= PROGRESS_EVERY:
-                progress(index - told)
-                told = index
-        self._advance(float("inf"))
+        self._arrivals = Arrivals(requests, speed=self._setup.speed, closed=self._setup.closed)
+        placed = 0
+        while True:
+            self._advance()
+            if self._arrivals.next_s() == math.inf:
+                break
+            self._now = self._arrivals.next_s()
+            index = self._arrivals.take()
+            self._arrive(index, requests[index])
+            placed += 1
+            if progress is not None and placed % PROGRESS_EVERY == 0:
+                progress(PROGRESS_EVERY)
         if progress is not None:
-            progress(len(requests) - told)
+            progress(placed % PROGRESS_EVERY)
         return FleetRun(
             [self._rows[index] for index in range(len(requests))],
             [engine.busy_s for engine in self._engines],
@@ -166,7 +174,7 @@ class FleetSim:
         hashes = whole[: tokens // unit]
         order = order_of(_NORMAL, now, self._knobs.engine_priority)
         candidates = self._candidates(tokens, hashes, now, order)
-        place, choice, helper = self._choose(candidates, self._ask(request, hashes))
+        place, choice, helper = self._choose(index, candidates, self._ask(request, hashes), hashes)
         leg = None
         if helper is not None:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
@@ -179,7 +187,7 @@ class FleetSim:
         if leg is None or self._all_full:
             prefix = self._in_flight(candidates[place], tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
-        arrived_s = request.at_s / self._setup.speed
+        arrived_s = self._arrivals.arrived_s(index)
         self._open[index] = _Open(
             place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
         )
@@ -203,8 +211,17 @@ class FleetSim:
             rank_s=rank_s,
         )
 
-    def _choose(self, candidates: list[Candidate], question: Ask) -> tuple[int, Choice, int | None]:
+    def _choose(
+        self, index: int, candidates: list[Candidate], question: Ask, hashes: Sequence[BlockHash]
+    ) -> tuple[int, Choice, int | None]:
         """The engine that answers, the choice of the one that computes, and which that is if another."""
+        if self._peer is not None:
+            tokens = question.prompt_tokens
+            seen = [PrefixHit(one.hit.gpu_tokens, one.hit.trunk_tokens) for one in candidates]
+            place, cached = self._peer.place(index, tokens, hashes, seen)
+            choice = chosen(weigh(candidates, tokens, self._knobs), place, "policy")
+            choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
+            return place, choice, None
         roles = self._roles
         if roles is None:
             choice = self._policy(candidates, question, self._knobs, self._state)
@@ -307,10 +324,11 @@ class FleetSim:
             )
         return found
 
-    def _advance(self, until_s: float) -> None:
-        """Let everything happen on the engines that happens by ``until_s``."""
-        calendar, holding = self._calendar, self._holding
+    def _advance(self) -> None:
+        """Let everything happen on the engines that happens until the next request comes."""
+        calendar, holding, arrivals = self._calendar, self._holding, self._arrivals
         while True:
+            until_s = arrivals.next_s()
             wake_s = float("inf") if holding is None else holding.wake_s(self._now)
             engine_s = calendar.next_s()
             next_s = min(wake_s, engine_s)
@@ -330,10 +348,12 @@ class FleetSim:
     def _report(self) -> None:
         """The router polls every engine's gauges."""
         now = self._gauges_s
-        for engine, account in zip(self._engines, self._loads, strict=True):
+        for place, (engine, account) in enumerate(zip(self._engines, self._loads, strict=True)):
             account.report(
                 running=engine.num_running, waiting=engine.num_waiting, now=now, usage=engine.usage
             )
+            if self._peer is not None:
+                self._peer.polled(place, engine.num_waiting, engine.usage)
         self._gauges_s += self._setup.gauge_s
 
     def _note(self, engine: int) -> None:
@@ -349,6 +369,8 @@ class FleetSim:
         if work.prefix is not None:
             self._inflight.prefilled(work.prefix)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
+        if self._peer is not None:
+            self._peer.first_token(visit.index)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]
@@ -389,6 +411,9 @@ class FleetSim:
 
     def _close(self, visit: RequestRun, first_token_s: float | None) -> _Open:
         opened = self._open.pop(visit.index)
+        self._arrivals.ended(visit.index, self._now + self._setup.timing.request_s)
+        if self._peer is not None:
+            self._peer.ended(visit.index)
         asked = visit if opened.leg is None else opened.leg.visit
         answered, request_s = first_token_s is not None, self._setup.timing.request_s
         self._rows[visit.index] = Row(

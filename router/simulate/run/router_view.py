@@ -122,6 +122,10 @@ class History:
             while len(held) > self._blocks_max:
                 held.popitem(last=False)
 
+    def sizes(self) -> list[int]:
+        """Blocks held per engine."""
+        return [len(held) for held in self._held]
+
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         pass
 

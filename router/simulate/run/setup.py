@@ -21,6 +21,8 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timing = Timing()
     speed: float = 1.0
     """Arrivals come so many times as fast as the workload says."""
+    closed: bool = False
+    """A turn waits for the answer before it; else every request comes at its recorded time."""
     seed: int = 0
     gauge_s: float = 2.0
     """Seconds between two looks at every engine's gauges, as ``fleet.poll_interval_s`` of a router."""

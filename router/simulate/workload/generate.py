@@ -1,4 +1,5 @@
-"""Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out.
+"""Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out,
+private documents, bursts of questions behind shared prompts.
 
 Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat
 services publish; every number is a default here and nowhere else. Sessions begin over ``seconds``; their
@@ -105,6 +106,60 @@ def agents(count: int, seconds: float, seed: int) -> list[Asked]:
     return tenants(count, seconds, seed, fan_out=0.35)
 
 
+DOCUMENTS, DOCUMENT_TOKENS, DOCUMENT_TURNS = 192, 49_152, 6
+DOCUMENT_QUESTION_TOKENS = DOCUMENT_ANSWER_TOKENS = 256
+DOCUMENT_GAP_S = 20.0
+"""Between two questions, on average: about a sixth of the documents are then in use at a time."""
+
+
+def documents(count: int, seconds: float, seed: int) -> list[Asked]:
+    """Conversations about long documents that share nothing: at most ``DOCUMENTS``, so 1,152 requests.
+
+    The sizes are those of llm-d's guide to sharing KV caches between engines (p2p-kv-cache-sharing).
+    """
+    draw = _Draw(random.Random(seed))
+    for _ in range(min(DOCUMENTS, -(-count // DOCUMENT_TURNS))):
+        draw.sessions += 1
+        at_s, tokens = draw.rng.uniform(0, seconds), DOCUMENT_TOKENS
+        chain = draw.new_ids(DOCUMENT_TOKENS // UNIT_TOKENS)
+        for _ in range(DOCUMENT_TURNS):
+            tokens += DOCUMENT_QUESTION_TOKENS
+            chain = draw.ask(at_s, tokens, DOCUMENT_ANSWER_TOKENS, chain)
+            tokens += DOCUMENT_ANSWER_TOKENS
+            at_s += draw.rng.uniform(0.5, 1.5) * DOCUMENT_GAP_S
+    return _cut(draw.asked, count)
+
+
+SHARED_PROMPTS, SHARED_TOKENS, SHARED_QUESTION_TOKENS, SHARED_UNIT = 150, 6000, 1200, 16
+SHARED_BURST_CV = 2.0
+
+
+def shared(count: int, seconds: float, seed: int) -> list[Asked]:
+    """Single questions behind 150 system prompts, in bursts: gamma gaps whose deviation is twice their mean.
+
+    The sizes are those of llm-d's guide to prefix routing; answers are of about 1,000 tokens.
+    """
+    rng = random.Random(seed)
+    shape = SHARED_BURST_CV**-2
+    system, own = SHARED_TOKENS // SHARED_UNIT, SHARED_QUESTION_TOKENS // SHARED_UNIT
+    asked, at_s, fresh = [], 0.0, SHARED_PROMPTS * system
+    for number in range(count):
+        prompt = rng.randrange(SHARED_PROMPTS)
+        asked.append(
+            Asked(
+                at_s=at_s,
+                input_tokens=SHARED_TOKENS + SHARED_QUESTION_TOKENS,
+                output_tokens=max(1, int(rng.lognormvariate(6.8, 0.45))),
+                ids=(*range(prompt * system, (prompt + 1) * system), *range(fresh, fresh + own)),
+                session=number,
+                unit_tokens=SHARED_UNIT,
+            )
+        )
+        fresh += own
+        at_s += rng.gammavariate(shape, seconds / count / shape)
+    return asked
+
+
 def _cut(asked: list[Asked], count: int) -> list[Asked]:
     return sorted((a for a in asked if a.at_s >= 0), key=lambda a: a.at_s)[:count]
 
@@ -113,5 +168,7 @@ GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
     "chat": chat,
     "tenants": tenants,
     "agents": agents,
+    "documents": documents,
+    "shared": shared,
 }
 """By name: (how many requests, over how many seconds, seed)."""

@@ -1,8 +1,8 @@
 """A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
 
-The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms),
-``input_length``, ``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the
-last one for what is left. Equal ids at the start of two prompts mean equal tokens.
+The formats are read by ``traces``, ``sessions`` and ``access_log``. All of them tell prompts apart by ids,
+one per ``unit_tokens`` tokens of the prompt, the last one for what is left. Equal ids at the start of two
+prompts mean equal tokens.
 
 What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
 on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true:
@@ -18,7 +18,7 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,8 +42,22 @@ class WorkloadError(ValueError):
     """A workload that cannot be used; says where, what and why."""
 
 
+class Follows(msgspec.Struct, frozen=True, kw_only=True):
+    """Which request of the same client comes before, by its place in the workload. Seconds as recorded.
+
+    In closed sessions a request comes ``think_s`` after the answer to that one; where that pause was not
+    recorded, ``gap_s`` after that one came, but not before its answer. With ``answered`` False (a sub-agent,
+    which starts beside its parent) it comes ``gap_s`` after that one came, answered or not.
+    """
+
+    request: int
+    gap_s: float
+    think_s: float | None = None
+    answered: bool = True
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. ``ids`` cover prompt and answer, ``UNIT_TOKENS`` tokens each but for the last."""
+    """One request. ``ids`` cover prompt and answer, ``unit_tokens`` tokens each but for the last."""
 
     at_s: float
     input_tokens: int
@@ -53,6 +67,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of one conversation have the same, where the workload tells."""
     tenant: str = ""
     """Among whom a router that holds requests shares what comes free."""
+    unit_tokens: int = UNIT_TOKENS
+    follows: Follows | None = None
+    """The turn before, as recorded or guessed; None: it starts a session."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,28 +77,40 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the format, checked. ``session`` where who made it knows: then only its own turns go on."""
+    """One request as it stands in a workload, checked. ``session`` where that says it: then only its own
+    turns go on. ``ids`` cover the prompt, ``unit_tokens`` each but for the last."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
     session: int | None = None
+    unit_tokens: int = UNIT_TOKENS
+    follows: Follows | None = None
+    """Where the workload says which request comes before; else the one that this goes on from does."""
 
 
-def read(path: Path) -> list[Asked]:
-    """The lines of a file (``.gz`` or plain), in order of time, which starts with the first of them.
-
-    Raises ``WorkloadError``, naming the line.
-    """
-    found = [asked_of(fields, where) for where, fields in lines_of(path)]
-    return in_order(found)
+One = TypeVar("One", Asked, Request)
 
 
 def in_order(found: list[Asked]) -> list[Asked]:
     """By time, which starts with the first of them."""
-    found = sorted(found, key=lambda asked: asked.at_s)
+    found = by_time(found)
     return [msgspec.structs.replace(asked, at_s=asked.at_s - found[0].at_s) for asked in found]
+
+
+def by_time(found: Sequence[One]) -> list[One]:
+    """In the order of time; what follows another one still does."""
+    order = sorted(range(len(found)), key=lambda place: found[place].at_s)
+    places = {old: new for new, old in enumerate(order)}
+
+    def moved(one: One) -> One:
+        if one.follows is None:
+            return one
+        before = msgspec.structs.replace(one.follows, request=places[one.follows.request])
+        return msgspec.structs.replace(one, follows=before)
+
+    return [moved(found[place]) for place in order]
 
 
 def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
@@ -110,32 +139,57 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise WorkloadError(f"{where}: not JSON: {error}") from None
+        found = line.strip()[:60]
+        raise WorkloadError(
+            f"{where}: not JSON: {error}; found {found!r}, expected one JSON object per request on each line"
+        ) from None
     if not isinstance(fields, dict):
         raise WorkloadError(f"{where}: expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
 def asked_of(fields: dict[str, Any], where: str) -> Asked:
-    """One line of the format, checked. Raises ``WorkloadError`` that names ``where`` and the field."""
-    length = _count(fields, "input_length", where, least=1)
-    ids = fields.get("hash_ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
+    """One line of a router's own log, checked. Raises ``WorkloadError``, naming ``where`` and the field."""
+    length = count_of(fields, "input_length", where, least=1)
+    ids = ids_of(fields, where)
     wanted = -(-length // UNIT_TOKENS)
     if len(ids) != wanted:
         raise WorkloadError(
             f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; expected one per "
             f"{UNIT_TOKENS} tokens, so {wanted}"
         )
-    timestamp = fields.get("timestamp")
-    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < 1e15:
-        raise WorkloadError(f"{where}: timestamp = {timestamp!r}: expected milliseconds from the start")
-    output = _count(fields, "output_length", where, least=0)
-    return Asked(at_s=timestamp / 1000, input_tokens=length, output_tokens=output, ids=tuple(ids))
+    at_s = milliseconds_of(fields, "timestamp", where)
+    output = count_of(fields, "output_length", where, least=0)
+    return Asked(at_s=at_s, input_tokens=length, output_tokens=output, ids=tuple(ids))
 
 
-def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+def ids_of(fields: dict[str, Any], where: str) -> list[int]:
+    """The field ``hash_ids``, checked. Raises ``WorkloadError``."""
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
+    return ids
+
+
+def milliseconds_of(fields: dict[str, Any], key: str, where: str) -> float:
+    """A field in milliseconds, as seconds. Raises ``WorkloadError``."""
+    return _number(fields, key, where, "milliseconds from the start" if key == "timestamp" else "ms") / 1000
+
+
+def seconds_of(fields: dict[str, Any], key: str, where: str) -> float:
+    """A field in seconds. Raises ``WorkloadError``."""
+    return _number(fields, key, where, "seconds")
+
+
+def _number(fields: dict[str, Any], key: str, where: str, expected: str) -> float:
+    value = fields.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e15:
+        raise WorkloadError(f"{where}: {key} = {value!r}: expected {expected}")
+    return value
+
+
+def count_of(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+    """A field that is a whole number of tokens. Raises ``WorkloadError``."""
     value = fields.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
         raise WorkloadError(
@@ -145,10 +199,11 @@ def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
 
 
 def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
-    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are."""
+    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are, and
+    those of sessions that say who follows whom."""
     times = sorted({a.at_s for a in asked})
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    if not gaps or min(gaps) < 0.9 * tick_s:
+    if not gaps or min(gaps) < 0.9 * tick_s or any(one.follows for one in asked):
         return list(asked)
     draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
     spread_out: list[Asked] = []
@@ -171,8 +226,9 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     """
     waiting: dict[int, deque[int]] = {}
     following: dict[int, int] = {}
+    before: dict[int, Follows] = {}
     sessions: list[int] = []
-    chains = [_chain(a.ids[: a.input_tokens // UNIT_TOKENS]) for a in asked]
+    chains = [_chain(a.ids[: a.input_tokens // a.unit_tokens]) for a in asked]
     for index, one in enumerate(asked):
         session = index if one.session is None else one.session
         for depth in range(len(chains[index]), 0, -1):
@@ -181,6 +237,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
             if earlier is not None and turn is not None:
                 earlier.remove(turn)
                 following[turn] = index
+                before[index] = Follows(request=turn, gap_s=one.at_s - asked[turn].at_s)
                 session = sessions[turn]
                 break
         sessions.append(session)
@@ -189,7 +246,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
     own = max((i for a in asked for i in a.ids), default=0) + 1
     made: list[Request] = []
     for index, one in enumerate(asked):
-        units = -(-(one.input_tokens + one.output_tokens) // UNIT_TOKENS)
+        units = -(-(one.input_tokens + one.output_tokens) // one.unit_tokens)
         next_turn = following.get(index)
         if next_turn is not None:
             ids = asked[next_turn].ids[:units]
@@ -203,6 +260,8 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
                 output_tokens=one.output_tokens,
                 ids=ids,
                 session=sessions[index],
+                unit_tokens=one.unit_tokens,
+                follows=one.follows or before.get(index),
             )
         )
     return made
@@ -237,20 +296,21 @@ def _mix(value: int) -> int:
 def block_hashes(request: Request, block_tokens: int) -> list[BlockHash]:
     """A hash per whole block of prompt and answer; it stands for everything before it too.
 
-    ``block_tokens`` must divide ``UNIT_TOKENS`` or be a multiple of it: ids tell no more. Raises
+    ``block_tokens`` must divide the workload's unit or be a multiple of it: ids tell no more. Raises
     ``ValueError``.
     """
+    unit = request.unit_tokens
     count = request.num_tokens // block_tokens
     if not count:
         return []
     chain = np.array(_chain(request.ids), dtype=np.uint64)
-    if block_tokens % UNIT_TOKENS == 0:
-        step = block_tokens // UNIT_TOKENS
+    if block_tokens % unit == 0:
+        step = block_tokens // unit
         ends: list[BlockHash] = chain[step - 1 :: step][:count].tolist()
         return ends
-    if UNIT_TOKENS % block_tokens:
-        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {UNIT_TOKENS}")
-    parts = np.arange(UNIT_TOKENS // block_tokens, dtype=np.uint64)
+    if unit % block_tokens:
+        raise ValueError(f"blocks of {block_tokens} tokens do not fit into units of {unit}")
+    parts = np.arange(unit // block_tokens, dtype=np.uint64)
     hashes: list[BlockHash] = (
         _mixed(chain[:, None] + parts[None, :] * np.uint64(0xD1342543DE82EF95)).ravel()[:count].tolist()
     )

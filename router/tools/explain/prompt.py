@@ -177,6 +177,6 @@ async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> Hashe
     finally:
         reader.close()
     if not isinstance(read, Prompt):
-        hint = "; give --tokenizer or token_ids" if read.reason == "no_tokenizer" else ""
+        hint = "; give --tokenizer DIR or ORG/NAME, or token_ids" if read.reason == "no_tokenizer" else ""
         raise PromptError(f"{path}: its tokens cannot be computed here ({read.reason}){hint}")
     return read

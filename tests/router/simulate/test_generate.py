@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections import Counter
 
 import pytest
 
 from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.workload.generate import GENERATORS, agents, chat, tenants
+from router.simulate.workload.generate import GENERATORS, agents, chat, documents, shared, tenants
 from router.simulate.workload.requests import continued
 
 
@@ -21,7 +23,7 @@ def test_a_draw_is_repeatable_and_well_formed(name: str) -> None:
     assert times == sorted(times)
     assert times[0] >= 0
     for one in drawn:
-        assert len(one.ids) == -(-one.input_tokens // UNIT_TOKENS)
+        assert len(one.ids) == -(-one.input_tokens // one.unit_tokens)
         assert one.output_tokens >= 1
 
 
@@ -60,3 +62,22 @@ def test_agents_fan_out_into_siblings_of_one_context() -> None:
 
     assert siblings(by_context("agents")) > 100
     assert siblings(by_context("tenants")) < 20
+
+
+def test_documents_are_private_and_six_turns_long() -> None:
+    requests = continued(documents(5000, 1000.0, 1))
+    sessions = Counter(one.session for one in requests)
+    assert (len(requests), len(sessions), set(sessions.values())) == (192 * 6, 192, {6})
+    assert len({one.ids[0] for one in requests}) == 192
+    assert statistics.fmean(one.input_tokens for one in requests) == 50_688
+    assert sum(one.follows is not None for one in requests) == 192 * 5
+
+
+def test_shared_prompts_come_in_bursts_and_their_questions_are_their_own() -> None:
+    drawn = shared(4000, 1000.0, 1)
+    heads = Counter(one.ids[:375] for one in drawn)
+    assert len(heads) == 150
+    assert len({one.ids[375] for one in drawn}) == len(drawn)
+    gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(drawn)]
+    assert 1.7 < statistics.stdev(gaps) / statistics.fmean(gaps) < 2.3
+    assert 950 < statistics.fmean(one.output_tokens for one in drawn) < 1050

@@ -1,0 +1,57 @@
+"""The container's health check finds the port of whatever process 1 runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from router.config.schema import OPS_PORT, ServerConfig
+from router.serve import health
+from tests.support.waiting import run
+from tests.support.whole_router import configure, routing, running
+
+OPS = f"http://127.0.0.1:{OPS_PORT}/health"
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "asked"),
+    [
+        (["kvatlas", "serve"], {}, [OPS, f"http://127.0.0.1:{ServerConfig().port}/health"]),
+        (["python", "kvatlas", "epp", "--listen", "0.0.0.0:9002"], {}, [OPS]),
+        (["kvatlas", "sidecar", "--port", "80"], {}, [OPS, "http://127.0.0.1:80/health"]),
+        (["kvatlas", "serve", "--ops-port=off", "--host", "::"], {}, ["http://[::1]:8000/health"]),
+        (["kvatlas", "serve", "--set", "server.ops_port=7"], {}, ["http://127.0.0.1:7/health"]),
+        (["kvatlas", "epp"], {"KVATLAS_SERVER_OPS_PORT": "77"}, ["http://127.0.0.1:77/health"]),
+        (
+            ["kvatlas", "serve", "--ops-port", "off"],
+            {"KVATLAS_SERVER_TLS_CERT_FILE": "/c", "KVATLAS_SERVER_HOST": "10.0.0.1"},
+            ["https://10.0.0.1:8000/health"],
+        ),
+    ],
+)
+def test_ports_by_arguments_and_environment(
+    words: list[str], environ: dict[str, str], asked: list[str]
+) -> None:
+    assert health.urls(words, environ)[: len(asked)] == asked
+
+
+def test_ports_by_the_configuration_file_which_flags_override(tmp_path: Path) -> None:
+    file = tmp_path / "kvatlas.toml"
+    file.write_text('[server]\nport = 8443\nops_port = 9100\ntls_cert_file = "/c"\n', encoding="utf-8")
+    words = ["kvatlas", "serve", "--config", str(file), "--ops-port", "9200"]
+    assert health.urls(words, {}) == ["http://127.0.0.1:9200/health", "https://127.0.0.1:8443/health"]
+    file.write_text("no toml", encoding="utf-8")
+    assert health.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
+
+
+def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
+    async def main() -> None:
+        async with running({}) as (engine,), routing(configure(engine)) as rig:
+            assert await asyncio.to_thread(health._answers, f"{rig.ops_url}/health")
+            assert await asyncio.to_thread(health._answers, f"{rig.url}/health")
+            url = rig.url
+        assert not await asyncio.to_thread(health._answers, f"{url}/health")
+
+    run(main())

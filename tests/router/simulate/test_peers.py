@@ -1,0 +1,135 @@
+"""Other routers' formulas on cases worked out by hand, and what such a router knows of a simulated fleet."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from publisher.events import BlockHash
+from router.simulate.run.arms import PEERS, arms_of
+from router.simulate.run.peers import router as peer_router
+from router.simulate.run.peers.formulas import (
+    FORMULAS,
+    PeerView,
+    cache_aware,
+    dynamo,
+    llm_d,
+    vllm_router,
+)
+from router.simulate.run.peers.router import PeerRouter
+from router.simulate.run.router_view import NOTHING, PrefixHit
+from tests.router.simulate.support import FULL, fleet_run, request
+
+
+def test_dynamo_adds_blocks_to_prefill_and_blocks_to_decode() -> None:
+    views = [
+        PeerView(prefix_tokens=640, prefilling_tokens=0, active_blocks=26),  # 360/64 + 26 = 31.6
+        PeerView(prefix_tokens=0, prefilling_tokens=0, active_blocks=16),  # 1000/64 + 16 = 31.6
+        PeerView(prefix_tokens=640, prefilling_tokens=320, active_blocks=20),  # 680/64 + 20 = 30.6
+    ]
+    assert dynamo(views, 1000, 64) == [2]
+    assert dynamo([PeerView(prefix_tokens=1024), PeerView(active_blocks=1)], 1000, 64) == [0], "no credit"
+    assert dynamo([PeerView(), PeerView()], 1000, 64) == [0, 1]
+
+
+def test_llm_d_weighs_prefix_usage_and_queue() -> None:
+    views = [
+        PeerView(prefix_tokens=500, usage=0.9, waiting=4),  # 1.5 + 0.2 + 0 + 1 = 2.7
+        PeerView(prefix_tokens=0, usage=0.5, waiting=2),  # 0 + 1.0 + 1 + 1 = 3.0
+        PeerView(prefix_tokens=100, usage=0.5, waiting=0),  # 0.3 + 1.0 + 2 + 1 = 4.3
+    ]
+    assert llm_d(views, 1000, 64) == [2]
+    assert llm_d(views[:2], 1000, 64) == [1], "0.5 + 1 against 1.5 + 0.2 + 1, and 2 for the shorter queue"
+
+
+def test_llm_d_sends_cold_prompts_in_turn() -> None:
+    never, long_ago, lately = PeerView(), PeerView(cold_turn=3), PeerView(cold_turn=9)
+    assert llm_d([lately, never, long_ago], 100, 64) == [1]
+    assert llm_d([lately, long_ago], 100, 64) == [1]
+    assert llm_d([PeerView(prefix_tokens=64, cold_turn=9), long_ago], 100, 64) == [0], "only cold ones"
+    assert llm_d([lately], 100, 64) == [0]
+
+
+def test_smg_takes_the_least_loaded_holder_of_a_deep_match() -> None:
+    views = [
+        PeerView(prefix_tokens=600, requests=5),
+        PeerView(prefix_tokens=600, requests=3),
+        PeerView(prefix_tokens=500, requests=0),
+    ]
+    assert cache_aware(views, 1000, 64) == [1]
+    assert cache_aware(views, 1200, 64) == [2], "half is not more than half: fewest requests"
+    busy = [PeerView(prefix_tokens=600, requests=60), PeerView(requests=1), PeerView(requests=1)]
+    assert cache_aware(busy, 1000, 64) == [1, 2], "60 > 20.7 + 32"
+    even = [PeerView(prefix_tokens=600, requests=50), PeerView(requests=20), PeerView(requests=20)]
+    assert cache_aware(even, 1000, 64) == [0], "50 < 30 + 32"
+
+
+def test_vllm_router_looks_at_load_only_where_it_is_very_uneven() -> None:
+    holder = PeerView(prefix_tokens=400, requests=64, tree_tokens=900)
+    assert vllm_router([holder, PeerView(tree_tokens=10)], 1000, 64) == [0], "not more than 64 apart"
+    hot = PeerView(prefix_tokens=400, requests=65, tree_tokens=900)
+    assert vllm_router([hot, PeerView(tree_tokens=10)], 1000, 64) == [1]
+    shallow = PeerView(prefix_tokens=300, tree_tokens=900)
+    smallest = PeerView(tree_tokens=10, requests=9)
+    assert vllm_router([shallow, smallest], 1000, 64) == [1], "the smallest history, whatever its load"
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_router_forgets_what_has_ended(name: str) -> None:
+    router = PeerRouter(name, 2, 64, random.Random(1))
+    hashes = [BlockHash(number) for number in range(5)]
+    seen = [NOTHING, NOTHING]
+    places = [router.place(index, 330, hashes, seen)[0] for index in range(4)]
+    for index in range(4):
+        router.first_token(index)
+        router.ended(index)
+    assert not router._sent
+    for engine in router._engines:
+        assert (engine.requests, engine.prefilling_tokens, len(engine.active)) == (0, 0, 0)
+    if name in peer_router.TREES:
+        assert len(set(places)) == 1, "its own history says that it is there"
+        assert router.place(9, 330, hashes, seen) == (places[0], 320)
+    else:
+        assert router.place(9, 330, hashes, seen)[1] == 0, "no event has said that anything is cached"
+
+
+def test_dynamo_counts_shared_blocks_of_one_engine_once() -> None:
+    router = PeerRouter("dynamo", 2, 64, random.Random(1))
+    hashes = [BlockHash(number) for number in range(5)]
+    first, _ = router.place(0, 320, hashes, [NOTHING, NOTHING])
+    router.first_token(0)
+    views = router._views([0, 0], hashes)
+    assert views[first].active_blocks == views[1 - first].active_blocks == 5
+    assert views[first].prefilling_tokens == 0
+
+
+def test_llm_d_sees_prompts_in_flight_and_dynamo_does_not() -> None:
+    hashes = [BlockHash(number) for number in range(5)]
+    for name, cached in (("llm-d", 320), ("dynamo", 0)):
+        router = PeerRouter(name, 2, 64, random.Random(1))
+        place, _ = router.place(0, 330, hashes, [NOTHING, NOTHING])
+        again, believed = router.place(1, 330, hashes, [NOTHING, NOTHING])
+        assert (again == place, believed) == (name == "llm-d", cached)
+
+
+def test_events_tell_and_gauges_are_as_of_the_last_poll() -> None:
+    router = PeerRouter("llm-d", 2, 64, random.Random(1))
+    hashes = [BlockHash(number) for number in range(5)]
+    router.polled(1, waiting=7, usage=0.5)
+    assert [view.waiting for view in router._views([0, 0], hashes)] == [0, 7]
+    place, cached = router.place(0, 330, hashes, [NOTHING, PrefixHit(0, 256)])
+    assert (place, cached) == (0, 0), "3 x 256/330 + 1 + 1 against 2 + 2 + 1"
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_an_idle_fleet_serves_repeats_where_they_are_cached(name: str) -> None:
+    requests = [request(30.0 * index, 1500, 3, 100 * (index % 3)) for index in range(12)]
+    run = fleet_run(requests, name, groups=FULL)
+    assert sum(row.hit > 0 for row in run.rows) == 9
+    assert all(row.predicted == row.hit for row in run.rows)
+
+
+def test_other_routers_take_no_settings() -> None:
+    with pytest.raises(ValueError, match="llm-d:beta=0: llm-d is another router with its own defaults"):
+        arms_of(["llm-d:beta=0"])
