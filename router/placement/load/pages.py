@@ -100,9 +100,10 @@ class PageAccount:
         """Return the pages of a prompt, shared ones included; 0 while the layout is unknown."""
         return prompt_pages(self._groups, tokens) if self._groups and tokens > 0 else 0
 
-    def wait_s(self, tokens: int) -> float:
-        """Return the seconds until a prompt sent now finds room."""
-        missing = self.need(tokens) * self._scale - self.free
+    def wait_s(self, tokens: int, behind: int = 0) -> float:
+        """Return the seconds until a prompt sent now finds room, which goes before ``behind`` pages of
+        those that wait."""
+        missing = (self.need(tokens) - behind) * self._scale - self.free
         return missing * self._release_s if missing > 0.0 else 0.0
 
     def share(self, tokens: int) -> float:
