@@ -7,7 +7,7 @@ Workloads: Mooncake's conversation trace (``--trace`` or KVATLAS_CONVERSATION_TR
 times, and closed, where a turn waits for the answer before it), and generated documents, shared prompts in
 bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
 of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
-Eight engines; gauges are polled every 2 s. Other routers place by their own formulas
+Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
 (``router.simulate.run.peers``). Every arm of a cell and seed meets the same requests at the same times; in
 closed sessions, the same requests and pauses.
 
@@ -48,6 +48,7 @@ SESSIONS_VARIABLE = "KVATLAS_AGENT_SESSIONS"
 TRACE = "conversation"
 SESSIONS = "agent sessions"
 ENGINES = 8
+GAUGE_S = 2.0
 POOLS = (0.25, 0.5)
 LOADS = (0.85, 1.0, 0.6)
 ARMS = ("kvatlas", *PEERS)
@@ -64,11 +65,12 @@ class Cell(NamedTuple):
     seed: int
 
 
-def settings_name() -> str:
-    """The serving policy's own numbers: runs of other ones are not these."""
+def settings_name(gauge_s: float = GAUGE_S) -> str:
+    """The serving policy's own numbers, and how old gauges get: runs of other ones are not these."""
     knobs = PolicySettings()
     names = ("beta", "eviction_premium", "spread", "room_share", "crowding")
-    return ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
+    values = ", ".join(f"{name} {getattr(knobs, name):g}" for name in names)
+    return f"{values}; gauges polled every {gauge_s:g} s"
 
 
 _requests: dict[tuple[str, int], list[Request]] = {}
@@ -86,7 +88,7 @@ def requests_of(cell: Cell, count: int, files: Mapping[str, str]) -> list[Reques
     return _requests[key]
 
 
-def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str]) -> list[Run]:
+def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], gauge_s: float) -> list[Run]:
     """The arms that are missing of one cell."""
     requests = requests_of(cell, count, files)
     groups = groups_of(cell.model)
@@ -96,6 +98,7 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str]) 
         engines=ENGINES,
         seed=cell.seed,
         closed=cell.workload == CLOSED,
+        gauge_s=gauge_s,
     )
     even = result_of(run_one(round_robin(setup), requests))
     setup = msgspec.structs.replace(setup, speed=speed_for(cell.load, requests, even))
@@ -111,7 +114,7 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str]) 
                 seed=cell.seed,
                 arm=name,
                 requests=count,
-                settings=settings_name(),
+                settings=settings_name(gauge_s),
                 hit_share=outcome.hit_share,
                 mean_s=outcome.ttft_mean_s,
                 p99_s=outcome.ttft_p99_s,
@@ -128,12 +131,12 @@ def draw_of(run: Run) -> Cell:
     return Cell(run.workload, run.model, run.pool, run.load, run.seed)
 
 
-def runs_in(path: Path, count: int) -> list[Run]:
+def runs_in(path: Path, count: int, gauge_s: float = GAUGE_S) -> list[Run]:
     """The runs of earlier times that are of these settings and this length."""
     if not path.exists():
         return []
     found = [msgspec.json.decode(line, type=Run) for line in path.read_bytes().splitlines() if line.strip()]
-    return [run for run in found if (run.requests, run.settings) == (count, settings_name())]
+    return [run for run in found if (run.requests, run.settings) == (count, settings_name(gauge_s))]
 
 
 def files_given(files: Mapping[str, tuple[str | None, str]]) -> dict[str, str]:
@@ -156,6 +159,7 @@ def run_missing(
     files: Mapping[str, str],
     processes: int,
     into: Path,
+    gauge_s: float = GAUGE_S,
 ) -> list[Run]:
     """The arms of each cell that are not ``done``; each cell's runs are appended to ``into`` as it ends."""
     known = {(draw_of(run), run.arm) for run in done}
@@ -164,7 +168,9 @@ def run_missing(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as workers:
         running = [
-            workers.submit(run_cell, cell, arms, count, files) for cell, arms in missing.items() if arms
+            workers.submit(run_cell, cell, arms, count, files, gauge_s)
+            for cell, arms in missing.items()
+            if arms
         ]
         for number, future in enumerate(as_completed(running), 1):
             finished = future.result()
@@ -203,6 +209,7 @@ def main() -> None:
     parser.add_argument("--models", type=words, default=tuple(MODELS))
     parser.add_argument("--pools", type=shares, default=POOLS)
     parser.add_argument("--loads", type=shares, default=LOADS)
+    parser.add_argument("--gauge-s", type=float, default=GAUGE_S, help="seconds between polls of gauges")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--runs", type=Path, default=Path("routing-runs.jsonl"))
     parser.add_argument("--out", type=Path, help="the report; default: standard output")
@@ -223,11 +230,18 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + draws)
     order = itertools.product(loads, seeds, pools, workloads, options.models)
     wanted = {Cell(workload, model, pool, load, seed): ARMS for load, seed, pool, workload, model in order}
-    runs = runs_in(options.runs, count)
+    gauge_s = options.gauge_s
+    runs = runs_in(options.runs, count, gauge_s)
     runs += run_missing(
-        wanted, runs, count=count, files=files, processes=options.processes, into=options.runs
+        wanted,
+        runs,
+        count=count,
+        files=files,
+        processes=options.processes,
+        into=options.runs,
+        gauge_s=gauge_s,
     )
-    put(report(runs, settings_name(), count), options.out)
+    put(report(runs, settings_name(gauge_s), count), options.out)
 
 
 if __name__ == "__main__":

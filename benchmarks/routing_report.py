@@ -102,7 +102,7 @@ def _about(book: Book, settings: str, requests: int) -> str:
     seeds = sorted({seed for arms in book.values() for by_seed in arms.values() for seed in by_seed})
     return (
         f"`PYTHONPATH=. python benchmarks/routing.py`: {count} runs, {len(book)} cells, seeds {seeds}, at "
-        f"most {requests} requests each, 8 engines, gauges polled every 2 s; {SERVING} with {settings}. All "
+        f"most {requests} requests each, 8 engines; {SERVING} with {settings}. All "
         "seconds are simulated and depend on no machine. Cells: mean seconds to the first token over the "
         "seeds, ± half a 95 % interval, in brackets hit % and p99; the shortest mean is bold. Ratio: kvatlas "
         "over the best other router, so below 1 kvatlas is faster. What is simulated and what not: "

@@ -225,7 +225,7 @@ class Router:
             gate=self.gate,
             aliases=self.aliases,
             tls=self._engine_tls,
-            claims=planner.hold is not None,
+            claims=planner.hold is not None or self.config.policy.engine_priority > 0,
             responses=self.accounts.responses,
             pd=self.config.pd,
             pd_stats=planner.pd_stats,
@@ -243,7 +243,7 @@ class Router:
             file,
             clock=self.clock,
             forward=keys.forward,
-            engine_priorities=keys.engine_priorities,
+            engine_priorities=keys.engine_priorities and not self.config.policy.engine_priority,
             engine_fields=fields,
         )
 

@@ -47,6 +47,7 @@ class Prepared(msgspec.Struct, frozen=True):
     extras: PromptExtras
     n: int = 1
     transfer: TransferParams | None = None
+    priority: int = 0
 
 
 def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
@@ -135,6 +136,7 @@ class EngineModel:
             extras=prepared.extras,
             ignore_eos=prepared.ignore_eos,
             transfer=prepared.transfer,
+            priority=prepared.priority,
         )
 
     def wrong_answer(self) -> Sampler:
@@ -214,6 +216,7 @@ class EngineModel:
             extras=PromptExtras(cache_salt=request.cache_salt),
             n=request.n or 1,
             transfer=None if request.use_beam_search else request.kv_transfer_params,
+            priority=request.priority,
         )
 
     def _check_model(self, asked: str | None) -> None:

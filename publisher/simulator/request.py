@@ -22,7 +22,7 @@ class SimRequest:
 
     __slots__ = (
         *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
-        *("loaded_to", "max_tokens", "output", "prompt", "reported_hit", "request_id", "sampler"),
+        *("loaded_to", "max_tokens", "output", "priority", "prompt", "reported_hit", "request_id", "sampler"),
         "transfer",
     )
 
@@ -37,6 +37,7 @@ class SimRequest:
         extras: PromptExtras = NO_EXTRAS,
         ignore_eos: bool = False,
         transfer: TransferParams | None = None,
+        priority: int = 0,
     ) -> None:
         if not prompt or max_tokens < 1:
             raise ValueError(f"{request_id}: needs a prompt and max_tokens >= 1, got {max_tokens}")
@@ -53,6 +54,7 @@ class SimRequest:
         """Tokens from the start that need no computing, as they were loaded."""
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
+        self.priority = priority
         self.reported_hit: int | None = None
         """What the answer says of its hit instead of its own: that of the engine that computed the prompt."""
         self.transfer = transfer

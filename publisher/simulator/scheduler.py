@@ -22,6 +22,7 @@ the load has ended, well or not: as in vLLM, since until then they may be writte
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Callable
 
@@ -33,6 +34,15 @@ from publisher.pool.host_tier import HostTier
 from publisher.simulator.request import FinishReason, Sampler, SimRequest
 from publisher.simulator.stats import EngineStats, Gauges
 from publisher.simulator.transfer.connector import KvConnector
+
+
+def _rank(request: SimRequest) -> tuple[int, float]:
+    """Place in the order of priorities (vllm/v1/request.py ``Request.__lt__``, 0.32)."""
+    return request.priority, request.arrival_s
+
+
+def _turn(waiting: tuple[SimRequest, PoolRequest]) -> tuple[int, float]:
+    return _rank(waiting[0])
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -91,8 +101,11 @@ class Scheduler:
         tier: HostTier | None = None,
         connector: KvConnector | None = None,
         wrong_answer: Callable[[], Sampler] | None = None,
+        by_priority: bool = False,
     ) -> None:
-        """``wrong_answer``: what a request samples whose blocks hold another prompt's KV."""
+        """``wrong_answer``: what a request samples whose blocks hold another prompt's KV. ``by_priority``:
+        requests wait and are preempted by priority, then by arrival."""
+        self._by_priority = by_priority
         self.stats = EngineStats()
         self._wrong_answer = wrong_answer
         self._foreign: dict[int, int] = {}
@@ -125,7 +138,7 @@ class Scheduler:
             request.transfer = None
         else:
             self.connector.arrived(request)
-        self._waiting.append((request, self._pool.request(request.prompt, request.extras)))
+        self._enqueue(request, self._pool.request(request.prompt, request.extras), again=False)
 
     def abort(self, request: SimRequest) -> None:
         """Drop a request and free its blocks; no effect on one that is finished."""
@@ -153,7 +166,7 @@ class Scheduler:
             request.cached_tokens = end
         self.connector.settle(request)
         self._pool.loaded(pooled)
-        self._waiting.appendleft((request, pooled))
+        self._enqueue(request, pooled)
 
     def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
         """Its prompt will not come: compute it here, or end it with an error."""
@@ -168,7 +181,7 @@ class Scheduler:
             return
         del self._loading[request]
         self._pool.preempt(pooled)
-        self._waiting.appendleft((request, pooled))
+        self._enqueue(request, pooled)
 
     def begin_step(self) -> Step:
         """Choose and allocate what the next iteration computes; may be empty right after a preemption."""
@@ -225,7 +238,7 @@ class Scheduler:
                 continue
             while not (fits := self._pool.compute(pooled, num_tokens)):
                 preempted = True
-                if self._preempt_newest() is request:
+                if self._preempt_last() is request:
                     break
             if not fits:
                 break
@@ -287,10 +300,21 @@ class Scheduler:
         self.stats.prefix_cache_queries += len(request.prompt)
         self.stats.prefix_cache_hits += hit
 
-    def _preempt_newest(self) -> SimRequest:
-        request, pooled = self._running.popitem()
+    def _enqueue(self, request: SimRequest, pooled: PoolRequest, *, again: bool = True) -> None:
+        """``again``: to the front, unless priorities say otherwise."""
+        if self._by_priority:  # PriorityRequestQueue knows no front (vllm/v1/core/sched/request_queue.py)
+            bisect.insort(self._waiting, (request, pooled), key=_turn)
+        elif again:
+            self._waiting.appendleft((request, pooled))
+        else:
+            self._waiting.append((request, pooled))
+
+    def _preempt_last(self) -> SimRequest:
+        """The newest; by priority, that of the highest value."""
+        request = max(self._running, key=_rank) if self._by_priority else next(reversed(self._running))
+        pooled = self._running.pop(request)
         self._pool.preempt(pooled)
-        self._waiting.appendleft((request, pooled))
+        self._enqueue(request, pooled)
         self.stats.num_preemptions += 1
         return request
 

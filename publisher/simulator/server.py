@@ -88,6 +88,7 @@ class SimulatedEngine:
             tier=host,
             connector=self.connector,
             wrong_answer=self.model.wrong_answer,
+            by_priority=settings.scheduling_policy == "priority",
         )
         self.stepper = Stepper(
             self.scheduler,

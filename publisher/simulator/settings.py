@@ -73,6 +73,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most sequences in one step, as in vLLM."""
     max_num_batched_tokens: int = 2048
     """Most tokens in one step, as in vLLM."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """vLLM's `--scheduling-policy`: with `priority` requests of lower `priority` go first; with `fcfs` vLLM
+    ignores it."""
     max_model_len: int | None = None
     """Longest context in tokens; `none` takes what fits the pool, up to the tokenizer's limit."""
     publish_events: bool = True

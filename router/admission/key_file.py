@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
+from router.http.reasons import reason_of
 from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
@@ -123,7 +124,8 @@ def read_key_file(path: Path, setting: str = "keys.file") -> KeyTable:
             raise KeyFileError(f"{where}: larger than {_FILE_BYTES_MAX} bytes")
         table = msgspec.convert(tomllib.loads(data.decode()), KeyTable)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        raise KeyFileError(f"{where}: {error}") from None
+        why = reason_of(error) if isinstance(error, OSError) else error
+        raise KeyFileError(f"{where}: {why}") from None
     digests = set()
     for number, entry in enumerate(table.keys):
         if entry.tenant not in table.tenants:

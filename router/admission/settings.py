@@ -13,8 +13,8 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     ([tenants.md](tenants.md)). Read again when it changes. Every request to an engine, and `/v1/models`, then
     needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
     engine_priorities: bool = False
-    """Engines schedule by priority (vLLM's `--scheduling-policy priority`; others refuse any but 0): requests
-    of tenants of the class `low` get `priority` 1, of `high` -1, where their bodies have none."""
+    """Engines schedule by priority (vLLM's `--scheduling-policy priority`): requests of tenants of the class
+    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so."""
     forward: bool = False
     """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
     that is set."""

@@ -128,6 +128,9 @@ def check_config(config: Config) -> None:
         if ids.count(engine.engine_id) > 1:
             raise ConfigError(f"engines: {engine.engine_id} is listed twice")
     check_texts(config)
+    path = config.fleet.kubernetes.kubeconfig
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"fleet.kubernetes.kubeconfig: there is no file {path}")
     _check_roles(config)
     _check_server(config.server)
     _check_ops(config)

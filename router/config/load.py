@@ -27,6 +27,7 @@ from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
+from router.http.reasons import reason_of
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.observe.access_log import AccessLogSettings
@@ -166,14 +167,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"configuration file {path}: {error}") from None
+        raise ConfigError(f"configuration file {path}: {reason_of(error)}") from None
 
 
 def _read_url(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--index-file {path}: {error}") from None
+        raise ConfigError(f"--index-file {path}: {reason_of(error)}") from None
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:

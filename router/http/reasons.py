@@ -11,7 +11,6 @@ import re
 import socket
 import ssl
 
-import aiohttp
 import msgspec
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
@@ -20,18 +19,19 @@ _WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "connection refused"),
     (ConnectionResetError, "connection reset"),
     (BrokenPipeError, "connection closed"),
-    (aiohttp.ServerTimeoutError, "no answer in time"),
     (TimeoutError, "no answer in time"),
     (socket.gaierror, "host name not known"),
-    (aiohttp.ServerDisconnectedError, "connection closed without an answer"),
-    (aiohttp.ClientPayloadError, "the answer ended early"),
-    (aiohttp.ClientResponseError, "not an HTTP answer"),
     (msgspec.ValidationError, "JSON of another form"),
     (msgspec.DecodeError, "not JSON"),
-    (UnicodeDecodeError, "not UTF-8"),
     (RecursionError, "nested too deeply"),
     (MemoryError, "not enough memory"),
 )
+_WORDS_OF_AIOHTTP = {
+    "ServerDisconnectedError": "connection closed without an answer",
+    "ClientPayloadError": "the answer ended early",
+    "ClientResponseError": "not an HTTP answer",
+}
+"""By name: importing aiohttp would take longer than all else that ``--help`` needs."""
 _WITH_DETAIL = (msgspec.ValidationError,)
 
 
@@ -42,10 +42,12 @@ def reason_of(error: BaseException) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):  # DNS errors and TLS errors are some too
-        return _reason(error.os_error)
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return _reason(error.certificate_error)
+    for name in ("certificate_error", "os_error"):  # of aiohttp's ClientConnectorError and its kinds
+        if isinstance(cause := getattr(error, name, None), Exception):
+            return _reason(cause)
+    for kind in type(error).__mro__:
+        if kind.__name__ in _WORDS_OF_AIOHTTP:
+            return _WORDS_OF_AIOHTTP[kind.__name__]
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -55,6 +57,12 @@ def _reason(error: BaseException) -> str:
             return f"{words} ({error})" if kind in _WITH_DETAIL else words
     if isinstance(error, OSError):
         return _of_system(error)
+    return _detail(error)
+
+
+def _detail(error: BaseException) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not {error.encoding.upper()}"
     if isinstance(error, KeyError):
         return f"there is no {error}"
     return str(error) or "failed without a reason"

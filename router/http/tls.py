@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from router.http.reasons import reason_of
 from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
@@ -88,7 +89,8 @@ def _load(context: ssl.SSLContext, files: TlsFiles, setting: str) -> None:
             context.load_verify_locations(files.ca)
     except OSError as error:  # ssl.SSLError is one
         given = ", ".join(path for path in (files.cert, files.key, files.ca) if path is not None)
-        raise TlsError(f"{setting}: {given}: {error}") from None
+        why = error if isinstance(error, ssl.SSLError) else reason_of(error)
+        raise TlsError(f"{setting}: {given}: {why}") from None
 
 
 class _Held(msgspec.Struct, eq=False):

@@ -183,7 +183,12 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     Counting all of it drives prompts from the engines that hold their prefixes, and every queue grows."""
     crowding: float = 3.0
     """Price of computing where prompts wait for pages: the prefill time, times the share of the pool that the
-    prompt takes, times the number of prompts that wait, times this. 0 ignores it."""
+    prompt takes, times the number of prompts that wait, times this; less where computing is short as well.
+    0 ignores it."""
+    engine_priority: float = 0.0
+    """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
+    priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
+    ([tenants.md](tenants.md#engine-order)). 2 is what was measured; 0: engines are given no priority."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""
@@ -234,6 +239,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             "sequence_s",
             "spread",
             "crowding",
+            "engine_priority",
             "queue_gap_s",
             "tie_s",
             "tie_fraction",

@@ -42,7 +42,8 @@ is that of this moment; long sessions come back every few seconds, and without t
 engine while others idle.
 
 Pages: where the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
-second of prefill there keeps ``share`` of the pool from the ``waiting`` prompts behind it. A cost with all of
+second of prefill there keeps ``share`` of the pool from the ``waiting`` prompts behind it, in proportion to
+how far ``room`` exceeds the queue. A cost with all of
 the wait and without that price moves sessions from the engines that hold them: more has to be computed, and
 all wait longer. Both found by simulation: docs/decisions/014-pages-and-recent-work.md.
 
@@ -201,10 +202,14 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
     """Return the price of computing ``uncached`` tokens where prompts wait for pages.
 
-    Each second of prefill keeps ``pool_share`` of the pool from those that wait.
+    Each second of prefill keeps ``pool_share`` of the pool from those that wait, as far as they wait for
+    pages rather than for computing.
     """
+    room_s = candidate.room_s
+    if room_s <= candidate.queue_s:
+        return 0.0
     waiting = settings.crowding * candidate.pool_share * candidate.waiting
-    return waiting * candidate.prefill_s_per_token * uncached
+    return (1.0 - candidate.queue_s / room_s) * waiting * candidate.prefill_s_per_token * uncached
 
 
 def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:

@@ -39,6 +39,7 @@ from router.placement.engine import (
     candidates,
 )
 from router.placement.holding.hold import Hold
+from router.placement.order import order_of
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
 from router.placement.shadow import ShadowPrompt
@@ -265,6 +266,9 @@ class Planner:
     ) -> Decision:
         """The decision, once everything is known that has to be waited for."""
         now = self._accounts.now()
+        order = None
+        if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
+            order = order_of(request.claim.priority, now, self._settings.engine_priority)
         if isinstance(read, Prompt):
             asked = self._asked(read, party, look, now, detail=rehearsal)
             question = self._question(read, party.schemes[0])
@@ -272,11 +276,12 @@ class Planner:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
             question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
+        asked.order = order
         found = candidates(engines, asked, now)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            return Decision(read, asked.tokens, engines, found, choice, look.problem)
+            return Decision(read, asked.tokens, engines, found, choice, look.problem, order=order)
         able = Answerers(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)

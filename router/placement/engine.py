@@ -38,6 +38,7 @@ from router.placement.inflight import InflightPrefixes
 from router.placement.load.account import LoadAccount, LoadStats
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
+from router.placement.order import EngineOrder
 from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
@@ -138,6 +139,8 @@ class PromptView(msgspec.Struct, gc=False):
     coming: Mapping[str, int] = {}
     others: Mapping[str, OthersLoad] | None = {}
     shadows: ShadowPrompt | None = None
+    order: EngineOrder | None = None
+    """Its place in the engines' own order, where they have one."""
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
     """Those worked out so far, by what is held (its id), common and coming."""
 
@@ -148,7 +151,7 @@ class Engine(EngineStatus):
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving"),
         *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "rests_until", "shadow"),
-        "waiting",
+        *("takes_order", "waiting"),
     )
 
     def __init__(
@@ -180,6 +183,8 @@ class Engine(EngineStatus):
         self._events_due = events_due
         self.waiting: dict[Attempt, Callable[[], object]] = {}
         """Requests without a first byte that other engines can be asked for, and how to end their wait."""
+        self.takes_order = True
+        """It has not refused a request for its priority."""
         self.closed = False
         """It has left the fleet: nothing more is to be kept of it."""
 
@@ -213,6 +218,7 @@ class Engine(EngineStatus):
     def abandon(self, elsewhere: Callable[[str | None], bool]) -> None:
         """It went down: what waits for a first byte is given to another engine, where ``elsewhere`` says that
         there is one for the model."""
+        self.takes_order = True  # it may come back with another scheduling policy
         for attempt, cancel in list(self.waiting.items()):
             if elsewhere(attempt.request.model):
                 del self.waiting[attempt]
@@ -323,7 +329,7 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
     """These engines for one prompt, in order: what each has of it, how much it has to do, how fast it is."""
     # One loop and locals: this runs once per engine and request.
     told, others = asked.others, None if asked.others is None else NO_OTHERS
-    tokens = asked.tokens
+    tokens, order = asked.tokens, asked.order
     held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
     found: list[Candidate] = []
     for engine in engines:
@@ -343,8 +349,14 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         candidate = Candidate(
             name, hit, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s
         )
-        if not load.pages.fits(tokens):
-            candidate.room_s, candidate.pool_share = load.pages.wait_s(tokens), load.pages.share(tokens)
+        behind_pages = 0
+        if order is not None and waiting and engine.takes_order:
+            work_s = rate * (tokens - hit.whole_tokens)
+            behind_s, behind_pages = load.behind(order.rank_s(work_s), rate)
+            candidate.queue_s = max(0.0, queue_s - behind_s)
+        if tokens > load.pages.surely_fits_tokens:
+            candidate.room_s = load.pages.wait_s(tokens, behind_pages)
+            candidate.pool_share = load.pages.share(tokens)
         found.append(candidate)
     return found
 

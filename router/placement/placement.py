@@ -15,6 +15,7 @@ import msgspec
 
 from publisher.groups import Family
 from router.admission.prices import estimated_tokens
+from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
@@ -29,6 +30,7 @@ from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
+from router.placement.order import EngineOrder
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
@@ -65,6 +67,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Explained: the request would have to wait in the queue now."""
     split: Split | None = None
     """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
+    order: EngineOrder | None = None
+    """The request's place in the engine's own order, where engines have one."""
 
     @property
     def engine(self) -> Engine:
@@ -91,6 +95,7 @@ class Placement(Attempt):
         "_cost",
         "_flying",
         "_prefilled",
+        "_rank_s",
         "_ticket",
         "_ttft_s",
         "_unseen",
@@ -113,6 +118,10 @@ class Placement(Attempt):
         address = engine.engine
         rank, cost = address.dp_rank, choice.cost
         self._cost = cost
+        fields: Fields = () if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),)
+        order = decision.order if engine.takes_order else None
+        if order is not None:
+            fields += ((ENGINE_PRIORITY, b"%d" % order.priority(cost.prefill_s)),)
         super().__init__(
             engine.engine_id,
             address.base_url,
@@ -121,7 +130,7 @@ class Placement(Attempt):
             now=accounts.now,
             expected_s=cost.first_token_s + cost.decode_s,
             uncached_tokens=choice.uncached_tokens,
-            engine_headers=() if rank is None else ((b"x-data-parallel-rank", b"%d" % rank),),
+            engine_headers=fields,
             client_headers=client_headers,
             waited_s=waited_s,
             later=later,
@@ -129,6 +138,7 @@ class Placement(Attempt):
         self.decision = decision
         self.engine = engine
         self._accounts = accounts
+        self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
         self._ticket = self._admit()
@@ -160,7 +170,12 @@ class Placement(Attempt):
             running=candidate.running,
             waiting=candidate.waiting,
             prompt_tokens=self.decision.prompt_tokens,
+            rank_s=self._rank_s,
         )
+
+    def order_refused(self) -> None:
+        """See ``Attempt``."""
+        self.engine.takes_order = False
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
         """The prefixes of the prompt that the engine will be able to hit, in hash blocks."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import TenantRules
-from router.admission.queue.claims import lowest_priority, read_claim
+from router.admission.queue.claims import capped, lowest_priority, read_claim
 from router.admission.tenants import TenantRequest
 from router.fleet.response_holders import ResponseHolders
 from router.http.client.pool import UpstreamClient
@@ -148,6 +148,7 @@ class ProxyApp:
             if self._gate is not None:
                 entry = self._gate.enter(sent)
                 record.tenant = entry.tenant.name
+                head.fields = capped(head.fields, entry.tenant.rules)
             self._check(scope["path"], scope["method"], head)
             body = None if own is None else self._whole_body(own)
             if body is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from router.admission.queue.claims import ENGINE_PRIORITY
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
 from router.pd.handoff import Handoff, NotFetchedError
@@ -102,6 +103,16 @@ class Attempt:
     def answer_headers(self) -> Fields:
         """What is added to the answer, once its head has come."""
         return self.client_headers
+
+    def drop_order(self) -> bool:
+        """Ask without the priority that the engine was given. Returns whether it was given one."""
+        fields = tuple(field for field in self.engine_headers if field[0] != ENGINE_PRIORITY)
+        dropped = len(fields) < len(self.engine_headers)
+        self.engine_headers = fields
+        return dropped
+
+    def order_refused(self) -> None:
+        """The engine refuses any priority: it takes without one what it refused with it."""
 
     def price(self) -> tuple[int, bool]:
         """Prompt tokens that its tenant is charged with until the engine reports what it computed, and

@@ -60,6 +60,7 @@ from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
+_BAD_REQUEST = 400
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
 _BREAK_LINES_MAX = 10
@@ -291,7 +292,7 @@ class Forwarder:
             if placement.body is not None:
                 placement.asked()
             self._tell(placement, out)
-            connection = await self._ask(placement, out, carrier, course)
+            connection = await self._ask_in_order(placement, out, carrier, course)
             if connection is None:
                 out.record.unseen = True
                 return None
@@ -360,6 +361,23 @@ class Forwarder:
         if course is not None and course.distrusts_caches:
             return self._ask_without_cache(placement, out, timeout_s)
         return carrier.ask(placement, out, timeout_s)
+
+    async def _ask_in_order(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None
+    ) -> Answer | None:
+        """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
+        before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
+        answer = await self._ask(placement, out, carrier, course)
+        if answer is None or answer.status != _BAD_REQUEST or carrier is not self._own:
+            return answer
+        if not placement.drop_order():
+            return answer
+        carrier.done(answer)
+        answer = await self._ask(placement, out, carrier, course)
+        if answer is not None and answer.status != _BAD_REQUEST:
+            placement.order_refused()
+            self._stats.priorities_refused += 1
+        return answer
 
     async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:
         """With a salt that no other request has."""

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
-from typing import Literal
 
 import msgspec
 
 from router.openai.errors import ApiError, bad_request, echoed
 from router.openai.forms import Form
 from router.openai.members import BodyMember, MalformedError, Scan, has_any, joined
-
-ReportMode = Literal["pass", "strip", "refuse"]
+from router.proxy.settings import ReportMode
 
 _TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
 _REPORT_MODE = b"kv_cache_report_mode"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from router.http.client.settings import ClientSettings
-from router.proxy.screen import ReportMode
+
+ReportMode = Literal["pass", "strip", "refuse"]
 
 REFUSED_PATHS = frozenset(
     {

@@ -39,6 +39,9 @@ class ProxyStats(ClientStats):
     forms_refused: int = 0
     """Forms (audio uploads) refused: not to be read with certainty, or with fields that must not reach
     engines."""
+    priorities_refused: int = 0
+    """Requests that an engine refused with the priority of `policy.engine_priority` and took without; it is
+    given none until it has been down."""
     usage_unread: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)

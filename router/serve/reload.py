@@ -178,7 +178,8 @@ async def apply(router: Router, config: Config) -> None:
         await router.reader.set_models(router.following.prompts_of(config))
     # Nothing fails and nothing waits from here on.
     if gate is not None and file is not None:
-        gate.configure(file, forward=keys.forward, engine_priorities=keys.engine_priorities)
+        priorities = keys.engine_priorities and not config.policy.engine_priority
+        gate.configure(file, forward=keys.forward, engine_priorities=priorities)
     router.aliases = router.sources.aliases = aliases
     server = config.server
     router.planner.configure(
@@ -188,7 +189,8 @@ async def apply(router: Router, config: Config) -> None:
         expose_decision=server.expose_decision,
         check_every=server.check_every,
     )
-    router.proxy.configure(config.proxy, config.pd, aliases, claims=router.planner.hold is not None)
+    claims = router.planner.hold is not None or config.policy.engine_priority > 0
+    router.proxy.configure(config.proxy, config.pd, aliases, claims=claims)
     router.proxy.requests.log = server.log_requests
     if config.listen != before.listen:
         router.on_listen(config.listen)

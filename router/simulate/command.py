@@ -18,7 +18,7 @@ from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
 from router.simulate.fetch import fetch
 from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
-from router.simulate.models import BLOCK_TOKENS, ModelError, groups_of
+from router.simulate.models import BLOCK_TOKENS, ModelError, check_units, groups_of
 from router.simulate.outcome import NothingServedError
 from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.plot import PlotError, check_plot, draw
@@ -88,6 +88,8 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
         timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
         workloads = _source(options).draws(range(options.seeds))
+    with refused("--model", ModelError):
+        check_units(groups, workloads[0][0].unit_tokens)
     blocks = read_pool(options.pool, groups, engines, workloads)
     plan = Plan(
         setup=FleetSetup(

@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 
 from publisher.groups import GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
 
 BLOCK_TOKENS = 64
-"""Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of a workload's unit."""
+"""Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of Mooncake's unit."""
 
 
 class ModelError(ValueError):
@@ -57,12 +56,17 @@ def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, 
     for group in groups:
         if group.block_size < 1:
             raise ModelError(f"group {group.group_idx}: block_size = {group.block_size}: expected at least 1")
-        if UNIT_TOKENS % group.block_size and group.block_size % UNIT_TOKENS:
+    return groups
+
+
+def check_units(groups: tuple[GroupSpec, ...], unit_tokens: int) -> None:
+    """Raises ``ModelError`` for blocks that a workload with so many tokens per id cannot tell apart."""
+    for group in groups:
+        if unit_tokens % group.block_size and group.block_size % unit_tokens:
             raise ModelError(
                 f"group {group.group_idx}: block_size = {group.block_size}; a workload tells tokens apart in "
-                f"units of {UNIT_TOKENS}, so a block must divide that or be a multiple of it"
+                f"units of {unit_tokens}, so a block must divide that or be a multiple of it"
             )
-    return groups
 
 
 def _of_file(path: Path) -> tuple[GroupSpec, ...]:

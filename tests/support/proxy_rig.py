@@ -112,6 +112,10 @@ class Engine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Refuse connections from now on, and reset those that are open."""
         self.server.close()
         for writer in list(self._writers):
             writer.transport.abort()

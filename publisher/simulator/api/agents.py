@@ -114,6 +114,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = False
     cache_salt: str | None = None
     kv_transfer_params: TransferParams | None = None
+    priority: int = 0
 
     @property
     def runs_tools(self) -> bool:

@@ -110,6 +110,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     use_beam_search: bool = False
     kv_transfer_params: TransferParams | None = None
+    priority: int = 0
 
     def check(self) -> None:
         """Raises ``EngineError`` for values no engine, or not this one, can serve."""

@@ -40,6 +40,7 @@ class AgentEndpoints:
 
     async def messages(self, call: Call) -> None:
         chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        chat.priority = call.priority(chat.priority)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
         making = self._begin(answer, prepared)
@@ -63,6 +64,7 @@ class AgentEndpoints:
         if asked.background and not asked.store:
             raise invalid("background can only be used when `store` is true", param="background")
         chat = self._chat_of(asked)
+        chat.priority = call.priority(asked.priority)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         name, stream = chat.model or self._model.name, bool(chat.stream)
         response_id = f"resp_{uuid.uuid4().hex}"

@@ -130,6 +130,7 @@ class EngineApp:
 
     async def _chat(self, call: Call) -> None:
         request = decode(await call.body(), ChatRequest)
+        request.priority = call.priority(request.priority)
 
         async def preparing() -> list[Prepared]:
             return [await self._model.prepare_chat(request)]
@@ -138,6 +139,7 @@ class EngineApp:
 
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
+        request.priority = call.priority(request.priority)
         await self._generate(call, request, self._model.prepare_completion(request))
 
     async def _generate(

@@ -35,6 +35,14 @@ class Call:
         """What the URL asks, by name."""
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
+    def priority(self, in_body: int) -> int:
+        """The request's priority: the header goes before the body where it is a number
+        (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32)."""
+        try:
+            return int(self.headers[b"x-vllm-priority"])
+        except (KeyError, ValueError):
+            return in_body
+
     async def body(self) -> bytes:
         """The request body. Raises ``EngineError`` where it is not JSON by its type, or too large."""
         content_type = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()

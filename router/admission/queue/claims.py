@@ -1,8 +1,9 @@
 """What a request says of its turn: class, weight, and until when its client waits.
 
 The class is that of the tenant in the key file, or a lower one that the request asks for: by
-``x-kvatlas-priority``, else by ``priority`` in its body, which engines with priority scheduling read too
-(vLLM: lower values come first). Without keys nobody is above another, and every request may say its class.
+``x-kvatlas-priority``, else by ``x-vllm-priority``, else by ``priority`` in its body. Engines with priority
+scheduling read the last two in this order too (vLLM: lower values go first). Without keys nobody is above
+another, and every request may say its class.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from router.openai.errors import bad_request, echoed
 from router.openai.request import Claim
 
 PRIORITY, TIMEOUT = b"x-kvatlas-priority", b"x-request-timeout"
+ENGINE_PRIORITY = b"x-vllm-priority"
+"""vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32)."""
 _CLASSES = {one.name.lower(): one for one in Priority}
 
 
@@ -32,6 +35,9 @@ def read_claim(
     for name, value in fields:
         if name == PRIORITY:
             asked = _class(value)
+        elif name == ENGINE_PRIORITY:
+            given = engine_number(value)
+            in_body = in_body if given is None else given
         elif name == TIMEOUT:
             until_s = arrived_s + _seconds(value)
     if asked is None and in_body is not None:
@@ -48,6 +54,27 @@ def lowest_priority(rules: TenantRules) -> int | None:
     any. vLLM's default, 0, is that of the class between (vllm/v1/core/sched/scheduler.py of 0.32)."""
     own = _CLASSES[rules.priority]
     return None if own is Priority.HIGH else 0 if own is Priority.NORMAL else 1
+
+
+def capped(fields: list[tuple[bytes, bytes]], rules: TenantRules) -> list[tuple[bytes, bytes]]:
+    """These header fields with an ``x-vllm-priority`` that the tenant's class allows."""
+    lowest = lowest_priority(rules)
+    if lowest is None:
+        return fields
+    return [
+        (name, b"%d" % lowest)
+        if name == ENGINE_PRIORITY and ((given := engine_number(value)) is None or given < lowest)
+        else (name, value)
+        for name, value in fields
+    ]
+
+
+def engine_number(value: bytes) -> int | None:
+    """The priority that an engine reads from this header value; None: it ignores it."""
+    try:
+        return int(value)
+    except ValueError:
+        return None
 
 
 def _class(value: bytes) -> Priority:

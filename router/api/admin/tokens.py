@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from router.http.reasons import reason_of
 from router.http.watched_file import WatchedFile
 
 _log = structlog.get_logger()
@@ -60,7 +61,7 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise AdminFileError(f"{key}: {path}: {error}") from None
+        raise AdminFileError(f"{key}: {path}: {reason_of(error)}") from None
     found: list[tuple[bytes, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()

@@ -15,6 +15,7 @@ import structlog
 from router.fleet.settings import FileSettings
 from router.fleet.sources.base import DiscoveredEngine, Publish, SourceStats
 from router.fleet.sources.engine_list import BadListError, read_list
+from router.http.reasons import reason_of
 
 _log = structlog.get_logger()
 
@@ -41,7 +42,7 @@ class FileSource:
                 content = await asyncio.to_thread(self._read)
             except (OSError, ValueError) as error:
                 self._latest = None
-                self._fail("unreadable", f"{self._path}: {error}")
+                self._fail("unreadable", f"{self._path}: {reason_of(error)}")
             else:
                 self._apply(content, publish)
             await asyncio.sleep(self._settings.interval_s)

@@ -18,6 +18,9 @@ The answer of some requests is not seen at all (``unseen``): their prompts count
 they end when whoever sent them says so, or when the engine's own gauges show fewer requests than the account
 has; the oldest of them are those that ended.
 
+With an engine order (``rank_s``) the list is in that order behind its head, and a newcomer has only those
+ahead that it does not pass (``behind``). A first token out of that order means that the head has not begun.
+
 Load that the router did not cause is kept apart (``others.py``).
 
 A first token is a sample for the rates only where nobody else's prompt was waiting when its own was sent: it
@@ -33,7 +36,10 @@ twice changes nothing. Times are the caller's clock and must not go backwards.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import islice
+from operator import attrgetter
 
 import msgspec
 
@@ -118,11 +124,14 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
     """Computing and loading that was expected of the engine when it was sent."""
     pages: int = 0
     """Blocks of the cache that it takes, as if it shared none."""
+    rank_s: float = 0.0
+    """Its place among those that wait: lower goes first, equals in the order of admission."""
     awaited: bool = True
     ended: bool = False
 
 
 _DEFAULTS = LoadSettings()
+_rank_s = attrgetter("rank_s")
 _RECENT_AGE_S = 3.0
 """Recent work older than this is decayed when it is read: a tenth of its time constant."""
 
@@ -202,13 +211,15 @@ class LoadAccount:
         running: int = 0,
         waiting: int = 0,
         prompt_tokens: int = 0,
+        rank_s: float = 0.0,
     ) -> Ticket:
         """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
         offloaded blocks to load for ``load_s``.
 
         ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
         how long, as far as computing and loading go. ``prompt_tokens``, all of the prompt, say what it takes
-        of the pool. ``running`` and ``waiting`` are there already, those of others with them.
+        of the pool. ``running`` and ``waiting`` are there already, those of others with them. ``rank_s``: its
+        key in the engine's order (``router.placement.order``), the same for all where that is of arrival.
         """
         if self._awaited:
             self._advance(now)
@@ -220,7 +231,8 @@ class LoadAccount:
         ticket.alone = waiting <= len(self._awaited)
         if running > self._running:
             ticket.beside = running - self._running
-        self._awaited[ticket] = None
+        ticket.rank_s = rank_s
+        self._enqueue(ticket)
         self._awaited_tokens += ticket.uncached_tokens
         self._awaited_load_s += load_s
         ticket.pages = self.pages.need(prompt_tokens)
@@ -268,7 +280,10 @@ class LoadAccount:
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
-            self._carried_tokens += ticket.uncached_tokens
+            if ticket.rank_s:  # the engine computed this one, so the head has not begun
+                self._head_s, self._sure = now, False
+            else:
+                self._carried_tokens += ticket.uncached_tokens
             return None
         tokens = ticket.uncached_tokens + self._carried_tokens
         known = self._sure and ticket.alone and not foreign_waiting and not ticket.load_s
@@ -457,7 +472,7 @@ class LoadAccount:
 
     def _unassume(self, tickets: list[Ticket]) -> None:
         """These wait, the engine says: before all that were sent after them."""
-        self._awaited = dict.fromkeys(tickets) | self._awaited
+        self._awaited = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s))
         self._running -= len(tickets)
         for ticket in tickets:
             del self._assumed[ticket]
@@ -465,6 +480,27 @@ class LoadAccount:
             self._awaited_tokens += ticket.uncached_tokens
             self._awaited_load_s += ticket.load_s
             self.pages.unstart(ticket.pages)
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        """Into the engine's order: behind the head, which may have begun, and behind its equals."""
+        awaited = self._awaited
+        if not awaited or next(reversed(awaited)).rank_s <= ticket.rank_s:
+            awaited[ticket] = None
+            return
+        order = list(awaited)
+        order.insert(bisect_right(order, ticket.rank_s, lo=not self._stuck, key=_rank_s), ticket)
+        self._awaited = dict.fromkeys(order)
+
+    def behind(self, rank_s: float, rate: float) -> tuple[float, int]:
+        """Seconds of work, and pages, of the awaited prompts that a prompt of this rank would pass."""
+        work_s, pages = 0.0, 0
+        waiting = len(self._awaited) - (not self._stuck)
+        for ticket in islice(reversed(self._awaited), max(0, waiting)):
+            if ticket.rank_s <= rank_s:
+                break
+            work_s += ticket.uncached_tokens * rate + ticket.load_s
+            pages += ticket.pages
+        return work_s, pages
 
     def _start(self, ticket: Ticket, now: float) -> None:
         """From awaited to running."""

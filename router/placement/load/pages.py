@@ -70,11 +70,14 @@ class PageAccount:
         "_seconds",
         "_taken",
         "free",
+        "surely_fits_tokens",
     )
 
     def __init__(self) -> None:
         self.free = math.inf
         """Pages that unfinished requests leave; negative where prompts wait, infinite while unknown."""
+        self.surely_fits_tokens = math.inf
+        """Prompts of no more tokens find room now: one comparison for every engine and decision."""
         self._blocks = 0
         self._groups: Sequence[GroupSpec] = ()
         self._per_token = 0.0  # pages per token of a prompt, at most
@@ -97,13 +100,10 @@ class PageAccount:
         """Return the pages of a prompt, shared ones included; 0 while the layout is unknown."""
         return prompt_pages(self._groups, tokens) if self._groups and tokens > 0 else 0
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a prompt sent now surely finds room: one comparison, for every engine and decision."""
-        return tokens * self._per_token + len(self._groups) <= self.free
-
-    def wait_s(self, tokens: int) -> float:
-        """Return the seconds until a prompt sent now finds room."""
-        missing = self.need(tokens) * self._scale - self.free
+    def wait_s(self, tokens: int, behind: int = 0) -> float:
+        """Return the seconds until a prompt sent now finds room, which goes before ``behind`` pages of
+        those that wait."""
+        missing = (self.need(tokens) - behind) * self._scale - self.free
         return missing * self._release_s if missing > 0.0 else 0.0
 
     def share(self, tokens: int) -> float:
@@ -156,8 +156,11 @@ class PageAccount:
         return self._residence_s / self._blocks
 
     def _settle(self) -> None:
-        known = self._blocks and self._groups
-        self.free = self._blocks - self._taken * self._scale - self._foreign if known else math.inf
+        if not self._blocks or not self._groups:
+            self.free = self.surely_fits_tokens = math.inf
+            return
+        self.free = self._blocks - self._taken * self._scale - self._foreign
+        self.surely_fits_tokens = (self.free - len(self._groups)) / self._per_token
 
     def check_integrity(self) -> list[str]:
         """Return one sentence per contradiction."""

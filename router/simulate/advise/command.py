@@ -30,6 +30,7 @@ from router.simulate.command import (
 )
 from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
 from router.simulate.fit import FitError, fit_capture
+from router.simulate.models import ModelError, check_units
 from router.simulate.outcome import NothingServedError
 from router.simulate.report import retention_text
 from router.simulate.run.setup import FleetSetup
@@ -107,6 +108,8 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
         workloads = source.draws(seeds)
     timing, notes = _timing(options, workload)
     setup, more = _setup(options, seen, workloads, timing)
+    with refused("--model", ModelError):
+        check_units(setup.groups, workloads[0][0].unit_tokens)
     notes += more
     processes = options.processes or len(os.sched_getaffinity(0))
     with (

@@ -55,6 +55,9 @@ _KNOBS = {
     "sequence": ("sequence_s", 10.0),
     "scarcity": ("scarcity_premium", EVICTION_PREMIUM_MAX),
     "spread": ("spread", 10.0),
+    "room": ("room_share", 1.0),
+    "crowding": ("crowding", 100.0),
+    "priority": ("engine_priority", 100.0),
 }
 """What a knob is called among the policy's settings, and the most it may be."""
 _COUNTS = {"prefill": 1023.0}

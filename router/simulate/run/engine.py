@@ -17,8 +17,10 @@ blocks that another engine is still to fetch stay in use after their request has
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
+from operator import attrgetter
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from router.simulate.run.request_run import RequestRun
@@ -27,6 +29,7 @@ from router.simulate.run.tiers import EngineTiers
 from router.simulate.timing import Timing
 
 Told = Callable[[RequestRun, float], None]
+_rank_s = attrgetter("rank_s")
 
 
 class SimEngine:
@@ -93,7 +96,7 @@ class SimEngine:
 
     def arrive(self, visit: RequestRun, now: float) -> None:
         """A request comes in. Everything before ``now`` must have been advanced to."""
-        self._waiting.append(visit)
+        self._waiting.insert(bisect_right(self._waiting, visit.rank_s, key=_rank_s), visit)
         self._begin(now)
 
     def advance(self) -> float:
@@ -263,7 +266,7 @@ class SimEngine:
             self._generating.pop(visit, None)
         visit.preempted += 1
         self.preemptions += 1
-        self._waiting.appendleft(visit)
+        self._waiting.insert(bisect_left(self._waiting, visit.rank_s, key=_rank_s), visit)
 
     def _end_chunk(self, visit: RequestRun, now: float) -> None:
         request = visit.pool_request
@@ -307,6 +310,8 @@ class SimEngine:
         self.pool.extend(visit.pool_request, [0] * visit.coming)
         while not self._compute(visit, visit.coming):
             last = self._prefilling or next(reversed(self._generating))
+            if visit.rank_s:  # by priority, whatever they do (Scheduler.schedule of vLLM 0.32)
+                last = max(filter(None, (*self._generating, self._prefilling)), key=_rank_s)
             self._preempt(last)
             if last is visit:
                 self._begin(now)

@@ -25,6 +25,7 @@ from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
+from router.placement.order import EngineOrder, order_of
 from router.placement.policies import ArmState, policy
 from router.simulate.run.apart import Leg, Roles
 from router.simulate.run.arms import Arm
@@ -41,6 +42,7 @@ from router.simulate.workload.requests import Request, block_hashes
 
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256
+_NORMAL = 1  # class of every request
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -170,14 +172,16 @@ class FleetSim:
         unit = self._scheme.hash_block_size
         whole = block_hashes(request, unit)
         hashes = whole[: tokens // unit]
-        candidates = self._candidates(tokens, hashes, now)
+        order = order_of(_NORMAL, now, self._knobs.engine_priority)
+        candidates = self._candidates(tokens, hashes, now, order)
         place, choice, helper = self._choose(index, candidates, self._ask(request, hashes), hashes)
         leg = None
         if helper is not None:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
             ticket = self._loads[place].admit(uncached_tokens=0, now=now, prompt_tokens=tokens)
         else:
-            ticket = self._admit(place, choice, tokens)
+            rank_s = 0.0 if order is None else order.rank_s(choice.cost.prefill_s)
+            ticket = self._admit(place, choice, tokens, rank_s)
         self._view.placed(place, tokens, hashes)
         prefix = None
         if leg is None or self._all_full:
@@ -193,9 +197,10 @@ class FleetSim:
             self._send(leg.engine, leg.visit)
         else:
             pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
-            self._send(place, RequestRun(index, pool_request, tokens, request.output_tokens, now))
+            run = RequestRun(index, pool_request, tokens, request.output_tokens, now, rank_s=rank_s)
+            self._send(place, run)
 
-    def _admit(self, place: int, choice: Choice, tokens: int) -> Ticket:
+    def _admit(self, place: int, choice: Choice, tokens: int, rank_s: float = 0.0) -> Ticket:
         cost = choice.cost
         return self._loads[place].admit(
             uncached_tokens=choice.uncached_tokens,
@@ -203,6 +208,7 @@ class FleetSim:
             load_s=cost.load_s,
             expected_s=cost.first_token_s,
             prompt_tokens=tokens,
+            rank_s=rank_s,
         )
 
     def _choose(
@@ -272,7 +278,9 @@ class FleetSim:
             question = msgspec.structs.replace(question, prefix_key=request.session)
         return question
 
-    def _candidates(self, tokens: int, hashes: Sequence[BlockHash], now: float) -> list[Candidate]:
+    def _candidates(
+        self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
+    ) -> list[Candidate]:
         seen = self._view.look(tokens, hashes, now)
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now, last // unit) if self._arm.in_flight else None
@@ -284,18 +292,24 @@ class FleetSim:
             if common is not None:
                 shared = min(common.blocks.get(engine_id, 0) * unit, last)
                 coming = common.coming.get(engine_id, 0) * unit
+            hit = Hit(
+                held.hit,
+                held.cpu,
+                held.storage,
+                trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
+                coming_tokens=coming,
+                common_tokens=shared,
+                confidence="exact" if self._arm.view == "truth" else "shadow",
+            )
+            behind_pages = 0
+            if order is not None:
+                rank_s = order.rank_s(rate * (tokens - hit.whole_tokens))
+                behind_s, behind_pages = account.behind(rank_s, rate)
+                queue_s = max(0.0, queue_s - behind_s)
             found.append(
                 Candidate(
                     engine_id,
-                    Hit(
-                        held.hit,
-                        held.cpu,
-                        held.storage,
-                        trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
-                        coming_tokens=coming,
-                        common_tokens=shared,
-                        confidence="exact" if self._arm.view == "truth" else "shadow",
-                    ),
+                    hit,
                     queue_s=queue_s,
                     running=running,
                     waiting=waiting,
@@ -304,7 +318,7 @@ class FleetSim:
                     decode_interference_s=account.rates.decode_interference_s,
                     late_s=late_s,
                     recent_s=recent_s,
-                    room_s=account.pages.wait_s(tokens),
+                    room_s=account.pages.wait_s(tokens, behind_pages),
                     pool_share=account.pages.share(tokens),
                 )
             )

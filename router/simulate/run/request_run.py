@@ -44,6 +44,7 @@ class RequestRun:
         "output_tokens",
         "pool_request",
         "preempted",
+        "rank_s",
         "stalled_s",
         "started_s",
     )
@@ -58,6 +59,7 @@ class RequestRun:
         *,
         keeps: bool = False,
         fetch: Fetch | None = None,
+        rank_s: float = 0.0,
     ) -> None:
         self.index = index
         self.pool_request = pool_request
@@ -78,3 +80,4 @@ class RequestRun:
         self.keeps = keeps
         self.kept: list[int] = []
         self.fetch = fetch
+        self.rank_s = rank_s  # its key in the engine's order; 0 for all: that of arrival

@@ -19,6 +19,7 @@ import msgspec
 from router.observe.access_log import AccessLine
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Asked, WorkloadError, asked_of, in_order, lines_of
+from router.simulate.workload.sessions import is_session
 
 OUTPUT_GUESS_MAX = 32_768
 
@@ -47,6 +48,8 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_capture(path: Path) -> bool:
     """Whether the first line of a file is one of an access log. Raises ``WorkloadError``."""
+    if is_session(path):
+        return False
     with contextlib.closing(lines_of(path)) as lines:
         _, fields = next(lines)
     if "payload_b64" in fields:

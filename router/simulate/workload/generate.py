@@ -108,6 +108,8 @@ def agents(count: int, seconds: float, seed: int) -> list[Asked]:
 
 DOCUMENTS, DOCUMENT_TOKENS, DOCUMENT_TURNS = 192, 49_152, 6
 DOCUMENT_QUESTION_TOKENS = DOCUMENT_ANSWER_TOKENS = 256
+DOCUMENT_GAP_S = 20.0
+"""Between two questions, on average: about a sixth of the documents are then in use at a time."""
 
 
 def documents(count: int, seconds: float, seed: int) -> list[Asked]:
@@ -124,7 +126,7 @@ def documents(count: int, seconds: float, seed: int) -> list[Asked]:
             tokens += DOCUMENT_QUESTION_TOKENS
             chain = draw.ask(at_s, tokens, DOCUMENT_ANSWER_TOKENS, chain)
             tokens += DOCUMENT_ANSWER_TOKENS
-            at_s += 8.0 + draw.rng.expovariate(1 / 35)
+            at_s += draw.rng.uniform(0.5, 1.5) * DOCUMENT_GAP_S
     return _cut(draw.asked, count)
 
 

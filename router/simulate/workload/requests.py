@@ -1,8 +1,8 @@
 """A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
 
-The format is Mooncake's (FAST'25 traces): one JSON line per request with ``timestamp`` (ms),
-``input_length``, ``output_length`` and ``hash_ids``, one id per ``UNIT_TOKENS`` tokens of the prompt, the
-last one for what is left. Equal ids at the start of two prompts mean equal tokens.
+The formats are read by ``traces``, ``sessions`` and ``access_log``. All of them tell prompts apart by ids,
+one per ``unit_tokens`` tokens of the prompt, the last one for what is left. Equal ids at the start of two
+prompts mean equal tokens.
 
 What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
 on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true:
@@ -93,15 +93,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 One = TypeVar("One", Asked, Request)
 
 
-def read(path: Path) -> list[Asked]:
-    """The lines of a file (``.gz`` or plain), in order of time, which starts with the first of them.
-
-    Raises ``WorkloadError``, naming the line.
-    """
-    found = [asked_of(fields, where) for where, fields in lines_of(path)]
-    return in_order(found)
-
-
 def in_order(found: list[Asked]) -> list[Asked]:
     """By time, which starts with the first of them."""
     found = by_time(found)
@@ -148,32 +139,57 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise WorkloadError(f"{where}: not JSON: {error}") from None
+        found = line.strip()[:60]
+        raise WorkloadError(
+            f"{where}: not JSON: {error}; found {found!r}, expected one JSON object per request on each line"
+        ) from None
     if not isinstance(fields, dict):
         raise WorkloadError(f"{where}: expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
 def asked_of(fields: dict[str, Any], where: str) -> Asked:
-    """One line of the format, checked. Raises ``WorkloadError`` that names ``where`` and the field."""
-    length = _count(fields, "input_length", where, least=1)
-    ids = fields.get("hash_ids")
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
+    """One line of a router's own log, checked. Raises ``WorkloadError``, naming ``where`` and the field."""
+    length = count_of(fields, "input_length", where, least=1)
+    ids = ids_of(fields, where)
     wanted = -(-length // UNIT_TOKENS)
     if len(ids) != wanted:
         raise WorkloadError(
             f"{where}: hash_ids: {len(ids)} ids for input_length = {length}; expected one per "
             f"{UNIT_TOKENS} tokens, so {wanted}"
         )
-    timestamp = fields.get("timestamp")
-    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < 1e15:
-        raise WorkloadError(f"{where}: timestamp = {timestamp!r}: expected milliseconds from the start")
-    output = _count(fields, "output_length", where, least=0)
-    return Asked(at_s=timestamp / 1000, input_tokens=length, output_tokens=output, ids=tuple(ids))
+    at_s = milliseconds_of(fields, "timestamp", where)
+    output = count_of(fields, "output_length", where, least=0)
+    return Asked(at_s=at_s, input_tokens=length, output_tokens=output, ids=tuple(ids))
 
 
-def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+def ids_of(fields: dict[str, Any], where: str) -> list[int]:
+    """The field ``hash_ids``, checked. Raises ``WorkloadError``."""
+    ids = fields.get("hash_ids")
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
+    return ids
+
+
+def milliseconds_of(fields: dict[str, Any], key: str, where: str) -> float:
+    """A field in milliseconds, as seconds. Raises ``WorkloadError``."""
+    return _number(fields, key, where, "milliseconds from the start" if key == "timestamp" else "ms") / 1000
+
+
+def seconds_of(fields: dict[str, Any], key: str, where: str) -> float:
+    """A field in seconds. Raises ``WorkloadError``."""
+    return _number(fields, key, where, "seconds")
+
+
+def _number(fields: dict[str, Any], key: str, where: str, expected: str) -> float:
+    value = fields.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e15:
+        raise WorkloadError(f"{where}: {key} = {value!r}: expected {expected}")
+    return value
+
+
+def count_of(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
+    """A field that is a whole number of tokens. Raises ``WorkloadError``."""
     value = fields.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
         raise WorkloadError(
@@ -183,10 +199,11 @@ def _count(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
 
 
 def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
-    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are."""
+    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are, and
+    those of sessions that say who follows whom."""
     times = sorted({a.at_s for a in asked})
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    if not gaps or min(gaps) < 0.9 * tick_s:
+    if not gaps or min(gaps) < 0.9 * tick_s or any(one.follows for one in asked):
         return list(asked)
     draws = np.random.default_rng(seed).uniform(0, tick_s, len(asked))
     spread_out: list[Asked] = []

@@ -21,9 +21,10 @@ from router.simulate.workload.requests import (
     WorkloadError,
     by_time,
     continued,
-    read,
     spread,
 )
+from router.simulate.workload.sessions import is_session, read_sessions
+from router.simulate.workload.traces import read
 
 COUNT = 4000
 SECONDS_PER_REQUEST = 0.3
@@ -57,10 +58,17 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
         return continued(GENERATORS[self.name](count, seconds, seed))
 
     def _read(self) -> list[Asked]:
-        path = Path(self.name)
+        paths = [Path(self.name)]
+        if not paths[0].exists():
+            paths = [Path(word.strip()) for word in self.name.split(",")]
+        path = paths[0]
         if not path.exists() and not path.suffix:
             made = ", ".join(GENERATORS)
             raise WorkloadError(f"{self.name}: neither a file nor one of {made}")
+        if all(map(is_session, paths)) and self.model is None:
+            return read_sessions(paths)
+        if len(paths) > 1:
+            raise WorkloadError(f"{self.name}: only session files (*.json, *.json.gz) can be several")
         if is_capture(path):
             return asked_in(read_capture(path, self.model))
         if self.model is not None:

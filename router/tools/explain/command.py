@@ -212,7 +212,7 @@ def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: b
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PromptError(f"{url}: not the answer of a kvatlas router: {error}") from None
     if as_json:
-        print(text.decode())
+        print(text.decode().rstrip())
     else:
         output_console().print(_router_table(said))
     return 0

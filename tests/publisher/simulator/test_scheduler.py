@@ -30,7 +30,14 @@ class Words:
 class Rig:
     """A scheduler, its pool, and simulated time that passes with the steps."""
 
-    def __init__(self, preset: str = "gptoss-like", *, num_blocks: int = 400, **limits: int) -> None:
+    def __init__(
+        self,
+        preset: str = "gptoss-like",
+        *,
+        num_blocks: int = 400,
+        by_priority: bool = False,
+        **limits: int,
+    ) -> None:
         self.now_s = 0.0
         self.num_blocks = num_blocks
         budget = limits.get("max_num_batched_tokens", 256)
@@ -46,13 +53,20 @@ class Rig:
             max_num_seqs=limits.get("max_num_seqs", 8),
             max_num_batched_tokens=budget,
             clock=lambda: self.now_s,
+            by_priority=by_priority,
         )
 
     def add(
-        self, prompt: list[int], *, max_tokens: int = 4, length: int = 1 << 30, name: str = "r"
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        length: int = 1 << 30,
+        name: str = "r",
+        priority: int = 0,
     ) -> SimRequest:
         words = Words(sum(prompt), length)
-        request = SimRequest(name, prompt, words, max_tokens=max_tokens, eos_id=EOS)
+        request = SimRequest(name, prompt, words, max_tokens=max_tokens, eos_id=EOS, priority=priority)
         self.scheduler.add(request)
         return request
 
@@ -286,3 +300,31 @@ def test_unknown_presets_are_named() -> None:
         resolve_groups(EngineSettings(groups="gpt-9"))
     with pytest.raises(ValueError, match="at least one"):
         resolve_groups(EngineSettings(groups=()))
+
+
+@pytest.mark.parametrize(("by_priority", "order"), [(True, "cadb"), (False, "abcd")])
+def test_by_priority_lower_values_go_first_and_equals_by_arrival(by_priority: bool, order: str) -> None:
+    rig = Rig(by_priority=by_priority, max_num_seqs=1)
+    for name, priority in zip("abcd", (5, 9, -3, 5), strict=True):
+        rig.add(prompt(40, ord(name)), max_tokens=1, name=name, priority=priority)
+    assert "".join(output.request.request_id for output in rig.run()) == order
+
+
+def test_by_priority_the_highest_value_is_preempted_whoever_came_last() -> None:
+    rig = Rig("full", num_blocks=16, by_priority=True)
+    first = rig.add(prompt(100, 1), max_tokens=60, name="first", priority=7)
+    second = rig.add(prompt(100, 2), max_tokens=60, name="second", priority=1)
+    rig.run()
+    assert rig.scheduler.stats.num_preemptions > 0
+    assert (first.finish_reason, second.finish_reason) == ("length", "length")
+    assert rig.all_free
+
+
+def test_by_priority_every_request_ends_also_where_blocks_are_short() -> None:
+    rig = Rig(num_blocks=60, by_priority=True)
+    requests = [
+        rig.add(prompt(60 + 7 * seed, seed), max_tokens=30, priority=seed * 5 % 7) for seed in range(9)
+    ]
+    rig.run()
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert rig.all_free

@@ -203,7 +203,7 @@ def test_it_is_not_the_admin_port(tmp_path: Path) -> None:
 
 def test_a_token_file_of_no_use_is_said_at_the_start(tmp_path: Path) -> None:
     server = ServerConfig(port=0, ops_token_file=str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*No such file"):
+    with pytest.raises(ConfigError, match=r"^server.ops_token_file: .*no such file"):
         check(configure(server=server))
 
 

@@ -91,7 +91,7 @@ def test_an_engine_that_is_up_goes_before_silent_ones() -> None:
 def test_an_engine_that_refuses_connections_is_down_for_good() -> None:
     async def main() -> None:
         async with Engine(Busy()) as one, routing(_config(one)) as rig:
-            one.server.close()
+            await one.stop()
             await until(lambda: not rig.router.fleet.ready("m"), "it is down")
             with pytest.raises(openai.InternalServerError, match="No engine can take this request"):
                 await _served(rig)

@@ -89,7 +89,7 @@ def test_ready_waits_for_sources_to_be_heard_but_not_for_ever(tmp_path: Path) ->
             patient = from_file(path, warm_up_s_max=1000.0)
             async with routing(configure(*engines, fleet=patient), wait=False) as rig:
                 await until(lambda: bool(rig.router.fleet.ready(None)), "an engine is up")
-                await until(lambda: "No such file" in rig.router.readiness().reason, "why it waits")
+                await until(lambda: "no such file" in rig.router.readiness().reason, "why it waits")
                 status, body = await rig.ask("GET", "/ready")
                 assert status == 503
                 assert body["reason"].startswith("sources of engines not heard yet: file (")

@@ -293,6 +293,20 @@ def test_what_no_flag_can_set_says_where_it_is_set(key: str) -> None:
         load(environ={}, flags={key: "x"})
 
 
+def test_a_file_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere"
+    for load_it in (
+        lambda: load(path, environ={}),
+        lambda: load(environ={}, index_file=path),
+        lambda: load(environ={}, flags={"fleet.api_key_file": str(path)}),
+        lambda: load(environ={}, flags={"fleet.kubernetes.kubeconfig": str(path)}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_it()
+        assert str(error.value).count(str(path)) == 1
+        assert "Errno" not in str(error.value)
+
+
 def test_variables_of_kubernetes_services_are_none_of_ours() -> None:
     environ = {
         "KVATLAS_SERVICE_PORT": "8000",

@@ -247,7 +247,7 @@ PIECES = (
 )
 
 
-@settings(max_examples=examples(2000))
+@settings(max_examples=examples(800))
 @given(
     st.one_of(
         st.lists(st.sampled_from(PIECES), max_size=30).map(b"".join),

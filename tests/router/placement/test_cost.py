@@ -70,7 +70,10 @@ def test_waiting_for_pages_counts_in_part_and_is_predicted_whole() -> None:
     assert parts.crowding_s == pytest.approx(2.0 * 0.25 * 4 * 1.0)
     assert parts.total_s == pytest.approx(3.0 + 1.0 + 2.0)
     assert choose([full, empty], 8000, knobs).index == 1
+    full.queue_s = 5.0
+    assert cost(full, 8000, knobs).crowding_s == pytest.approx(1.0)  # computing is short, too
     full.queue_s = 12.0
+    assert cost(full, 8000, knobs).crowding_s == 0
     assert (cost(full, 8000, knobs).queue_s, cost(full, 8000, knobs).wait_s) == (12.0, 12.0)
 
 

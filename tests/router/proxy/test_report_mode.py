@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from router.openai.errors import ApiError
 from router.openai.members import at_once
-from router.proxy.screen import ReportMode, Rules
+from router.proxy.screen import Rules
 from router.proxy.screen import screen as steps
+from router.proxy.settings import ReportMode
 
 
 def screen(body: bytes, mode: ReportMode) -> bytes:

@@ -60,8 +60,11 @@ class Bench:
             tiers=tiers_of(tiers, [pool])[0],
         )
 
-    def run(self, requests: list[Request], *, pauses: int = 0) -> list[RequestRun]:
-        """All requests to their end; so many pauses on the way to each arrival."""
+    def run(
+        self, requests: list[Request], *, pauses: int = 0, ranks: list[float] | None = None
+    ) -> list[RequestRun]:
+        """All requests to their end; so many pauses on the way to each arrival. ``ranks``: their keys in the
+        engine's order."""
         visits = []
         before_s = 0.0
         for index, one in enumerate(requests):
@@ -73,7 +76,8 @@ class Bench:
             while self.engine.next_s <= one.at_s:
                 self.engine.advance()
             pooled = self.engine.pool.request([0] * one.input_tokens, hashes=block_hashes(one, 64))
-            visit = RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s)
+            rank_s = 0.0 if ranks is None else ranks[index]
+            visit = RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s, rank_s=rank_s)
             visits.append(visit)
             self.engine.arrive(visit, one.at_s)
         while self.engine.next_s < float("inf"):

@@ -75,3 +75,14 @@ def test_progress_adds_up_to_the_requests() -> None:
     FleetSim(setup, ARMS["least-load"], mean_prompt_tokens=1000.0).run(requests, told.append)
     assert sum(told) == 600
     assert len(told) > 1
+
+
+def test_short_prompts_pass_long_ones_where_engines_are_given_an_order() -> None:
+    long = [request(0.01 * index, 3000, 1, 100 * index) for index in range(3)]
+    short = [request(0.1 + 0.01 * index, 200, 1, 1000 + 100 * index) for index in range(3)]
+    plain, ordered = (
+        fleet_run(long + short, arm, engines=1).rows for arm in ("kvatlas", "kvatlas:priority=2")
+    )
+    assert [row.ttft_s > 9 for row in plain] == [False, False, False, True, True, True]
+    assert max(row.ttft_s for row in ordered[3:]) < 4
+    assert ordered[0].ttft_s == plain[0].ttft_s

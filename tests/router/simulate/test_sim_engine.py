@@ -131,3 +131,19 @@ def test_timing_refuses_what_is_no_time() -> None:
     ):
         with pytest.raises(ValueError, match=field):
             Timing(**{field: value})  # type: ignore[arg-type]
+
+
+def test_with_an_order_the_first_of_those_that_wait_goes_next() -> None:
+    bench = Bench(num_blocks=400)
+    bench.run([request(0.0, 600, 1, 10 * index) for index in range(4)], ranks=[9.0, 5.0, 1.0, 5.0])
+    assert bench.of("first") == [0, 2, 1, 3], "the first had begun"
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(arrivals, st.lists(st.floats(1, 9), min_size=12, max_size=12))
+def test_with_an_order_every_request_ends_once_too(drawn: Drawn, ranks: list[float]) -> None:
+    bench = Bench(num_blocks=24)
+    visits = bench.run(requests_of(drawn), ranks=ranks)
+    assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(visits)))
+    bench.engine.pool.check_integrity()
+    assert bench.engine.pool.num_free_blocks == 23

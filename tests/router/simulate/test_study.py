@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.simulate.models import ModelError, groups_of
+from router.simulate.models import ModelError, check_units, groups_of
 from router.simulate.outcome import result_of
 from router.simulate.plan import Plan, check_layout, run_plan
 from router.simulate.run.arms import arms_of
@@ -108,7 +108,7 @@ def test_models_by_name_and_from_a_file(tmp_path: Path) -> None:
         path = tmp_path / "model.json"
         path.write_text(bad)
         with pytest.raises(ModelError, match=said):
-            groups_of(str(path))
+            check_units(groups_of(str(path)), 512)
     with pytest.raises(ModelError, match="neither a file nor one of full, gpt-oss-like"):
         groups_of("gpt5")
 

@@ -127,7 +127,7 @@ def test_the_nearest_of_equals_is_loaded_from() -> None:
 def test_an_arm_is_told_of_what_lies_outside_or_not() -> None:
     requests = continued(agents(150, 150.0, 3))
     told = {
-        arm: fleet_run(requests, arm, num_blocks=500, timing=FAST, tiers=store())
+        arm: fleet_run(requests, f"{arm}:spread=0", num_blocks=500, timing=FAST, tiers=store())
         for arm in ("kvatlas", "gpu-only")
     }
     errors = {arm: sum(abs(row.predicted - row.hit) for row in run.rows) for arm, run in told.items()}

@@ -17,9 +17,9 @@ from router.simulate.workload.requests import (
     WorkloadError,
     block_hashes,
     continued,
-    read,
     spread,
 )
+from router.simulate.workload.traces import read
 from tests.router.simulate.support import line, write_lines
 
 

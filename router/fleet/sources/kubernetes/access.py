@@ -61,7 +61,7 @@ def read_kubeconfig(path: Path) -> SingleConfig:
     try:
         config = KubeConfig.from_file(path).get()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise AccessError(f"fleet.kubernetes.kubeconfig: {path}: {error}") from None
+        raise AccessError(f"fleet.kubernetes.kubeconfig: {path}: {reason_of(error)}") from None
     except (ConfigError, msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
         raise AccessError(f"{path}: not a kubeconfig that can be used: {reason_of(error)}") from None
     return _checked(config)
@@ -91,7 +91,7 @@ def _check_token(path: Path) -> None:
         with path.open("rb") as file:
             token = file.read(_TOKEN_BYTES_MAX).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"token {path}: {error}") from None
+        raise AccessError(f"token {path}: {reason_of(error)}") from None
     if not token.isprintable():
         raise AccessError(f"token {path}: not one line of text")
 

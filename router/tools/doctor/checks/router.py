@@ -9,7 +9,6 @@ import msgspec
 
 from router.api.problems import engine_problems
 from router.index.learn.hash_scheme import Detection
-from router.prompts.origin.finder import ModelOrigin
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from router.tools.doctor.findings import CheckResult, Severity, error, info, ok, warning
 from router.tools.doctor.gather.gauges import series
@@ -190,13 +189,17 @@ def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
 
 
 def _unread(router: RouterEvidence) -> Iterator[CheckResult]:
-    """Models whose prompts are made by asking engines, as ``/ready`` says."""
+    """Models whose prompts are made by asking engines, or by a configured tokenizer that differs from
+    theirs, as ``/ready`` says."""
     told = router.ready.json(dict[str, Any]) or {}
     prompts = told.get("prompts")
     for model, one in prompts.items() if isinstance(prompts, dict) else ():
         if isinstance(one, dict) and one.get("problem"):
+            how = "engines are asked for the tokens of its prompts"
+            if one.get("how") == "here":
+                how = "the configured tokenizer is used although an engine's tokens differ"
             yield warning(
-                f"{model}: engines are asked for the tokens of its prompts ({one.get('reason')})",
+                f"{model}: {how} ({one.get('reason')})",
                 str(one["problem"]),
                 str(one.get("remedy")),
                 subject=router.url,
@@ -261,7 +264,6 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
     if router is None:
         return
     yield from _unread(router)
-    yield from _unlike(router)
     if not router.metrics_answer.ok:
         return
     reads: dict[str, dict[str, float]] = {}
@@ -297,23 +299,6 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
                 _RENDERERS_REMEDY if failing else _READING_REMEDIES.get(often, _OTHERWISE),
                 subject=router.url,
             )
-
-
-def _unlike(router: RouterEvidence) -> Iterator[CheckResult]:
-    """Models whose configured tokenizer does not give an engine's tokens."""
-    answer = router.ready.json(_Origins)
-    for model, one in ({} if answer is None else answer.prompts).items():
-        if one.how == "here" and one.reason:
-            yield warning(
-                f"{model}: {one.problem}",
-                "the configured tokenizer is used as it was chosen: predictions of this model miss",
-                one.remedy,
-                subject=router.url,
-            )
-
-
-class _Origins(msgspec.Struct):
-    prompts: dict[str, ModelOrigin] = {}
 
 
 _WAYS = {

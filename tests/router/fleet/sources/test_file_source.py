@@ -127,7 +127,7 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
         (ONE + ONE, "malformed", "http://a:1 is listed twice"),
         ('[[engines]]\nbase_url = "http://a:1"\nreplya = "x"', "malformed", "unknown field `replya`"),
         ("# " + "x" * 20_000, "unreadable", "over fleet.file.bytes_max = 10000"),
-        (None, "unreadable", "No such file"),
+        (None, "unreadable", "no such file"),
     ],
 )
 def test_what_is_no_list_changes_nothing_and_is_said(

@@ -71,10 +71,10 @@ def test_a_prompt_waits_for_what_the_others_release() -> None:
     for _ in range(2):
         account.admit(50)
         account.start(50)
-    assert not account.fits(160)
+    assert account.surely_fits_tokens < 160
     assert account.wait_s(160) == 0  # nothing has ended: how long it takes is not known
     account.end(50, 8.0, now=10.0)
-    assert account.fits(160)
+    assert account.surely_fits_tokens >= 160
     assert account.wait_s(160) == 0
     account.admit(50)
     assert account.wait_s(160) == pytest.approx(10 * 8.0 / 100)
@@ -117,7 +117,7 @@ def test_without_pool_size_or_layout_there_is_no_wait() -> None:
         account.start(10_000)
         account.end(0, 5.0, now=1.0)
         assert account.free == math.inf
-        assert account.fits(1_000_000)
+        assert account.surely_fits_tokens == math.inf
         assert account.wait_s(1_000_000) == account.share(1_000_000) == 0
 
 
@@ -168,6 +168,7 @@ def test_pages_add_up_whatever_happens(steps: list[tuple[str, int]]) -> None:
             load.fail(open_tickets.pop(), now)
         assert not load.check_integrity()
         assert load.pages.wait_s(100) >= 0
+        assert number > load.pages.surely_fits_tokens or load.pages.wait_s(number) == 0
     for ticket in open_tickets:
         load.finish(ticket, now)
     assert not load.check_integrity()

@@ -60,6 +60,7 @@ def test_what_a_router_says_of_it() -> None:
         "a": {"how": "here", "source": "org/a@1", "problem": "", "reason": "", "remedy": ""},
         "b": {"how": "engine", "problem": "org/b is gated", "reason": "gated", "remedy": "set HF_TOKEN"},
         "c": 7,
+        "d": {"how": "here", "problem": "other tokens", "reason": "differs", "remedy": "give another"},
     }
     answers = {
         "/ready": {"ready": True, "reason": "", "engines": {}, "prompts": prompts},
@@ -73,5 +74,6 @@ def test_what_a_router_says_of_it() -> None:
         async with saying(server()) as engine, saying(answers) as url:
             found = await look(engine, router=url)
             found.expect("router.prompts", Severity.WARNING, "b: engines are asked", "is gated", "HF_TOKEN")
+            found.expect("router.prompts", Severity.WARNING, "d: the configured", "(differs)", "give another")
 
     run(main())
