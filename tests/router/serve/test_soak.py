@@ -1,6 +1,8 @@
-"""Keys, a queue, engines killed (SIGKILL to their processes) and reloads, all at once: every request is
-answered, or refused by a rule, and nothing is left open. ``KVATLAS_SOAK_S``: for how long (default 20 s; 600
-before a release).
+"""Keys, a queue, engines ended by SIGKILL and SIGTERM, and reloads, all at once, with one worker and two.
+
+Every request is answered, or refused by a rule; no answer is one that an engine aborted, that it computed
+from other KV, or that belongs to another tenant; and nothing is left open. ``KVATLAS_SOAK_S``: for how long
+(default 20 s; 600 before a release).
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -46,21 +49,29 @@ FAULTS = {
     "engine_timeout": 504,
 }
 """What else, since engines are killed."""
+ABORTED = re.compile(rb'"(?:finish_reason|stop_reason)": ?"abort"|"status": ?"cancelled"')
+"""vLLM's words for an answer that it gave up (``FinishReason.ABORT``, vLLM 0.32)."""
+WRONG = b"WRONG KV CACHE"
+"""The simulated engine's answer where it computes from another prompt's KV."""
+RESPONSES_MAX = 200
 ENGINE = EngineSettings(prefill_s_per_token=5e-4, decode_s_per_token=5e-3, num_blocks=600)
 
 
 class Soak:
     """The clients, and what became of their requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: int) -> None:
         self.folder = folder
         self.keys = folder / "keys.toml"
-        self.router = Serving(folder, 2)
+        self.router = Serving(folder, workers)
+        self.responses: dict[str, str] = {}
+        """Tenants by the ids of their latest responses."""
+        self.looked = 0
         self.engines: list[EngineProcess] = []
         self.outcomes: Counter[tuple[int, str]] = Counter()
         self.faults: list[str] = []
         self.rng = random.Random(7)
-        self.kills = self.reloads = 0
+        self.kills = self.terminations = self.reloads = 0
         self.open: dict[str, float] = {}
 
     async def engine(self) -> None:
@@ -89,21 +100,49 @@ class Soak:
         async with aiohttp.ClientSession(headers=headers) as session:
             while time.monotonic() < end:
                 text = TEXT * self.rng.randint(1, 60) + str(self.rng.randint(0, 20))
-                body: dict[str, Any] = {
-                    "model": self.rng.choice([MODEL, "name"]),
-                    "messages": [{"role": "user", "content": text}],
-                    "max_tokens": self.rng.randint(1, 200),
-                    "stream": self.rng.random() < 0.7,
-                }
+                path, body = self.request(tenant, text)
                 try:
                     leaves = 0.05 if self.rng.random() < 0.05 else None
+                    timeout = {"x-request-timeout": self.rng.choice(["0.1", "5"])}
                     async with asyncio.timeout(leaves):
-                        await self.ask(session, body, {"x-request-timeout": self.rng.choice(["0.1", "5"])})
+                        if self.responses and self.rng.random() < 0.1:
+                            await self.look(session, tenant)
+                        await self.ask(session, path, body, timeout, tenant)
                 except TimeoutError:
                     self.outcomes[0, "the client left"] += 1
 
-    async def ask(self, session: aiohttp.ClientSession, body: Any, headers: dict[str, str]) -> None:
-        url = f"http://127.0.0.1:{self.router.port}/v1/chat/completions"
+    def request(self, tenant: str, text: str) -> tuple[str, dict[str, Any]]:
+        """A chat, a response that the engine stores, or a completion with several prompts."""
+        body: dict[str, Any] = {
+            "model": self.rng.choice([MODEL, "name"]),
+            "stream": self.rng.random() < 0.7,
+        }
+        kind, tokens = self.rng.random(), self.rng.randint(1, 200)
+        if kind < 0.1:
+            return "responses", {**body, "stream": False, "input": text, "max_output_tokens": tokens}
+        body["max_tokens"] = tokens
+        if kind < 0.2:
+            return "completions", {**body, "prompt": [text, f"{tenant} {text}"]}
+        return "chat/completions", {**body, "messages": [{"role": "user", "content": text}]}
+
+    async def look(self, session: aiohttp.ClientSession, tenant: str) -> None:
+        """A stored response, of whichever tenant."""
+        held, owner = self.rng.choice(list(self.responses.items()))
+        url = f"http://127.0.0.1:{self.router.port}/v1/responses/{held}"
+        try:
+            async with session.get(url) as answer:
+                raw = await answer.read()
+        except aiohttp.ClientError as error:
+            self.faults.append(f"{type(error).__name__}: {error}")
+            return
+        self.looked += 1
+        if answer.status == 200 and owner != tenant:
+            self.faults.append(f"{tenant} saw a response of {owner}: {raw[:200]!r}")
+
+    async def ask(
+        self, session: aiohttp.ClientSession, path: str, body: Any, headers: dict[str, str], tenant: str
+    ) -> None:
+        url = f"http://127.0.0.1:{self.router.port}/v1/{path}"
         try:
             async with session.post(url, json=body, headers=headers) as answer:
                 raw = await answer.read()
@@ -120,6 +159,14 @@ class Soak:
             code = "engine_stream_broken"
             if code.encode() not in raw:
                 self.faults.append(f"a stream ended with {raw[-200:]!r}")
+        elif path == "responses":
+            if len(self.responses) >= RESPONSES_MAX:
+                del self.responses[next(iter(self.responses))]
+            self.responses[msgspec.json.decode(raw)["id"]] = tenant
+        if ABORTED.search(raw) and code != "engine_stream_broken":
+            self.faults.append(f"an engine's abort was passed on: {raw[-300:]!r}")
+        if WRONG in raw:
+            self.faults.append(f"an answer of other KV: {raw[:300]!r}")
         self.outcomes[answer.status, code] += 1
 
     async def trouble(self, end: float) -> None:
@@ -128,8 +175,12 @@ class Soak:
         while time.monotonic() + 3 < end:
             await asyncio.sleep(self.rng.uniform(0.5, 2.0))
             victim = self.engines.pop(0)
-            await victim.kill()
-            self.kills += 1
+            if self.rng.random() < 0.5:
+                await victim.kill()
+                self.kills += 1
+            else:
+                await victim.terminate()
+                self.terminations += 1
             if self.rng.random() < 0.5:
                 await victim.start()
                 self.engines.append(victim)
@@ -146,9 +197,10 @@ class Soak:
         return not any(self.open.values())
 
 
-def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path, workers: int) -> None:
     async def main() -> None:
-        soak = Soak(tmp_path)
+        soak = Soak(tmp_path, workers)
         router = soak.router
         for _ in range(ENGINES):
             await soak.engine()
@@ -170,13 +222,16 @@ def test_every_request_is_answered_or_refused_by_a_rule(tmp_path: Path) -> None:
             status = await router.stop()
             for engine in soak.engines:
                 await engine.kill()
-        print(f"{SECONDS:.0f} s, {soak.kills} kills, {soak.reloads} reloads: {dict(soak.outcomes)}")
+        print(
+            f"{SECONDS:.0f} s, {workers} workers, {soak.kills} kills, {soak.terminations} terminations, "
+            f"{soak.reloads} reloads, {soak.looked} looks at responses: {dict(soak.outcomes)}"
+        )
         assert soak.faults == []
         assert (status, refused) == (0, 0), router.log[-5000:]
         assert admitted == sum(closed)
         codes = Counter(code for _, code in soak.outcomes.elements())
         rules = REFUSALS if SECONDS >= QUEUE_FULL_S else [code for code in REFUSALS if "queue" not in code]
         seen = [codes[code] for code in ("", *rules)]
-        assert min(*seen, soak.kills, soak.reloads) > 0, soak.outcomes
+        assert min(*seen, soak.kills + soak.terminations, soak.reloads, soak.looked) > 0, soak.outcomes
 
     asyncio.run(main())
