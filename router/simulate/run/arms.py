@@ -8,6 +8,7 @@ Other routers are the arms with a ``peer``: their own formulas over what they kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -46,6 +47,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """So many of the engines compute prompts for the others, which decode; 0: all engines are alike."""
     peer: str | None = None
     """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
+    admit_s: float = math.inf
+    """Requests that every engine is predicted to let wait longer are refused."""
     what: str
 
 
@@ -61,6 +64,7 @@ _KNOBS = {
 }
 """What a knob is called among the policy's settings, and the most it may be."""
 _COUNTS = {"prefill": 1023.0}
+_ADMIT = {"admit": 600.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
@@ -141,7 +145,7 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
 
 def _set(arm: Arm, name: str, knobs: str) -> Arm:
     """With what stands after the colon: ``beta=0.5+premium=0``."""
-    limits = {key: most for key, (_, most) in _KNOBS.items()} | _HOLD_KNOBS | _COUNTS
+    limits = {key: most for key, (_, most) in _KNOBS.items()} | _HOLD_KNOBS | _COUNTS | _ADMIT
     values: dict[str, float] = {}
     for knob in knobs.split("+"):
         key, _, text = knob.partition("=")
@@ -155,6 +159,8 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
         values[key] = value
     if "prefill" in values:
         arm = msgspec.structs.replace(arm, prefill=int(values.pop("prefill")))
+    if "admit" in values:
+        arm = msgspec.structs.replace(arm, admit_s=values.pop("admit"))
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
     if held and "hold" not in held:
         raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")

@@ -174,6 +174,11 @@ class FleetSim:
         hashes = whole[: tokens // unit]
         order = order_of(_NORMAL, now, self._knobs.engine_priority)
         candidates = self._candidates(tokens, hashes, now, order)
+        wait_s = min([max(one.queue_s, one.room_s) for one in candidates])
+        if wait_s > self._arm.admit_s:
+            self._rows[index] = Row(index, self._arrivals.arrived_s(index), 0, tokens, 0, 0, -1.0, 0.0, 0)
+            self._arrivals.ended(index, now)
+            return
         place, choice, helper = self._choose(index, candidates, self._ask(request, hashes), hashes)
         leg = None
         if helper is not None:

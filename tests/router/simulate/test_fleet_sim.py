@@ -86,3 +86,10 @@ def test_short_prompts_pass_long_ones_where_engines_are_given_an_order() -> None
     assert [row.ttft_s > 9 for row in plain] == [False, False, False, True, True, True]
     assert max(row.ttft_s for row in ordered[3:]) < 4
     assert ordered[0].ttft_s == plain[0].ttft_s
+
+
+def test_a_target_for_the_wait_refuses_by_the_wait_and_not_by_the_prompt() -> None:
+    long = [request(0.0, 3000, 1, 0)]
+    later = [request(0.1, 100, 1, 100), request(2.5, 2900, 1, 200)]
+    rows = fleet_run(long + later, "kvatlas:admit=1", engines=1).rows
+    assert [row.ttft_s >= 0 for row in rows] == [True, False, True]
