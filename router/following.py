@@ -25,7 +25,7 @@ from router.index.models import Scopes
 from router.placement.engine import Accounts, Engine
 from router.prompts.adapters import AdapterPaths
 from router.prompts.config import ModelPrompts
-from router.prompts.origin.model_config import ModelFile
+from router.prompts.origin.model_config import ModelConfigFile
 
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
@@ -55,7 +55,7 @@ class Following:
         self._clock = clock
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
-        self._files: dict[str, ModelFile] = {}
+        self._files: dict[str, ModelConfigFile] = {}
         """By served model: what its own ``config.json`` says."""
         self._kinds: dict[str, tuple[str, ...]] = {}
         """By served model: kinds of its groups by that file, where the events name none and show as many."""
@@ -179,7 +179,7 @@ class Following:
 
     def _facts(self, model: str) -> ModelFacts:
         facts = self._config.model(model).facts()
-        file = self._files.get(model, ModelFile())
+        file = self._files.get(model, ModelConfigFile())
         facts = complete(facts, file, self._kinds.get(model, ()))
         return msgspec.structs.replace(facts, lora_paths=self._adapters.of(model))
 
@@ -209,7 +209,7 @@ class Following:
         bases = {engine.base_model or "" for engine in served}
         self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
 
-    def learn_file(self, model: str, file: ModelFile) -> None:
+    def learn_file(self, model: str, file: ModelConfigFile) -> None:
         """What a served model's own ``config.json`` says. Configured values go first, and what the events
         tell of a group goes before both."""
         if self._files.get(model) == file:
@@ -258,7 +258,7 @@ class Following:
                 self.engine_up(engine)
 
 
-def complete(facts: ModelFacts, file: ModelFile, kinds: tuple[str, ...] = ()) -> ModelFacts:
+def complete(facts: ModelFacts, file: ModelConfigFile, kinds: tuple[str, ...] = ()) -> ModelFacts:
     """Configured facts with what a model's ``config.json`` says where nothing is configured; ``kinds`` are
     those of the groups, () where they are not to be taken from the file."""
     if facts.attention_chunk_size is None:

@@ -27,7 +27,7 @@ from router.fleet.status import Fleet
 from router.openai.errors import ApiError
 from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.origin.locate import Located, Locator
-from router.prompts.origin.model_config import ModelFile, read_model_file
+from router.prompts.origin.model_config import ModelConfigFile, read_model_file
 from router.prompts.origin.probes import compare, compare_one
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
@@ -97,7 +97,7 @@ class TokenizerFinder:
         post: Post,
         *,
         setting_of: Callable[[str], tuple[str, ModelPrompts]],
-        file_found: Callable[[str, ModelFile], None] = lambda _model, _file: None,
+        file_found: Callable[[str, ModelConfigFile], None] = lambda _model, _file: None,
         clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet

@@ -42,7 +42,7 @@ _DRAFTERS: Final = (
 )
 
 
-class ModelFile(msgspec.Struct, frozen=True):
+class ModelConfigFile(msgspec.Struct, frozen=True):
     """Sizes in tokens. ``layer_kinds``: vLLM's kind of each layer that has a KV cache of its own; empty where
     the file does not say. ``drafter``: the entry that tells of a drafter's layers."""
 
@@ -73,20 +73,20 @@ class ModelFile(msgspec.Struct, frozen=True):
         return [] if self.sliding_window is None else sorted(filter(None, windows - {self.sliding_window}))
 
 
-def read_model_file(folder: Path) -> ModelFile:
+def read_model_file(folder: Path) -> ModelConfigFile:
     """What the file of this directory says; nothing where there is none, or one of another shape."""
     try:
         with (folder / "config.json").open("rb") as file:
             found = json.loads(file.read(_BYTES_MAX))
     except (OSError, ValueError, RecursionError):
-        return ModelFile()
+        return ModelConfigFile()
     if not isinstance(found, dict):
-        return ModelFile()
+        return ModelConfigFile()
     parts = [*(part for name in _TEXT_PARTS if isinstance(part := found.get(name), dict)), found]
     text = parts[0]
     window = None if text.get("use_sliding_window") is False else _count(text.get("sliding_window"))
     drafters = (name for part in parts for name in _DRAFTERS if part.get(name))
-    return ModelFile(
+    return ModelConfigFile(
         next((size for part in parts if (size := _count(part.get("attention_chunk_size")))), None),
         window,
         _layer_kinds(text, window),

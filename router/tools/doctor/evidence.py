@@ -10,7 +10,7 @@ from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
-from router.prompts.origin.model_config import ModelFile
+from router.prompts.origin.model_config import ModelConfigFile
 from router.prompts.origin.problem import TokenizerProblem
 from router.tools.doctor.gather.event_counts import EventCounts
 from router.tools.doctor.gather.gauges import EngineGauges
@@ -101,7 +101,7 @@ class EngineEvidence(msgspec.Struct):
     parity: list[PromptParity] = []
     tokenizer: str = ""
     """Where the tokenizer is from: a directory, or a repository and its commit; "": none is here."""
-    model_file: ModelFile = ModelFile()
+    model_file: ModelConfigFile = ModelConfigFile()
     """What the ``config.json`` beside it says."""
     tokenizer_problem: TokenizerProblem | None = None
     """Why the one that the engine or the configuration names is not here."""

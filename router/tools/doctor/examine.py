@@ -29,7 +29,7 @@ from router.index.learn.layout import ModelFacts
 from router.index.models import Scopes
 from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.origin.locate import Locator
-from router.prompts.origin.model_config import ModelFile, read_model_file
+from router.prompts.origin.model_config import ModelConfigFile, read_model_file
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
 from router.prompts.reader import ModelDirError, PromptReader
@@ -295,7 +295,7 @@ class _Examination:
     async def _find_tokenizers(self) -> None:
         """As the router would, for each base model: what its engines name, or what is configured."""
         locator = Locator(self._seen.config.prompts)
-        found: dict[tuple[str, str], tuple[str, ModelFile, TokenizerProblem | None]] = {}
+        found: dict[tuple[str, str], tuple[str, ModelConfigFile, TokenizerProblem | None]] = {}
         for engine in self._seen.engines:
             model, setting = engine.base_model, engine.model_config.tokenizer
             source = parse_source(setting)
@@ -314,11 +314,11 @@ class _Examination:
 
     async def _find_tokenizer(
         self, model: str, engine: EngineEvidence, locator: Locator, source: TokenizerSource
-    ) -> tuple[str, ModelFile, TokenizerProblem | None]:
+    ) -> tuple[str, ModelConfigFile, TokenizerProblem | None]:
         try:
             located = await locator.locate(source)
         except TokenizerProblem as problem:
-            return "", ModelFile(), problem
+            return "", ModelConfigFile(), problem
         file = await asyncio.to_thread(read_model_file, located.folder)
         prompts = replace(engine.model_config.prompts(), tokenizer_dir=str(located.folder))
         try:

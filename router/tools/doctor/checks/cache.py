@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
-from router.prompts.origin.model_config import ModelFile
+from router.prompts.origin.model_config import ModelConfigFile
 from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.gather.event_counts import GroupStores
@@ -109,7 +109,7 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
-def _assumed(idxs: list[int], file: ModelFile, groups: int) -> CheckResult:
+def _assumed(idxs: list[int], file: ModelConfigFile, groups: int) -> CheckResult:
     """Groups whose kind no event names."""
     kinds = file.group_kinds(groups)
     if kinds:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from publisher.groups import GroupSpec
-from router.prompts.origin.model_config import ModelFile, read_model_file
+from router.prompts.origin.model_config import ModelConfigFile, read_model_file
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_window", "chunked_local_attention"
 
 
-def read(folder: Path, content: dict[str, Any] | str) -> ModelFile:
+def read(folder: Path, content: dict[str, Any] | str) -> ModelConfigFile:
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / "config.json").write_text(text)
     return read_model_file(folder)
@@ -35,7 +35,7 @@ def read(folder: Path, content: dict[str, Any] | str) -> ModelFile:
 )
 def test_chunks(tmp_path: Path, content: dict[str, Any] | str, size: int | None) -> None:
     assert read(tmp_path, content).attention_chunk_size == size
-    assert read_model_file(tmp_path / "nowhere") == ModelFile()
+    assert read_model_file(tmp_path / "nowhere") == ModelConfigFile()
 
 
 OSS = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12}
@@ -77,9 +77,9 @@ def test_either_rule_of_padding(tmp_path: Path) -> None:
 
 def test_windows_that_the_file_does_not_have() -> None:
     groups = GroupSpec(0, FULL, 16), GroupSpec(1, SLIDING, 16, sliding_window=64)
-    assert ModelFile(sliding_window=128).other_windows(groups) == [64]
-    assert ModelFile(sliding_window=64).other_windows(groups) == []
-    assert ModelFile().other_windows(groups) == []
+    assert ModelConfigFile(sliding_window=128).other_windows(groups) == [64]
+    assert ModelConfigFile(sliding_window=64).other_windows(groups) == []
+    assert ModelConfigFile().other_windows(groups) == []
 
 
 @pytest.mark.parametrize(
