@@ -105,8 +105,6 @@ class SharedIndex:
             self.replica,
             self._started,
             self._publish_inflight,
-            is_local=self.lease_manager.follows,
-            clock=clock,
         )
 
     def attach(self, feeds: FeedManager, residency: Scopes) -> None:

@@ -131,8 +131,6 @@ class SiblingGossip:
             self._name,
             started,
             self._tell_flight,
-            is_local=lambda engine_id: True,
-            clock=clock,
             served=served,
             publishes_prefills=False,
         )
