@@ -65,7 +65,7 @@ class GossipStats(msgspec.Struct):
     expired: int = 0
     """Other routers' prompts whose end was not reported in time."""
     malformed: int = 0
-    """Messages of other routers that could not be decoded."""
+    """Messages of other routers that could not be decoded, or had values out of bounds."""
 
 
 class _RemotePrompt(NamedTuple):
