@@ -46,7 +46,13 @@ def read_claim(
         return Claim(priority=Priority.NORMAL if asked is None else asked, until_s=until_s)
     own = _CLASSES[rules.priority]
     priority = own if asked is None else max(own, asked)
-    return Claim(tenant=tenant, weight=rules.weight, priority=priority, until_s=until_s)
+    return Claim(
+        tenant=tenant,
+        weight=rules.weight,
+        priority=priority,
+        until_s=until_s,
+        wait_target_s=rules.wait_target(priority),
+    )
 
 
 def lowest_priority(rules: TenantRules) -> int | None:
