@@ -125,6 +125,19 @@ class IndexStats(NamedTuple):
     """Distinct bit rows kept."""
 
 
+class PoolObserver(Protocol):
+    """Follows the blocks of one engine's GPU pool, in the order of its events."""
+
+    def stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+        """Count stored blocks; ``parent`` is the block before them."""
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """Count evicted blocks."""
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+
 class Index(Protocol):
     """Residency of all engines of one scope (one model: equal hashes mean equal prefixes)."""
 

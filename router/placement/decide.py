@@ -332,7 +332,7 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
-        return PromptView(tokens, held, common, coming, look.load, shadows)
+        return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
     def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
