@@ -198,7 +198,8 @@ class Planner:
             return
         problems = self._accounts.inflight.check_integrity() + self._scopes.check_integrity()
         for engine in self._fleet:
-            problems += [f"{engine.engine_id}: {problem}" for problem in engine.load.check_integrity()]
+            found = engine.load.check_integrity() + engine.evictions.check_integrity()
+            problems += [f"{engine.engine_id}: {problem}" for problem in found]
         self._accounts.integrity_problems += len(problems)
         for problem in problems:
             _log.error("the router's accounts contradict themselves", problem=problem)

@@ -327,13 +327,14 @@ class Engine(EngineStatus):
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
         """Lower a hit by what this engine will evict for prompts in flight before it looks up this one."""
-        prompt, held, scheme = asked.prompt, hit.held, self.scheme
-        unit = scheme.hash_block_size
-        if prompt is None or held is None or held.mode != "native" or unit != self.evictions.block_size:
-            return hit
+        prompt, held = asked.prompt, hit.held
         gpu, coming, soon = hit.gpu_tokens, hit.coming_tokens, hit.soon_tokens
-        if hit.whole_tokens > soon:
-            return hit  # what the GPU loses may be loaded
+        if prompt is None or held is None or held.mode != "native" or hit.whole_tokens > soon:
+            return hit  # not of known blocks; or what the GPU loses may be loaded
+        scheme = self.scheme
+        unit = scheme.hash_block_size
+        if unit != self.evictions.block_size:
+            return hit
         hashes = prompt.hashes(scheme)
         left = self.evictions.at_lookup(hashes, asked.tokens, gpu // unit, coming // unit) * unit
         if left >= soon:

@@ -24,6 +24,7 @@ Always true: queued blocks and blocks in use are disjoint; no more are queued th
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -35,8 +36,9 @@ from publisher.events import BlockHash
 from publisher.groups import Family, GroupSpec
 from router.placement.load.others import NEWS
 
-POOL_BLOCKS_MAX: Final = 16_384
-"""Blocks of a pool that is modelled: about 150 bytes each."""
+POOL_BLOCKS_MAX: Final = 4_096
+"""Blocks of a pool that is modelled, about 150 bytes each. Larger pools are rarely short, and each request
+pays for the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md)."""
 PROMPTS_BLOCKS_MAX: Final = 8_192
 """Blocks of waiting prompts that are run forward; with more in flight nothing is forecast."""
 _ANSWER_TOKENS: Final = 64
@@ -96,7 +98,7 @@ class EvictionForecast:
         self.block_size = 1
         """Tokens of a block."""
         self._records = True  # until the layout shows that nothing can be forecast
-        self._queue: OrderedDict[BlockHash, int] = OrderedDict()
+        self._queue: dict[BlockHash, int] = {}
         """Free cached blocks, the next to be evicted first, with the stamp of their release."""
         self._stamp = 0
         self._copies: dict[BlockHash, int] = {}
@@ -115,7 +117,7 @@ class EvictionForecast:
         self._answer_tokens = 0.0  # mean length of answers
         self._limited = 1.0  # share of answers that ended at their limit
         self._projected: _Projection | None = None  # as long as nothing changes
-        self._endangered: int | None = None  # the last stamp that may be evicted; likewise
+        self._endangered: float | None = None  # the last stamp that may be evicted; likewise
 
     def configure(self, pool_blocks: int, groups: Sequence[GroupSpec]) -> None:
         """Set the size of the pool, the null block included, and the layout; 0 or no groups: unknown."""
@@ -139,8 +141,7 @@ class EvictionForecast:
             del self._tails[parent]
             self._tails[hashes[-1]] = owner
             owner.generated.extend(hashes)
-            for block in hashes:
-                self._use(block)
+            self._use(hashes)
         queue, used, unstored, copies = self._queue, self._used, self._unstored, self._copies
         for block in hashes:
             if block in unstored:
@@ -155,7 +156,7 @@ class EvictionForecast:
             self._start(owner)
         limit = self.blocks or POOL_BLOCKS_MAX
         while len(queue) > limit:
-            queue.popitem(last=False)
+            del queue[next(iter(queue))]
         while len(copies) > limit:
             del copies[next(iter(copies))]
         self._changed()
@@ -274,14 +275,19 @@ class EvictionForecast:
 
     def _is_safe(self, block: BlockHash) -> bool:
         """Whether the prompts in flight cannot take enough to reach the block."""
-        taken = self._waiting_blocks + self._answer_blocks - self._empty
-        queue = self._queue
-        if taken >= len(queue):
-            return False
-        if self._endangered is None:
-            self._endangered = next(islice(queue.values(), taken, None)) if taken > 0 else 0
+        endangered = self._endangered
+        if endangered is None:
+            endangered = self._endangered = self._find_endangered()
         # Blocks in use or yet to be computed are freed behind all that stand in the queue now.
-        return queue.get(block, self._stamp + 1) > self._endangered
+        return self._queue.get(block, self._stamp + 1) > endangered
+
+    def _find_endangered(self) -> float:
+        """Return the stamp of the last block that the prompts in flight can evict."""
+        queue = self._queue
+        taken = self._waiting_blocks + self._answer_blocks - self._empty
+        if taken >= len(queue):
+            return math.inf
+        return next(islice(queue.values(), taken, None)) if taken > 0 else 0
 
     def _project(self) -> _Projection | None:
         """The pool when all prompts in flight will have started; None where too much is in flight."""
@@ -302,30 +308,32 @@ class EvictionForecast:
         prompt.started = True
         self._started += 1
         self._waiting_blocks -= prompt.blocks
-        for block in prompt.hashes:
-            self._use(block)
+        self._use(prompt.hashes)
 
-    def _use(self, block: BlockHash) -> None:
-        users = self._used.get(block, 0)
-        self._used[block] = users + 1
-        if not users and self._queue.pop(block, None) is None:
-            self._unstored.add(block)
+    def _use(self, blocks: Sequence[BlockHash]) -> None:
+        used, leave = self._used, self._queue.pop
+        for block in blocks:
+            if block in used:
+                used[block] += 1
+            else:
+                used[block] = 1
+                if leave(block, 0) == 0:
+                    self._unstored.add(block)
 
     def _release(self, prompt: PooledPrompt) -> None:
         """Free its blocks, the last one first (``KVCacheManager.free``, vLLM 0.32)."""
-        queue, used, unstored = self._queue, self._used, self._unstored
+        queue, used, unstored, stamp = self._queue, self._used, self._unstored, self._stamp
         for blocks in (prompt.generated, prompt.hashes):
             for block in reversed(blocks):
-                users = used[block] - 1
-                if users:
-                    used[block] = users
-                    continue
-                del used[block]
-                if block in unstored:
+                users = used.pop(block)
+                if users > 1:
+                    used[block] = users - 1
+                elif unstored and block in unstored:
                     unstored.remove(block)
                 else:
-                    self._stamp += 1
-                    queue[block] = self._stamp
+                    stamp += 1
+                    queue[block] = stamp
+        self._stamp = stamp
 
     def _preempted(self, block: BlockHash) -> None:
         """Put back the newest started prompt with this block: only blocks that are not in use are evicted."""
@@ -391,7 +399,7 @@ class _Projection:
     )
 
     def __init__(
-        self, queue: OrderedDict[BlockHash, int], used: dict[BlockHash, int], empty: int, block_size: int
+        self, queue: dict[BlockHash, int], used: dict[BlockHash, int], empty: int, block_size: int
     ) -> None:
         self._queue = queue
         self._front: Iterator[BlockHash] = iter(queue)
