@@ -215,7 +215,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_ca_file: str | None = None
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
-    """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
+    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every answer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: Literal["console", "json"] = "console"

@@ -5,7 +5,8 @@ the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong sh
 ``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
 loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a prediction
 rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells. The latest
-receipts are kept for inspection. Pure and bounded.
+receipts are kept for inspection. First tokens are compared too (``router.observe.first_token``). Pure and
+bounded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from publisher.events import MEDIA
+from router.observe.first_token import FirstTokenErrors
 
 GPU, CPU, STORAGE = MEDIA
 WINDOW = 100
@@ -64,6 +66,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
+    """Measured seconds from asking the engine to the first token of a stream."""
+    predicted_ttft_s: float | None = None
+    """What was predicted of it: the sum of the five parts below. None where no hit was predicted."""
+    queue_s: float = 0.0
+    pages_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    engine_s: float = 0.0
+    router_s: float = 0.0
+    """The router's own seconds: from the request's last byte until this engine was asked, without
+    ``waited_s``; earlier attempts are included."""
     leg: Leg = ""
     """``prefill``: it computed the prompt for another engine; ``decode``: it fetched what another one had
     computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
@@ -111,6 +124,7 @@ class EngineReceipts(msgspec.Struct):
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""
@@ -118,6 +132,8 @@ class EngineReceipts(msgspec.Struct):
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if reported is not None and reported != receipt.prompt_tokens:
             self.prompt_mismatches += 1
+        if receipt.predicted_ttft_s is not None and receipt.ttft_s is not None:
+            self.first_tokens.add(receipt.model, receipt.predicted_ttft_s, receipt.ttft_s)
         predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
         if predicted is None or actual is None:
             return

@@ -18,6 +18,7 @@ from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
+from router.observe.first_token import FirstTokenParts
 from router.observe.receipts import Leg, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
@@ -79,6 +80,20 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """What was known of it."""
         return self.candidates[self.choice.index]
 
+    def first_token(self) -> FirstTokenParts | None:
+        """Return the predicted time to first token; None without a prediction of the hit."""
+        candidate, cost, read = self.candidate, self.choice.cost, self.read
+        if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
+            return None
+        queue_s = candidate.queue_s
+        return FirstTokenParts(
+            queue_s,
+            cost.wait_s - queue_s,
+            cost.load_s,
+            cost.prefill_s,
+            self.engine.rates.overhead_s + candidate.decode_interference_s * candidate.running,
+        )
+
 
 class Placement(Attempt):
     """One request on one engine, with the decision that put it there. ``retention``: tokens between the
@@ -92,6 +107,7 @@ class Placement(Attempt):
         "_answered",
         "_charged",
         "_cost",
+        "_first_token",
         "_flying",
         "_prefilled",
         "_rank_s",
@@ -140,6 +156,7 @@ class Placement(Attempt):
         self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
+        self._first_token = None if self._leg == "decode" else decision.first_token()
         self._ticket = self._admit()
         accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
@@ -352,6 +369,8 @@ class Placement(Attempt):
         known = hit.confidence != "none"
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
+        parts = self._first_token
+        read_s, asked_s = request.read_s, self.asked_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
@@ -372,6 +391,13 @@ class Placement(Attempt):
             index_problem=decision.index_problem,
             waited_s=self.waited_s,
             ttft_s=self._ttft_s,
+            predicted_ttft_s=None if parts is None else parts.total_s,
+            queue_s=0.0 if parts is None else parts.queue_s,
+            pages_s=0.0 if parts is None else parts.pages_s,
+            load_s=0.0 if parts is None else parts.load_s,
+            prefill_s=0.0 if parts is None else parts.prefill_s,
+            engine_s=0.0 if parts is None else parts.engine_s,
+            router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,
         )

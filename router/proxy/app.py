@@ -238,6 +238,7 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
+        request.read_s = record.read_s
         if self._claims:
             request.claim = read_claim(
                 scope["headers"],

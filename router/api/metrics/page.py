@@ -111,6 +111,7 @@ class RouterCollector:
         receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
         yield from table("engine", RECEIPTS, receipts)
         yield _prediction_errors(receipts)
+        yield _first_token_errors(receipts)
         yield from of_stats("load", s.accounts.load_stats)
         yield from of_stats("proxy", s.proxy)
         listen = s.listen()
@@ -264,6 +265,18 @@ def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
     )
     for engine_id, sums in receipts.items():
         errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+    return errors
+
+
+def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
+    errors = HistogramMetricFamily(
+        "kvatlas_time_to_first_token_error_seconds",
+        "Measured minus predicted time to first token of streams, from asking the engine; below 0: early",
+        labels=["model", "engine"],
+    )
+    for engine_id, sums in receipts.items():
+        for model, histogram in sums.first_tokens.by_model.items():
+            errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
     return errors
 
 
