@@ -80,6 +80,7 @@ class Router:
         self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
         self.sharing.begin(self.fleet, self.gate)
+        self.accounts.inflight.is_stored = self.following.is_stored
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         """Hears of other limits of client connections."""

@@ -274,7 +274,7 @@ class Placement(Attempt):
         if sample is not None and not engine.closed:
             engine.rates.observe(sample, now)
         if self._flying is not None:
-            self._accounts.inflight.prefilled(self._flying)
+            self._accounts.inflight.prefilled(self._flying, now)
         self._served()
         if self._accounts.room is not None:
             self._accounts.room.changed()

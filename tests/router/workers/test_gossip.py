@@ -23,6 +23,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
+from router.placement.engine import PromptView, candidates
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
@@ -140,6 +141,30 @@ def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
                 rate = engine.rates.prefill_s_per_token(now)
                 assert engine.load.ahead(now, gossip.others()[E], rate)[1] == 4
                 assert engine.load.ahead(now, NO_OTHERS, rate)[1] == 1  # when the sibling's have ended
+
+    run(main())
+
+
+def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            config = Config(engines=(EngineAddress(E),))
+            one, two = (Router(config, seat=place) for place in places)
+            gossips = [router.sharing.gossip for router in (one, two)]
+            assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
+            hearing = gossips[1]
+            async with running(gossips[0]), running(hearing):
+                (engine,), (mirrored,) = one.fleet, two.fleet
+                now = one.clock()
+                work = round(8.0 / engine.rates.prefill_s_per_token(now))
+                engine.load.finish(engine.load.admit(uncached_tokens=work, now=now), now)
+                await until(lambda: E in hearing.others(), "it is reported")
+                assert hearing.others()[E].in_flight == (0, 0, 0)
+                asked = PromptView(1000, others=hearing.told().load)
+                (candidate,) = candidates([mirrored], asked, two.clock())
+                assert 1.0 < candidate.recent_s <= 8.05
+                assert candidate.queue_s == 0.0
+                assert two.sharing.own_load(two.clock()) == {}
 
     run(main())
 
