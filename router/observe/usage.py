@@ -92,6 +92,7 @@ class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     host_tokens: int = 0
     store_tokens: int = 0
     queue_s: float | None = None
+    predicted_ttft_s: float | None = None
     prefill_engine: str = ""
 
 
@@ -143,6 +144,8 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     queue_s: float | None
     """The engine's queue, as predicted when it was asked."""
+    predicted_ttft_s: float | None
+    """Seconds from ``asked_s`` to the first token, as predicted."""
     hashed_tokens: int | None
     """Prompt tokens that ``hash_ids`` stand for."""
     hash_ids: list[int] | None
@@ -357,7 +360,8 @@ def usage_line(
         asked_s=_since(record.asked_s, record.arrived_s),
         first_token_s=_since(record.first_s, record.arrived_s),
         duration_s=round(duration_s, 6),
-        queue_s=None if facts.queue_s is None else round(facts.queue_s, 6),
+        queue_s=_rounded(facts.queue_s),
+        predicted_ttft_s=_rounded(facts.predicted_ttft_s),
         hashed_tokens=None if ids is None or tokens is None else len(tokens),
         hash_ids=ids,
     )
@@ -386,6 +390,10 @@ def all_files(path: Path) -> list[Path]:
 
 
 _NO_FACTS = PlacementFacts()
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _since(moment_s: float | None, arrived_s: float) -> float | None:

@@ -344,6 +344,7 @@ class Placement(Attempt):
             host_tokens=near - soon if known else 0,
             store_tokens=whole - near if known else 0,
             queue_s=self.decision.candidate.queue_s,
+            predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
             prefill_engine=self._prefill_engine,
         )
 

@@ -38,6 +38,7 @@ def facts(tokens: int = 700, **changes: Any) -> PlacementFacts:
         "mode": "exact",
         "predicted_tokens": 512,
         "queue_s": 0.125,
+        "predicted_ttft_s": 0.75,
     }
     return PlacementFacts(**{**known, **changes})
 
@@ -112,6 +113,7 @@ def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
         "first_token_s": 0.5,
         "duration_s": 1.0,
         "queue_s": 0.125,
+        "predicted_ttft_s": 0.75,
         "hashed_tokens": 700,
     }
 

@@ -63,6 +63,7 @@ def captured(
         first_token_s=None if ttft_s is None else ttft_s + ASKED_S,
         duration_s=duration_s + ASKED_S,
         queue_s=0.0,
+        predicted_ttft_s=None,
         hashed_tokens=input_length,
         hash_ids=list(hash_ids),
     )

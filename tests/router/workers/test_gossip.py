@@ -305,7 +305,10 @@ def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path:
             async with one.running():
                 async with Worker(places[1], gate=gates[1]).running():
                     assert lets_in(gates[1])
-                    held = gates[0].enter(gates[0].tenant_of(FIELDS)), gates[0].enter(gates[0].tenant_of(FIELDS))
+                    held = (
+                        gates[0].enter(gates[0].tenant_of(FIELDS)),
+                        gates[0].enter(gates[0].tenant_of(FIELDS)),
+                    )
                     ada = gates[0].account("ada")
                     await until(lambda: ada.headers(time.monotonic())[1][1] == b"0", "the one knows")
                     await until(lambda: not lets_in(gates[1]), "the other one knows")
