@@ -19,7 +19,7 @@ from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
 from router.observe.first_token import FirstTokenParts
-from router.observe.receipts import Leg, Receipt
+from router.observe.receipts import Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
 from router.openai.apis import PROMPT_APIS
@@ -80,6 +80,17 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """What was known of it."""
         return self.candidates[self.choice.index]
 
+    def most_held(self) -> tuple[int, Missed]:
+        """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
+        chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
+        most = max(tokens)
+        if most <= chosen.hit.whole_tokens:
+            return most, ""
+        holder = self.candidates[tokens.index(most)]
+        if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
+            return most, "pages"
+        return most, "load" if holder.queue_s > chosen.queue_s else "choice"
+
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""
         candidate, cost, read = self.candidate, self.choice.cost, self.read
@@ -111,6 +122,7 @@ class Placement(Attempt):
         "_flying",
         "_prefilled",
         "_rank_s",
+        "_seen_tokens",
         "_ticket",
         "_ttft_s",
         "_unseen",
@@ -163,12 +175,14 @@ class Placement(Attempt):
         if accounts.room is not None:
             self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
+        self._seen_tokens = 0
         read = decision.read
         if isinstance(read, Prompt):
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -371,6 +385,7 @@ class Placement(Attempt):
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
         parts = self._first_token
+        held, missed = decision.most_held() if predicted else (0, "")
         read_s, asked_s = request.read_s, self.asked_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
@@ -401,6 +416,12 @@ class Placement(Attempt):
             router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,
+            tenant=request.tenant,
+            held_tokens=held,
+            missed=missed,
+            elsewhere_s=decision.candidate.prefill_s_per_token * (held - whole) if missed else 0.0,
+            seen_tokens=self._seen_tokens,
+            salted=isinstance(read, Prompt) and read.extras.cache_salt is not None,
         )
 
 
