@@ -40,10 +40,10 @@ from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
-from router.observe.usage import UsageSettings
 from router.observe.histogram import Histogram
 from router.observe.receipts import Outcome
 from router.observe.traces import TraceStats
+from router.observe.usage import UsageSettings
 from router.pd.stats import PdStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
