@@ -167,7 +167,7 @@ class CrowdedEngine:
         if sent.streams:
             sent.pooled.answered_tokens += 1
             if len(request.output) == 1:
-                self.inflight.prefilled(sent.flying)
+                self.inflight.prefilled(sent.flying, self.now)
                 self.forecast.start(sent.pooled)
         if ended:
             del self._sent[request]
