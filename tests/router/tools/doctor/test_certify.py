@@ -269,6 +269,7 @@ def test_another_model_than_expected() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_another_model(tmp_path: Any) -> None:
     vocabulary = json.loads((DEMO_TOKENIZER_DIR / "tokenizer.json").read_text())
     names = sorted(vocabulary["model"]["vocab"], key=vocabulary["model"]["vocab"].__getitem__)
