@@ -6,7 +6,6 @@ teaches (rates, shadows, receipts) is entered only while the engine is in the fl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,10 +18,10 @@ from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
-from router.observe.access_log import Access, AccessLog
 from router.observe.first_token import FirstTokenParts
 from router.observe.receipts import Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
+from router.observe.usage import PlacementFacts
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -334,10 +333,6 @@ class Placement(Attempt):
                 self._served()
             if not self._unseen:
                 self._learn(self._receipt(usage))
-        # What passed unseen reported nothing: there is neither a receipt nor a line of the access log.
-        logs = self._is_answer and not self._unseen and self.request.path in PROMPT_APIS
-        if accounts.access is not None and logs:
-            self._log_access(accounts.access, usage, now)
 
     def _learn(self, receipt: Receipt) -> None:
         """From what the engine reported."""
@@ -358,27 +353,31 @@ class Placement(Attempt):
             self._charged.correct(0)
         room.changed()
 
-    def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
+    def usage_facts(self) -> PlacementFacts:
+        """See ``Attempt``."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            log.skip()
-            return
-        log.add(
-            Access(
-                arrived_s=time.time() - (now - self.asked_s),
-                model=self.request.model or "",
-                engine_id=self.engine_id,
-                tokens=read.token_ids,
-                extras=read.extras,
-                streams=self.request.stream,
-                output_tokens=usage.completion_tokens if usage is not None else None,
-                predicted_tokens=hit.whole_tokens if hit.confidence != "none" else None,
-                cached_tokens=usage.cached_tokens if usage is not None else None,
-                ttft_s=self._ttft_s,
-                duration_s=now - self.asked_s,
-                queue_s=self.decision.candidate.queue_s,
+            return PlacementFacts(
+                queue_s=self.decision.candidate.queue_s, prefill_engine=self._prefill_engine
             )
+        known = hit.confidence != "none"
+        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        return PlacementFacts(
+            tokens=read.token_ids,
+            extras=read.extras,
+            mode=hit.mode,
+            predicted_tokens=whole if known else None,
+            host_tokens=near - soon if known else 0,
+            store_tokens=whole - near if known else 0,
+            queue_s=self.decision.candidate.queue_s,
+            predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
+            prefill_engine=self._prefill_engine,
         )
+
+    @property
+    def _prefill_engine(self) -> str:
+        """The engine that computed the prompt for this one; "": none did."""
+        return "" if self.handoff is None else self.handoff.source
 
     @property
     def _gap_s(self) -> float | None:
