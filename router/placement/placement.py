@@ -6,7 +6,6 @@ teaches (rates, shadows, receipts) is entered only while the engine is in the fl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,10 +18,10 @@ from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
-from router.observe.access_log import Access, AccessLog
 from router.observe.first_token import FirstTokenParts
-from router.observe.receipts import Leg, Receipt
+from router.observe.receipts import Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
+from router.observe.usage import PlacementFacts
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -36,6 +35,9 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
+
+_CLASSES = ("high", "normal", "low")
+"""By the number that a claim has."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Explained: the request would have to wait in the queue now."""
     split: Split | None = None
     """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
+    skipped: Sequence[Candidate] = ()
+    """Engines left out, since they are predicted to miss the request's service level."""
     order: EngineOrder | None = None
     """The request's place in the engine's own order, where engines have one."""
 
@@ -80,6 +84,19 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     def candidate(self) -> Candidate:
         """What was known of it."""
         return self.candidates[self.choice.index]
+
+    def most_held(self) -> tuple[int, Missed]:
+        """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
+        chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
+        most = max(tokens)
+        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
+            return late, "slo"
+        if most <= chosen.hit.whole_tokens:
+            return most, ""
+        holder = self.candidates[tokens.index(most)]
+        if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
+            return most, "pages"
+        return most, "load" if holder.queue_s > chosen.queue_s else "choice"
 
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""
@@ -112,6 +129,7 @@ class Placement(Attempt):
         "_flying",
         "_prefilled",
         "_rank_s",
+        "_seen_tokens",
         "_ticket",
         "_ttft_s",
         "_unseen",
@@ -164,12 +182,14 @@ class Placement(Attempt):
         if accounts.room is not None:
             self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
+        self._seen_tokens = 0
         read = decision.read
         if isinstance(read, Prompt):
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -271,6 +291,11 @@ class Placement(Attempt):
             return  # only a stream's first byte tells when the prefill was over
         self._prefilled = True
         self._ttft_s = now - self.asked_s
+        due_s = self.request.claim.due_s
+        if due_s is not None and self._is_answer:
+            stats = self._accounts.slo_stats
+            counts, name = stats.met if now <= due_s else stats.missed, _CLASSES[self.request.claim.priority]
+            counts[name] = counts.get(name, 0) + 1
         sample = engine.load.first_token(self._ticket, now)
         if sample is not None and not engine.closed:
             engine.rates.observe(sample, now)
@@ -308,10 +333,6 @@ class Placement(Attempt):
                 self._served()
             if not self._unseen:
                 self._learn(self._receipt(usage))
-        # What passed unseen reported nothing: there is neither a receipt nor a line of the access log.
-        logs = self._is_answer and not self._unseen and self.request.path in PROMPT_APIS
-        if accounts.access is not None and logs:
-            self._log_access(accounts.access, usage, now)
 
     def _learn(self, receipt: Receipt) -> None:
         """From what the engine reported."""
@@ -332,27 +353,31 @@ class Placement(Attempt):
             self._charged.correct(0)
         room.changed()
 
-    def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
+    def usage_facts(self) -> PlacementFacts:
+        """See ``Attempt``."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            log.skip()
-            return
-        log.add(
-            Access(
-                arrived_s=time.time() - (now - self.asked_s),
-                model=self.request.model or "",
-                engine_id=self.engine_id,
-                tokens=read.token_ids,
-                extras=read.extras,
-                streams=self.request.stream,
-                output_tokens=usage.completion_tokens if usage is not None else None,
-                predicted_tokens=hit.whole_tokens if hit.confidence != "none" else None,
-                cached_tokens=usage.cached_tokens if usage is not None else None,
-                ttft_s=self._ttft_s,
-                duration_s=now - self.asked_s,
-                queue_s=self.decision.candidate.queue_s,
+            return PlacementFacts(
+                queue_s=self.decision.candidate.queue_s, prefill_engine=self._prefill_engine
             )
+        known = hit.confidence != "none"
+        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        return PlacementFacts(
+            tokens=read.token_ids,
+            extras=read.extras,
+            mode=hit.mode,
+            predicted_tokens=whole if known else None,
+            host_tokens=near - soon if known else 0,
+            store_tokens=whole - near if known else 0,
+            queue_s=self.decision.candidate.queue_s,
+            predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
+            prefill_engine=self._prefill_engine,
         )
+
+    @property
+    def _prefill_engine(self) -> str:
+        """The engine that computed the prompt for this one; "": none did."""
+        return "" if self.handoff is None else self.handoff.source
 
     @property
     def _gap_s(self) -> float | None:
@@ -372,7 +397,8 @@ class Placement(Attempt):
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
         parts = self._first_token
-        read_s, asked_s = request.read_s, self.asked_s
+        held, missed = decision.most_held() if predicted else (0, "")
+        read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
@@ -399,9 +425,16 @@ class Placement(Attempt):
             load_s=0.0 if parts is None else parts.load_s,
             prefill_s=0.0 if parts is None else parts.prefill_s,
             engine_s=0.0 if parts is None else parts.engine_s,
+            slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
             router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,
+            tenant=request.tenant,
+            held_tokens=held,
+            missed=missed,
+            elsewhere_s=decision.candidate.prefill_s_per_token * (held - whole) if missed else 0.0,
+            seen_tokens=self._seen_tokens,
+            salted=isinstance(read, Prompt) and read.extras.cache_salt is not None,
         )
 
 

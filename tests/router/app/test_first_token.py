@@ -84,12 +84,12 @@ def test_a_receipt_has_the_predicted_time_part_by_part_and_the_measured_one() ->
 def test_a_prompt_behind_another_one_has_its_prefill_as_queue() -> None:
     async def main() -> None:
         async with (
-            running({**SLOW, "prefill_s_per_token": 1e-3}) as engines,
+            running({**SLOW, "prefill_s_per_token": 1e-4}) as engines,
             routing(configure(*engines)) as rig,
         ):
             await rig.ready()
             (engine,) = rig.router.fleet
-            ahead = asyncio.create_task(streamed(rig, "One. " + TEXT * 20))
+            ahead = asyncio.create_task(streamed(rig, "One. " + TEXT * 400))
             await until(lambda: engine.load.at(rig.router.clock()).waiting, "a prompt at the engine")
             await asyncio.gather(ahead, streamed(rig, "Two. " + TEXT))
             behind = next(one for one in await receipts(rig, 2) if (one.prompt_tokens or 0) < 100)
