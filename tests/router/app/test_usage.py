@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from publisher.simulator.request import SimRequest
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
 from router.fleet.identity import EngineAddress, endpoint_of
+from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.simulate.fetch import fetch_usage
 from router.simulate.workload.usage import read_capture
@@ -288,3 +292,43 @@ def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
     assert any("contradict its own events" in str(each) for each in problems.values())
     (row,) = [row for row in page.splitlines() if row.startswith("kvatlas_cache_reports_doubtful{")]
     assert row.endswith(" 1.0")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status: int) -> None:
+    path, bodies = tmp_path / "usage.jsonl", list[bytes]()
+
+    async def takes(request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.path == "/v1/logs":
+            bodies.append(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
+        return web.Response(status=status)
+
+    async def main() -> tuple[int, int, int]:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", takes)
+        collector = TestServer(app)
+        await collector.start_server()
+        async with collector, running({}) as engines:
+            config = configure(
+                *engines,
+                usage=UsageSettings(path=str(path)),
+                traces=TraceSettings(endpoint=str(collector.make_url("")).rstrip("/"), sample_ratio=0.0),
+            )
+            async with routing(config) as rig:
+                await rig.chat(TEXT)
+                log = rig.router.usage
+                assert log is not None
+                await written(rig, 1)
+            stats = log.export_stats
+            return stats.records, stats.exported, stats.failures
+
+    sent = run(main())
+    assert len(lines_of(path)) == 1, "the file has it whatever the collector does"
+    assert sent[0] == 1
+    if status == 200:
+        assert sent == (1, 1, 0)
+        (body,) = bodies
+        for word in (b"kvatlas.usage.generated_tokens", b"kvatlas.usage.verified", MODEL.encode()):
+            assert word in body
+        assert b"hash_ids" not in body
