@@ -232,6 +232,7 @@ class Router:
             aliases=self.aliases,
             tls=self._engine_tls,
             claims=planner.hold is not None or self.config.policy.engine_priority > 0,
+            targets=self.config.policy.targets,
             responses=self.accounts.responses,
             pd=self.config.pd,
             pd_stats=planner.pd_stats,

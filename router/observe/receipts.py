@@ -41,9 +41,9 @@ ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 Leg = Literal["", "prefill", "decode"]
 COMPARED = ("exact", "over", "under")
 """Outcomes of predictions that the engine's report can be held against."""
-Missed = Literal["", "load", "pages", "choice"]
+Missed = Literal["", "load", "pages", "choice", "slo"]
 """Why a prompt went elsewhere than to the engine that holds most of it: its queue was longer; prompts wait
-there for KV cache pages; or for other parts of the cost."""
+there for KV cache pages; for other parts of the cost; or it was predicted to miss the service level."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -91,6 +91,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
     gap_s: float | None = None
     """Of a decode leg: seconds between the answer of the prefill engine and this request."""
+    slo_ttft_s: float | None = None
+    """Target for the time to first token, from the request's last byte; None without a service level."""
     waited_s: float = 0.0
     """Seconds that the request waited in the router before an engine was asked."""
     tenant: str = ""

@@ -28,7 +28,8 @@ from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
 from router.placement.askable import NO_PARTY, Askable, Parties, Party
-from router.placement.candidate import Ask, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.cost import within_level
 from router.placement.engine import (
     NO_LOOK,
     Accounts,
@@ -278,13 +279,44 @@ class Planner:
             question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
         asked.order = order
         found = candidates(engines, asked, now)
+        skipped: Sequence[Candidate] = ()
+        if request.claim.due_s is not None and apart is None:
+            level = self._within_level(engines, found, asked.tokens, request.claim.due_s - now)
+            if level is not None:
+                engines, found, skipped = level
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            return Decision(read, asked.tokens, engines, found, choice, look.problem, order=order)
+            return Decision(
+                read, asked.tokens, engines, found, choice, look.problem, order=order, skipped=skipped
+            )
         able = Answerers(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
+
+    def _within_level(
+        self, engines: Sequence[Engine], found: Sequence[Candidate], tokens: int, left_s: float
+    ) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
+        """Leave out the engines predicted to give the first token later than in ``left_s``.
+
+        Returns the engines that remain, their candidates, and the candidates left out. None: all or none of
+        the engines would be left out, so that the cost decides.
+        """
+        stats = self._accounts.slo_stats
+        own_s = [one.rates.overhead_s + (one.receipts.first_tokens.margin_s or 0.0) for one in engines]
+        met = within_level(found, own_s, tokens, left_s, self._settings)
+        stats.decisions += 1
+        if not any(met):
+            stats.hopeless += 1
+            return None
+        if all(met):
+            return None
+        stats.engines_skipped += len(met) - sum(met)
+        return (
+            [engine for engine, good in zip(engines, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if not good],
+        )
 
     def _picking(self, question: Ask, state: ArmState) -> Pick:
         """The policy, for some of the candidates."""

@@ -20,6 +20,7 @@ from router.epp.wire import messages as m
 from router.epp.wire.grpc import GrpcReader, message_frame
 from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
+from router.placement.candidate import PolicySettings
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import PB, read
@@ -112,6 +113,28 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
             assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
             await until(lambda: rig.idle, "the receipt is written")
             assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(("value", "refused"), [(b"60000", False), (b"soon", True)])
+def test_a_service_level_is_read_from_a_gateways_request(value: bytes, *, refused: bool) -> None:
+    async def main() -> None:
+        async with gateway(policy=PolicySettings(service_levels=True)) as (rig, peer, _):
+            fields = {b":method": b"POST", b":path": CHAT, b":authority": b"a", b"x-slo-ttft-ms": value}
+            number = peer.open(PROCESS)
+            sent = body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
+            await peer.send(number, head(REQUEST_HEADERS, fields) + sent)
+            if refused:
+                assert await error_of(peer, number) == (400, "invalid_slo")
+                return
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            assert rig.router.accounts.slo_stats.decisions == 1
+            answer = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}'
+            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+            await peer.until_over(number)
+            await until(lambda: rig.idle, "the receipt is written")
+            assert 0 < (rig.router.accounts.receipts.latest[-1].slo_ttft_s or 0) <= 60
 
     run(main())
 
