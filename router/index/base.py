@@ -13,7 +13,7 @@ Always true for every backend (one contract suite checks them all):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -132,17 +132,15 @@ class IndexStats(NamedTuple):
     """Distinct bit rows kept."""
 
 
-class PoolObserver(Protocol):
+class PoolListener(NamedTuple):
     """Follows the blocks of one engine's GPU pool, in the order of its events."""
 
-    def stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
-        """Count stored blocks; ``parent`` is the block before them."""
-
-    def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """Count evicted blocks."""
-
-    def clear(self) -> None:
-        """Forget all blocks."""
+    stored: Callable[[Sequence[BlockHash], BlockHash | None], None]
+    """Stored blocks, and the block before them."""
+    removed: Callable[[Sequence[BlockHash]], None]
+    """Evicted blocks."""
+    clear: Callable[[], None]
+    """All blocks are gone."""
 
 
 class Index(Protocol):

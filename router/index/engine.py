@@ -23,7 +23,7 @@ from publisher.events import (
     to_block_hash,
 )
 from publisher.groups import GroupSpec
-from router.index.base import Index, Plane, PoolObserver
+from router.index.base import Index, Plane, PoolListener
 from router.index.learn.budget import LearningBudget
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
@@ -62,7 +62,7 @@ class EngineResidency(EngineKnowledge):
         self.unknown_types: Counter[str] = Counter()
         """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
         self.budget = LearningBudget()
-        self.pool: PoolObserver | None = None
+        self.pool: PoolListener | None = None
         """Told of each block stored and removed on the GPU."""
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())

@@ -25,7 +25,7 @@ from router.feeds.trust import expected_hit
 from router.fleet.identity import EngineAddress, EngineId
 from router.fleet.response_holders import ResponseHolders
 from router.fleet.status import EngineStatus
-from router.index.base import Rows
+from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
@@ -253,7 +253,8 @@ class Engine(EngineStatus):
         if residency is None:
             self.evictions.clear()
         else:
-            residency.writer.pool = self.evictions
+            pool = self.evictions
+            residency.writer.pool = PoolListener(pool.stored, pool.removed, pool.clear)
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:
