@@ -189,7 +189,8 @@ class Placement(Attempt):
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
-            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
+            held = decision.candidate.hit.whole_tokens
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
