@@ -65,7 +65,7 @@ class Router:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock)
-        self.usage = UsageLog(config.usage) if config.usage.path else None
+        self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
         self.sharing = Sharing(config, self.accounts, clock=clock, seat=seat)
         self.following = Following(
             config,

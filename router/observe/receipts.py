@@ -28,6 +28,7 @@ DRIFT_SHARE = 0.25
 """One in four wrong over the window. Load alone makes about one in ten wrong in the demo: what a prompt
 finds is decided when the engine gets to it, not when it is placed."""
 DRIFT_MIN = 20
+EVIDENCE_KEPT = 4
 RECEIPTS_KEPT = 4096
 """Found by request id; pages show the latest few."""
 FUNNELS_MAX = 1024
@@ -129,6 +130,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return {GPU: gpu, CPU: self.cpu_tokens, STORAGE: self.storage_tokens}
 
 
+class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
+    """One request whose engine reported other cached tokens than its own events imply."""
+
+    request_id: str
+    kind: Literal["more", "fewer", "impossible"]
+    """``impossible``: more cached tokens than the prompt has."""
+    predicted_tokens: int
+    reported_tokens: int
+    prompt_tokens: int | None
+
+
 class EngineReceipts(msgspec.Struct):
     """Sums over one engine's receipts."""
 
@@ -146,6 +158,11 @@ class EngineReceipts(msgspec.Struct):
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    contradictions: dict[str, int] = msgspec.field(default_factory=dict)
+    """Receipts in which engine and index cannot both be right, by kind."""
+    checked: deque[str] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """The latest receipts that can contradict the engine: the kind, or ""."""
+    evidence: deque[Contradiction] = msgspec.field(default_factory=lambda: deque(maxlen=EVIDENCE_KEPT))
     first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
 
     def add(self, receipt: Receipt) -> None:
@@ -174,6 +191,40 @@ class EngineReceipts(msgspec.Struct):
                     self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
         if not storage:
             self.window.append(error == 0)
+        self._check(receipt, predicted, actual)
+
+    def _check(self, receipt: Receipt, predicted: int, actual: int) -> None:
+        """Only where the index was complete: exact hashes, a feed without gaps, the same prompt length, and
+        nothing in a store, whose evictions are not reported."""
+        reported = receipt.reported_prompt_tokens
+        impossible = reported is not None and actual > reported
+        complete = receipt.mode == "native" and receipt.feed == "ready" and not receipt.storage_tokens
+        if not impossible and (not complete or reported not in {None, receipt.prompt_tokens}):
+            return
+        if not impossible and predicted == actual:
+            self.checked.append("")
+            return
+        kind: Literal["more", "fewer", "impossible"] = "more" if actual > predicted else "fewer"
+        kind = "impossible" if impossible else kind
+        self.checked.append(kind)
+        self.contradictions[kind] = self.contradictions.get(kind, 0) + 1
+        self.evidence.append(
+            Contradiction(
+                request_id=receipt.request_id,
+                kind=kind,
+                predicted_tokens=predicted,
+                reported_tokens=actual,
+                prompt_tokens=reported or receipt.prompt_tokens,
+            )
+        )
+
+    @property
+    def contradicting(self) -> list[Contradiction]:
+        """The latest evidence that its reported cached tokens cannot be trusted; empty: they can. One report
+        that is impossible is enough; load alone makes others differ now and then, so those need a share."""
+        wrong = sum(kind != "" for kind in self.checked)
+        many = len(self.checked) >= DRIFT_MIN and wrong > DRIFT_SHARE * len(self.checked)
+        return list(self.evidence) if many or "impossible" in self.checked else []
 
     @property
     def wrong_share(self) -> float:

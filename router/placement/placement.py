@@ -355,7 +355,7 @@ class Placement(Attempt):
         room.changed()
 
     def usage_facts(self) -> PlacementFacts:
-        """See ``Attempt``."""
+        """Describe the prompt and the predicted hit."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
             return PlacementFacts(

@@ -125,6 +125,7 @@ class RouterCollector:
         yield from of_stats("shadow", s.accounts.shadow_stats)
         if s.usage is not None:
             yield from of_stats("usage", s.usage.stats)
+            yield from of_stats("usage_export", s.usage.export_stats)
         yield from self._options()
         yield from s.more()
 
