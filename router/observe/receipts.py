@@ -103,7 +103,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     elsewhere_s: float = 0.0
     """Seconds to compute here what is held there."""
     seen_tokens: int = 0
-    """Longest prefix that earlier prompts are known to have had (one in four is kept, at powers of two), where
+    """Longest prefix that earlier prompts are known to have had (one in four is kept, at powers of two) where
     it is longer than the hit; else 0."""
     salted: bool = False
     """It has a cache salt."""
