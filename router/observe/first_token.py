@@ -75,7 +75,8 @@ class SloStats(msgspec.Struct):
     hopeless: int = 0
     """Of these, those for which every engine was predicted to miss the target: the cost decided."""
     engines_skipped: int = 0
-    """Engines left out of decisions, since they were predicted to miss the target while others were not."""
+    """Engines left out of decisions, where the one of the lowest cost was predicted to miss the target and
+    others were not."""
 
 
 class FirstTokenErrors:

@@ -194,7 +194,8 @@ class Placement(Attempt):
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
+            held = decision.candidate.hit.whole_tokens
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
