@@ -21,7 +21,7 @@ from router.sidecar.cli import sidecar
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools import cli as tools
-from router.tools.doctor.cli import doctor
+from router.tools.doctor.cli import certify, doctor
 from router.tools.index.cli import index_app
 from router.tools.top.cli import top
 
@@ -40,12 +40,14 @@ for each in (
     tools.verify,
     index_app,
     tools.keys_app,
+    tools.invoice,
     tools.engine,
     demo,
     tools.record,
     tools.replay,
     tools.explain,
     doctor,
+    certify,
     advise,
     simulate,
     top,

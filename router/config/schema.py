@@ -23,8 +23,8 @@ from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
-from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
+from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
@@ -271,7 +271,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     pd: PdSettings = PdSettings()
     sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
-    access_log: AccessLogSettings = AccessLogSettings()
+    usage: UsageSettings = UsageSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""

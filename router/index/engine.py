@@ -23,13 +23,13 @@ from publisher.events import (
     to_block_hash,
 )
 from publisher.groups import GroupSpec
-from router.index.base import Index, Plane
+from router.index.base import Index, Plane, PoolListener
 from router.index.learn.budget import LearningBudget
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
 from router.index.learn.root_events import root_event
-from router.index.media import GPU
+from router.index.media import GPU, ON_GPU
 from router.index.offloaded import Outside
 from router.index.rules.hits import evaluate
 
@@ -38,9 +38,6 @@ _STAGED = "\x00staged"
 
 _SETTLED_MAX = 1024
 """Distinct (group, block size) remembered; engines have a handful."""
-
-_ON_GPU = frozenset({None, "", GPU, "gpu"})
-"""How events name the engine's own pool."""
 
 _UNUSABLE_IN_ROW = 64
 """Events in a row that could not be used before an engine whose events could be is said to have none."""
@@ -65,6 +62,8 @@ class EngineResidency(EngineKnowledge):
         self.unknown_types: Counter[str] = Counter()
         """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
         self.budget = LearningBudget()
+        self.pool: PoolListener | None = None
+        """Told of each block stored and removed on the GPU."""
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=())
 
@@ -98,6 +97,7 @@ class EngineResidency(EngineKnowledge):
         What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
         """
         self._inherit(old)
+        self.pool = old.pool
         self.removals = old.removals  # what was learned of the publisher; it is the same
         self.index.adopt(self.engine_id, old.engine_id)
         self.engine_id = self._outside.engine_id = old.engine_id
@@ -111,11 +111,15 @@ class EngineResidency(EngineKnowledge):
     def forget(self) -> None:
         """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
         self.index.forget(self.engine_id)
+        if self.pool is not None:
+            self.pool.clear()
         self._reset(expected=self._groups.known)
 
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
         self.index.clear(self.engine_id, GPU)
+        if self.pool is not None:
+            self.pool.clear()
         self._outside.gpu_cleared()
 
     def age(self, now_s: float) -> None:
@@ -158,7 +162,7 @@ class EngineResidency(EngineKnowledge):
         return self._rejected_in_row if self._rejected_in_row >= _UNUSABLE_IN_ROW else 0
 
     def _stored(self, event: BlockStored) -> None:
-        if event.medium not in _ON_GPU:
+        if event.medium not in ON_GPU:
             known = self._outside.stores
             self._outside.stored(event)
             if known is not self._outside.stores:
@@ -181,7 +185,10 @@ class EngineResidency(EngineKnowledge):
             self.re_reports += 1
             return
         if event.block_hashes:
-            self._store(plane, _hashes(event.block_hashes))
+            hashes, parent = _hashes(event.block_hashes), event.parent_block_hash
+            self._store(plane, hashes)
+            if self.pool is not None:
+                self.pool.stored(hashes, None if parent is None else to_block_hash(parent))
 
     def _store(self, plane: Plane, hashes: list[BlockHash]) -> None:
         if self.removals.watching:
@@ -210,10 +217,12 @@ class EngineResidency(EngineKnowledge):
         return plane
 
     def _removed(self, event: BlockRemoved) -> None:
-        if event.medium not in _ON_GPU:
+        if event.medium not in ON_GPU:
             self._outside.removed(event)
             return
         plane, hashes = self._plane(event.group_idx), _hashes(event.block_hashes)
+        if self.pool is not None:
+            self.pool.removed(hashes)
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(hashes):
             self._remove(plane, hashes)

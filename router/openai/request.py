@@ -27,6 +27,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """When its client gives up (monotonic seconds), if it said so."""
     wait_target_s: float | None = None
     """Longest predicted wait, where its tenant has a target of its own for the class."""
+    due_s: float | None = None
+    """When its first token is due (monotonic seconds), where it has a service level."""
 
 
 NO_CLAIM = Claim()

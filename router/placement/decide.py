@@ -30,7 +30,8 @@ from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
 from router.placement.askable import NO_PARTY, Askable, Parties, Party
-from router.placement.candidate import Ask, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.cost import Choice, within_level
 from router.placement.engine import (
     NO_LOOK,
     Accounts,
@@ -58,6 +59,7 @@ _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
 _LOG_EVERY_S = 1.0
+_NONE_SKIPPED: Sequence[Candidate] = ()
 
 
 class Planner:
@@ -209,7 +211,8 @@ class Planner:
             return
         problems = self._accounts.inflight.check_integrity() + self._scopes.check_integrity()
         for engine in self._fleet:
-            problems += [f"{engine.engine_id}: {problem}" for problem in engine.load.check_integrity()]
+            found = engine.load.check_integrity() + engine.evictions.check_integrity()
+            problems += [f"{engine.engine_id}: {problem}" for problem in found]
         self._accounts.integrity_problems += len(problems)
         for problem in problems:
             _log.error("the router's accounts contradict themselves", problem=problem)
@@ -332,10 +335,48 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            return Decision(read, asked.tokens, engines, found, choice, look.problem, order=order)
+            due_s, skipped = request.claim.due_s, _NONE_SKIPPED
+            if due_s is not None:
+                level = self._within_level(engines, found, choice, asked.tokens, due_s - now)
+                if level is not None:
+                    engines, found, skipped = level
+                    choice = self._policy(found, question, self._settings, state)
+            return Decision(
+                read, asked.tokens, engines, found, choice, look.problem, order=order, skipped=skipped
+            )
         able = Answerers(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
+
+    def _within_level(
+        self,
+        engines: Sequence[Engine],
+        found: Sequence[Candidate],
+        choice: Choice,
+        tokens: int,
+        left_s: float,
+    ) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
+        """Leave out the engines predicted to give the first token later than in ``left_s``.
+
+        Returns the engines that remain, their candidates, and the candidates left out. None: the engine
+        chosen by cost makes it, or none does.
+        """
+        stats, engine = self._accounts.slo_stats, engines[choice.index]
+        stats.decisions += 1
+        candidate = found[choice.index]
+        own_s = _own_s(engine) + candidate.decode_interference_s * candidate.running
+        if choice.cost.first_token_s + own_s <= left_s:
+            return None
+        met = within_level(found, [_own_s(one) for one in engines], tokens, left_s, self._settings)
+        if not any(met):
+            stats.hopeless += 1
+            return None
+        stats.engines_skipped += len(met) - sum(met)
+        return (
+            [engine for engine, good in zip(engines, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if not good],
+        )
 
     def _picking(self, question: Ask, state: ArmState) -> Pick:
         """The policy, for some of the candidates."""
@@ -383,7 +424,7 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
-        return PromptView(tokens, held, common, coming, look.load, shadows)
+        return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
     def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
@@ -416,3 +457,8 @@ class Planner:
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)
+
+
+def _own_s(engine: Engine) -> float:
+    """Return what is added to each prediction: the engine's overhead, and the margin for errors."""
+    return engine.rates.overhead_s + (engine.receipts.first_tokens.margin_s or 0.0)

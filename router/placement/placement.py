@@ -6,7 +6,6 @@ teaches (rates, shadows, receipts) is entered only while the engine is in the fl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,10 +18,10 @@ from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
-from router.observe.access_log import Access, AccessLog
 from router.observe.first_token import FirstTokenParts
 from router.observe.receipts import Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
+from router.observe.usage import PlacementFacts
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -32,11 +31,15 @@ from router.placement.engine import Accounts, Engine
 from router.placement.holding.wait import LongWait, predicted_wait_s
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
+from router.placement.load.evictions import PooledPrompt
 from router.placement.order import EngineOrder
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
+
+_CLASSES = ("high", "normal", "low")
+"""By the number that a claim has."""
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -71,6 +74,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Explained: the request would be refused for its predicted wait."""
     split: Split | None = None
     """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
+    skipped: Sequence[Candidate] = ()
+    """Engines left out, since they are predicted to miss the request's service level."""
     order: EngineOrder | None = None
     """The request's place in the engine's own order, where engines have one."""
 
@@ -88,6 +93,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
         chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
         most = max(tokens)
+        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
+            return late, "slo"
         if most <= chosen.hit.whole_tokens:
             return most, ""
         holder = self.candidates[tokens.index(most)]
@@ -132,6 +139,7 @@ class Placement(Attempt):
         "_cost",
         "_first_token",
         "_flying",
+        "_pooled",
         "_prefilled",
         "_rank_s",
         "_seen_tokens",
@@ -187,6 +195,7 @@ class Placement(Attempt):
         if accounts.room is not None:
             self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
+        self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
         read = decision.read
         if isinstance(read, Prompt):
@@ -194,7 +203,10 @@ class Placement(Attempt):
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
-            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
+            limit = 1 if self._leg == "prefill" else read.answer_tokens_max
+            self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
+            held = decision.candidate.hit.whole_tokens
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -214,6 +226,11 @@ class Placement(Attempt):
             prompt_tokens=self.decision.prompt_tokens,
             rank_s=self._rank_s,
         )
+
+    def streamed(self, events: int) -> None:
+        """See ``Attempt``."""
+        if self._pooled is not None:
+            self._pooled.answered_tokens += events
 
     def order_refused(self) -> None:
         """See ``Attempt``."""
@@ -296,11 +313,18 @@ class Placement(Attempt):
             return  # only a stream's first byte tells when the prefill was over
         self._prefilled = True
         self._ttft_s = now - self.asked_s
+        due_s = self.request.claim.due_s
+        if due_s is not None and self._is_answer:
+            stats = self._accounts.slo_stats
+            counts, name = stats.met if now <= due_s else stats.missed, _CLASSES[self.request.claim.priority]
+            counts[name] = counts.get(name, 0) + 1
         sample = engine.load.first_token(self._ticket, now)
         if sample is not None and not engine.closed:
             engine.rates.observe(sample, now)
         if self._flying is not None:
             self._accounts.inflight.prefilled(self._flying, now)
+        if self._pooled is not None:
+            engine.evictions.start(self._pooled)
         self._served()
         if self._accounts.room is not None:
             self._accounts.room.changed()
@@ -326,6 +350,9 @@ class Placement(Attempt):
                 accounts.inflight.end(self._flying, now)
             else:  # refused or failed: the engine computed nothing
                 accounts.inflight.drop(self._flying)
+        if self._pooled is not None:
+            tokens = None if usage is None else usage.completion_tokens
+            engine.evictions.end(self._pooled, tokens, computed=self._answered)
         if not self._answered:
             return
         if not engine.closed and isinstance(self.decision.read, Prompt):
@@ -333,10 +360,6 @@ class Placement(Attempt):
                 self._served()
             if not self._unseen:
                 self._learn(self._receipt(usage))
-        # What passed unseen reported nothing: there is neither a receipt nor a line of the access log.
-        logs = self._is_answer and not self._unseen and self.request.path in PROMPT_APIS
-        if accounts.access is not None and logs:
-            self._log_access(accounts.access, usage, now)
 
     def _learn(self, receipt: Receipt) -> None:
         """From what the engine reported."""
@@ -357,27 +380,31 @@ class Placement(Attempt):
             self._charged.correct(0)
         room.changed()
 
-    def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
+    def usage_facts(self) -> PlacementFacts:
+        """Describe the prompt and the predicted hit."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            log.skip()
-            return
-        log.add(
-            Access(
-                arrived_s=time.time() - (now - self.asked_s),
-                model=self.request.model or "",
-                engine_id=self.engine_id,
-                tokens=read.token_ids,
-                extras=read.extras,
-                streams=self.request.stream,
-                output_tokens=usage.completion_tokens if usage is not None else None,
-                predicted_tokens=hit.whole_tokens if hit.confidence != "none" else None,
-                cached_tokens=usage.cached_tokens if usage is not None else None,
-                ttft_s=self._ttft_s,
-                duration_s=now - self.asked_s,
-                queue_s=self.decision.candidate.queue_s,
+            return PlacementFacts(
+                queue_s=self.decision.candidate.queue_s, prefill_engine=self._prefill_engine
             )
+        known = hit.confidence != "none"
+        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        return PlacementFacts(
+            tokens=read.token_ids,
+            extras=read.extras,
+            mode=hit.mode,
+            predicted_tokens=whole if known else None,
+            host_tokens=near - soon if known else 0,
+            store_tokens=whole - near if known else 0,
+            queue_s=self.decision.candidate.queue_s,
+            predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
+            prefill_engine=self._prefill_engine,
         )
+
+    @property
+    def _prefill_engine(self) -> str:
+        """The engine that computed the prompt for this one; "": none did."""
+        return "" if self.handoff is None else self.handoff.source
 
     @property
     def _gap_s(self) -> float | None:
@@ -398,7 +425,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         parts = self._first_token
         held, missed = decision.most_held() if predicted else (0, "")
-        read_s, asked_s = request.read_s, self.asked_s
+        read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
@@ -411,6 +438,7 @@ class Placement(Attempt):
             cpu_tokens=near - soon if predicted else 0,
             storage_tokens=whole - near if predicted else 0,
             trunk_tokens=hit.trunk_tokens,
+            evicted_tokens=hit.evicted_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
             api=PROMPT_APIS.get(request.path, ""),
@@ -425,6 +453,7 @@ class Placement(Attempt):
             load_s=0.0 if parts is None else parts.load_s,
             prefill_s=0.0 if parts is None else parts.prefill_s,
             engine_s=0.0 if parts is None else parts.engine_s,
+            slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
             router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,

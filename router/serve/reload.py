@@ -189,7 +189,8 @@ async def apply(router: Router, config: Config) -> None:
         expose_decision=server.expose_decision,
         check_every=server.check_every,
     )
-    router.proxy.configure(config.proxy, config.pd, aliases, claims=router.planner.reads_claims)
+    claims = router.planner.reads_claims
+    router.proxy.configure(config.proxy, config.pd, aliases, claims=claims, targets=config.policy.targets)
     router.proxy.requests.log = server.log_requests
     if config.listen != before.listen:
         router.on_listen(config.listen)

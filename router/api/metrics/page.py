@@ -35,6 +35,7 @@ from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
+from router.observe.usage import UsageLog
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
@@ -72,6 +73,7 @@ class Sources(msgspec.Struct):
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
+    usage: UsageLog | None = None
     reloads: ReloadStats | None = None
     """Of the configuration, where it can be reloaded."""
     epp: EppStats | None = None
@@ -113,6 +115,7 @@ class RouterCollector:
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats("load", s.accounts.load_stats)
         yield from of_stats("admission", s.accounts.admission_stats)
+        yield from of_stats("slo", s.accounts.slo_stats)
         yield from of_stats("proxy", s.proxy)
         listen = s.listen()
         if listen is not None:
@@ -121,8 +124,9 @@ class RouterCollector:
         yield from of_stats("inflight", s.accounts.inflight.stats)
         yield from of_stats("affinity", s.accounts.affinity.stats)
         yield from of_stats("shadow", s.accounts.shadow_stats)
-        if s.accounts.access is not None:
-            yield from of_stats("access_log", s.accounts.access.stats)
+        if s.usage is not None:
+            yield from of_stats("usage", s.usage.stats)
+            yield from of_stats("usage_export", s.usage.export_stats)
         yield from self._options()
         yield from s.more()
 

@@ -78,7 +78,7 @@ def test_a_wait_beyond_the_target_is_429_for_both_clients_and_leaves_nothing(ant
                 (line,) = [each for each in lines if "predicted wait" in each["event"]]
                 assert (line["priority"], line["target_s"]) == ("normal", 3.0)
                 _, page = await rig.ask("GET", "/metrics")
-                assert 'kvatlas_admission_refused_total{class="normal"} 2.0' in page
+                assert 'kvatlas_admission_refused_total{priority="normal"} 2.0' in page
             assert (await rig.chat(TEXT)).http_response.status_code == 200
             _, told = await rig.ask("POST", "/kvatlas/explain", ASKED)
             assert told["refused"] is None
