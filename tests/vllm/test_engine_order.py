@@ -60,7 +60,7 @@ def until_waiting(engine: VllmEngine, count: int, threads: list[threading.Thread
     for _ in range(600):
         if waiting(engine) == count:
             return
-        assert all(thread.is_alive() for thread in threads), "a request ended while another one runs"
+        assert all(thread.is_alive() for thread in threads), "the request ahead of them ended too early"
         pause.wait(0.05)
     raise AssertionError(f"not {count} requests wait in the engine")
 
@@ -92,22 +92,27 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
             failed.append(f"{name}: {error}")
         ended.append(name)
 
+    shorts = [name for name in asks if name != "long"]
+    for name in shorts:  # clients and engine load what they need for each API
+        asks[name]()
     blocker = api.completions.create(
         model="tiny", prompt="go on", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(blocker))
     threads: list[threading.Thread] = []
-    for name in asks:
-        thread = threading.Thread(target=ask, args=(name,))
-        thread.start()
-        threads.append(thread)
+    for names in (["long"], shorts):
+        added = [threading.Thread(target=ask, args=(name,)) for name in names]
+        for thread in added:
+            thread.start()
+        threads += added
         until_waiting(engine, len(threads), threads)
     blocker.close()
     for thread in threads:
         thread.join(300)
+    api.close()
+    messages.close()
 
     assert not failed
-    shorts = [name for name in asks if name != "long"]
     if scheduling == "priority":
         assert sorted(ended[:-1]) == sorted(shorts)
         assert ended[-1] == "long"
