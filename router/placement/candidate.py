@@ -52,6 +52,8 @@ class Hit(msgspec.Struct, gc=False):
     soon_tokens: int = 0
     near_tokens: int = 0
     whole_tokens: int = 0
+    replay_tokens: int = 0
+    """Tokens of the hit that the engine computes again (bounded replay)."""
 
     def __post_init__(self) -> None:
         # Plain comparisons: this runs once per engine and request, and max() costs four times as much.

@@ -314,7 +314,10 @@ class Engine(EngineStatus):
         trunk, whole = held.trunk_tokens, gpu + cpu + storage
         trunk = common if trunk < common else trunk  # noqa: FURB136
         trunk = whole if trunk < whole else trunk  # noqa: FURB136
-        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held)
+        replay = held.replay_tokens
+        if coming <= replay:
+            coming = 0  # the engine would compute all of it again
+        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held, replay_tokens=replay)
 
     @property
     def _known_empty(self) -> bool:

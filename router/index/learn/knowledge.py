@@ -44,9 +44,10 @@ class EngineKnowledge:
         self._known_schemes = known_schemes
         self._shared_layouts = shared_layouts
 
-    def _unlearn(self, expected: tuple[GroupSpec, ...]) -> None:
-        """Nothing is known, but for the groups that it is expected to have."""
-        self._groups = GroupLearner(self.facts, expected)
+    def _unlearn(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
+        """Nothing is known, but for the groups that it is expected to have, and whether hits end inside a
+        block of them."""
+        self._groups = GroupLearner(self.facts, expected, inside_seen=inside_seen)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self.assumed: HashScheme | None = None
@@ -158,12 +159,12 @@ class EngineKnowledge:
         self._detector.finish()
         self._after_detection()
 
-    def _learn_group(self, event: BlockStored) -> bool:
+    def _learn_group(self, event: BlockStored, held: Callable[[], bool]) -> bool:
         if event.num_tokens() < max(1, len(event.block_hashes)) * event.block_size or not event.block_size:
             self.rejected["tokens_do_not_fill_blocks"] += 1
             return False
         try:
-            changed = self._groups.observe(event)
+            changed = self._groups.observe(event, held)
         except ValueError:
             self.rejected["unknown_kind"] += 1
             return False
@@ -178,7 +179,13 @@ class EngineKnowledge:
         scheme = self._detector.scheme or self.assumed
         unit = scheme.hash_block_size if scheme is not None else None
         if self._groups.groups:
-            layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
+            layout = make_layout(
+                self._groups.groups,
+                self.facts,
+                unit,
+                self._lookahead,
+                inside_seen=self._groups.inside_seen,
+            )
             self._layout = self._shared_layouts.setdefault(layout, layout)
         self._settle()
 

@@ -147,9 +147,10 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
             yield warning(
                 "the engine decodes speculatively, and no group is marked as a drafter's"
                 + (f"; config.json has {drafter}" if (drafter := engine.model_file.drafter) else ""),
-                "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector), so with EAGLE "
-                "or MTP look-ups of some groups drop the last block",
-                "if the method is EAGLE or MTP, set models.NAME.eagle_groups; --probe shows if it is right",
+                "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector), so look-ups "
+                "drop the last block: of all groups with EAGLE, EAGLE3, DFlash, of the last layer's with MTP",
+                'set models.NAME.eagle_groups = "all", with MTP to the number of the group that has the last '
+                "layer; leave it for drafters without KV (n-gram, suffix); --probe shows if it is right",
             )
 
 
