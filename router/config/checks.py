@@ -251,7 +251,7 @@ def _check_facts(name: str, model: ModelConfig) -> None:
         raise ConfigError(
             f"models.{name}.replay_tokens = {model.replay_tokens}: expected tokens, or 0 for no replay"
         )
-    for group in () if model.eagle_groups == "all" else model.eagle_groups:
+    for group in () if model.eagle_groups == "all" else model.eagle_groups or ():
         if not 0 <= group <= _COUNT_MAX:
             raise ConfigError(f"models.{name}.eagle_groups: {group} is not the number of a group")
 

@@ -93,11 +93,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None
-    """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
-    eagle_groups: tuple[int, ...] | Literal["all"] = ()
+    """The engines' Mamba cache mode, ``align`` or ``all``, for models with Mamba layers. Not set: what the
+    engine's metrics or `/server_info` say."""
+    eagle_groups: tuple[int, ...] | Literal["all"] | None = None
     """Numbers of the KV cache groups whose look-up drops the last block, in vLLM before 0.33, and in later
     ones with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash, of
-    which vLLM marks all groups; for MTP that of the last layer."""
+    which vLLM marks all groups; for MTP that of the last layer. Not set: found out from the engine's own
+    statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings))."""
     partial_hash_hits: bool | None = None
     """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False

@@ -25,6 +25,7 @@ from publisher.events import (
 from publisher.groups import GroupSpec
 from router.index.base import Index, Plane
 from router.index.learn.budget import LearningBudget
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
@@ -85,12 +86,21 @@ class EngineResidency(EngineKnowledge):
 
     def successor(self) -> EngineResidency:
         """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
+        name = f"{self.engine_id}{_STAGED}"
         staged = EngineResidency(
-            f"{self.engine_id}{_STAGED}", self.index, self.facts, self._known_schemes, self._shared_layouts
+            name, self.index, self._configured, self._known_schemes, self._shared_layouts
         )
+        staged._setup, staged._drop_receipts = self._setup, self._drop_receipts
         staged._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
         staged._lookahead = self._lookahead
         return staged
+
+    def learn_setup(self, evidence: SetupEvidence) -> None:
+        """See ``EngineKnowledge``."""
+        layout = self._layout
+        super().learn_setup(evidence)
+        if self._layout is not layout:
+            self._settled.clear()  # events of a group may prove something now that they did not
 
     def supersede(self, old: EngineResidency) -> None:
         """Take the place of ``old``, of the same process, in one step.

@@ -1,8 +1,9 @@
 """What an operator must say about a model, and the cache layout learned from an engine's events.
 
 Groups, kinds, block sizes and windows come from ``BlockStored`` events. What no event carries (attention
-chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``. A group's block size is the largest one seen in
-it: events of partial blocks carry the hash block size instead (``partial.py``).
+chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``, as configured or found (``facts.py``). A group's
+block size is the largest one seen in it: events of partial blocks carry the hash block size instead
+(``partial.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Per model: what events do not tell. All sizes in tokens.
 
     ``attention_chunk_sizes`` gives the chunk by group where ``attention_chunk_size`` is not that of all.
-    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33);
+    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33),
+    None: to be found; ``attention_block_size`` is that of full attention where the engine states it;
     ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
     ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
     detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
@@ -39,7 +41,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attention_chunk_size: int | None = None
     attention_chunk_sizes: dict[int, int] = {}
     mamba_cache_mode: str | None = None
-    eagle_groups: tuple[int, ...] | Literal["all"] = ()
+    eagle_groups: tuple[int, ...] | Literal["all"] | None = None
+    attention_block_size: int | None = None
     partial_hash_hits: bool | None = None
     report_mode_full: bool = False
     hash_seeds: tuple[str, ...] = ()
@@ -54,7 +57,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def is_eagle(self, group_idx: int) -> bool:
         """Whether the look-up of this group drops its last block."""
-        return self.eagle_groups == "all" or group_idx in self.eagle_groups
+        return self.eagle_groups == "all" or group_idx in (self.eagle_groups or ())
 
     @property
     def has_chunks(self) -> bool:
@@ -173,6 +176,8 @@ class GroupLearner:
     ) -> None:
         self._facts = facts
         self._partial = PartialEvidence(inside_seen=inside_seen)
+        self.part_sizes: set[int] = set()
+        """Sizes seen of blocks that are parts of longer ones, as the engine states."""
         self._groups: dict[int, GroupSpec] = {}
         self._expected = {group.group_idx: group for group in expected}
         self._started = False
@@ -200,9 +205,15 @@ class GroupLearner:
         """Whether further events of this group may change what is known."""
         return bool(self._expected) or self._partial.watches(self._groups.values(), group_idx)
 
+    def take_facts(self, facts: ModelFacts) -> None:
+        """The facts are these from now on, also of the groups known already."""
+        self._facts = facts
+        for groups in (self._groups, self._expected):
+            groups.update({idx: self._fitted(group) for idx, group in groups.items()})
+
     def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
         """Another engine of the same model has these; True when the groups changed."""
-        missing = {group.group_idx: group for group in groups} if self._started else {}
+        missing = {group.group_idx: self._fitted(group) for group in groups} if self._started else {}
         for idx in self._expected.keys() | self._groups.keys():
             missing.pop(idx, None)
         self._expected |= missing
@@ -255,14 +266,26 @@ class GroupLearner:
         if kind is None:
             kind = "full_attention"
             self.assumed_kinds.add(idx)
-        spec = GroupSpec(idx, kind, event.block_size)
-        family = spec.family
-        return GroupSpec(
+        chunked = GroupSpec(idx, kind, event.block_size).family is Family.CHUNKED
+        spec = GroupSpec(
             idx,
             kind,
             event.block_size,
             sliding_window=event.kv_cache_spec_sliding_window or self._facts.windows.get(idx),
-            attention_chunk_size=self._facts.chunk_size(idx) if family is Family.CHUNKED else None,
-            mamba_cache_mode=self._facts.mamba_cache_mode if family is Family.MAMBA else None,
-            is_eagle=self._facts.is_eagle(idx),
+            attention_chunk_size=self._facts.chunk_size(idx) if chunked else None,
+        )
+        return self._fitted(spec)
+
+    def _fitted(self, group: GroupSpec) -> GroupSpec:
+        """The group with what the facts say of it. Sizes seen of its blocks are those of parts of blocks
+        where the engine states a multiple."""
+        facts, family, size = self._facts, group.family, group.block_size
+        stated = facts.attention_block_size if family is Family.FULL else None
+        if stated is not None and stated > size and stated % size == 0:
+            self.part_sizes.add(size)
+            group = replace(group, block_size=stated, partial_only=False)
+        return replace(
+            group,
+            mamba_cache_mode=facts.mamba_cache_mode if family is Family.MAMBA else None,
+            is_eagle=facts.is_eagle(group.group_idx),
         )
