@@ -57,8 +57,6 @@ async def replica(pipe: Connection, url: str, number: int, per_s: float) -> None
         name,
         number + 1,
         lambda _, entry: stream.put(keys.inflight, entry),
-        is_local=lambda _: False,
-        clock=time.monotonic,
     )
     load = LoadGossip(name, lambda _: {engine_id: OthersLoad(4, 2, rng.randrange(1000))}, started=number + 1)
     tasks = [asyncio.create_task(bench.mirror.run()), asyncio.create_task(stream.run())]

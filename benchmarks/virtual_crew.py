@@ -69,14 +69,7 @@ class Worker:
         self.loads = [LoadAccount(rates.engine()) for _ in fleet.engines]
         self.inflight: InflightPrefixes = InflightPrefixes()
         if count > 1:
-            self.inflight = GossipedInflight(
-                self._name,
-                1,
-                self._tell,
-                is_local=lambda engine_id: True,
-                clock=lambda: fleet.now,
-                publishes_prefills=False,
-            )
+            self.inflight = GossipedInflight(self._name, 1, self._tell, publishes_prefills=False)
         self.gossip = LoadGossip(self._name, self._own, started=1)
         self.fields: dict[str, bytes] = {}
         self._entries: list[bytes] = []
@@ -250,7 +243,7 @@ class VirtualFleet:
             sample = account.first_token(opened.ticket, self.now)
             if sample is not None:
                 account.rates.observe(sample, self.now)
-            opened.worker.inflight.prefilled(opened.flying)
+            opened.worker.inflight.prefilled(opened.flying, self.now)
 
     def _ended(self, opened: _Open) -> None:
         request = opened.request

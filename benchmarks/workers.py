@@ -107,7 +107,7 @@ async def cost(requests: int, blocks: int) -> dict[str, Any]:
             for hashes in prompts[start : start + 4]:
                 now = time.monotonic()
                 prompt = books.add(E, hashes, now, (blocks,))
-                books.prefilled(prompt)
+                books.prefilled(prompt, now)
                 books.end(prompt, now)
             await asyncio.sleep(0.003)
         await asyncio.sleep(0.05)

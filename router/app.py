@@ -39,6 +39,7 @@ from router.http.tls import Certificates
 from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
+from router.observe.usage import UsageLog
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.prompts.origin.finder import TokenizerFinder
@@ -63,7 +64,8 @@ class Router:
     ) -> None:
         self.config = config
         self.clock = clock
-        self.accounts = Accounts(clock, config.access_log)
+        self.accounts = Accounts(clock)
+        self.usage = UsageLog(config.usage) if config.usage.path else None
         self.sharing = Sharing(config, self.accounts, clock=clock, seat=seat)
         self.following = Following(
             config,
@@ -78,6 +80,7 @@ class Router:
         self.fleet, self.scopes = self.following.fleet, self.following.scopes
         self.gate = self._open_gate()
         self.sharing.begin(self.fleet, self.gate)
+        self.accounts.inflight.is_stored = self.following.is_stored
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         """Hears of other limits of client connections."""
@@ -150,6 +153,7 @@ class Router:
             self.aliases,
             None if self.traces is None else self.traces.stats,
             epp=None if self.picker is None else self.picker.stats,
+            usage=self.usage,
             pd=self.planner.pd_stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
@@ -217,6 +221,8 @@ class Router:
             log=self.config.server.log_requests,
             traces=self.traces,
         )
+        if self.usage is not None:
+            requests.on_end = self.usage.add
         proxy = ProxyApp(
             planner,
             self.config.proxy,
@@ -278,8 +284,8 @@ class Router:
                     self.reader.renderers.watch(self.calls.healthy, self.config.prompts.renderer_check_s)
                 )
             background = [tasks.create_task(work) for work in works]
-            if self.accounts.access is not None:
-                self.accounts.access.start()
+            if self.usage is not None:
+                self.usage.start()
             if self.crew is not None and self.crew.seat.life:
                 # Its siblings serve: a replacement that accepts before it knows an engine refuses what they
                 # would answer. Until then connections wait in the backlog of its socket.
@@ -293,8 +299,8 @@ class Router:
                     task.cancel()
                 await self.sharing.close()
                 self.following.end()
-                if self.accounts.access is not None:
-                    await asyncio.to_thread(self.accounts.access.close)
+                if self.usage is not None:
+                    await asyncio.to_thread(self.usage.close)
                 if self.traces is not None:
                     await asyncio.to_thread(self.traces.close)
                 self.proxy.close()

@@ -40,6 +40,7 @@ for each in (
     tools.verify,
     index_app,
     tools.keys_app,
+    tools.invoice,
     tools.engine,
     demo,
     tools.record,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
+from publisher.events import BlockHash
 from router.config.schema import Config, ModelConfig
 from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
@@ -65,7 +66,11 @@ class Following:
         """By served model: kinds of its groups by that file, where the events name none and show as many."""
         self._layouts: dict[str, CacheLayout] = {}
         """By served model: the layout that was last compared with the file."""
-        self.scopes = Scopes(self._facts, None if shared is None else shared.index_of)
+        self.scopes = Scopes(
+            self._facts,
+            None if shared is None else shared.index_of,
+            applied=self._applied,
+        )
         self.feeds = FeedManager(self.scopes, clock=clock, settings=config.feeds, on_change=self._feed_is)
         self._control: FeedControl = self.feeds
         if shared is not None:
@@ -88,6 +93,20 @@ class Following:
     def audit(self, engine: Engine) -> None:
         """See ``ResidencyAudit``."""
         self._audit.audit(engine)
+
+    def _applied(self, engine_id: str) -> None:
+        self._accounts.inflight.applied(engine_id)  # looked up late: sharing may replace it
+
+    def is_stored(self, engine_id: str, block: BlockHash) -> bool:
+        """Whether the engine's events have shown that it stored this block, or will never show it here."""
+        engine = self.fleet.get(engine_id)
+        if engine is None or not engine.publishes_events or engine.residency is None:
+            return True
+        if self._shared is not None and not self._shared.lease_manager.follows(engine_id):
+            return False  # the replica that follows it writes them to the index
+        if engine.residency.writer.learned is not None:
+            return True  # its hashes are not those of prompts in flight
+        return engine.residency.holds(block)
 
     def engine_up(self, engine: Engine) -> None:
         """See ``FleetListener``."""

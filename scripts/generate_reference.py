@@ -40,10 +40,10 @@ from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.http.server.stats import ListenStats
 from router.index.learn.hash_scheme import Detection
-from router.observe.access_log import AccessLogSettings
 from router.observe.histogram import Histogram
 from router.observe.receipts import Outcome
 from router.observe.traces import TraceStats
+from router.observe.usage import UsageSettings
 from router.pd.stats import PdStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
@@ -294,7 +294,7 @@ def _sources() -> Sources:
                 EngineAddress("http://other:8000", role="decode"),
             ),
             index=index,
-            access_log=AccessLogSettings(path="log"),
+            usage=UsageSettings(path="log"),
             queue=QueueSettings(saturation_s=1.0),
         )
     )
@@ -317,6 +317,7 @@ def _sources() -> Sources:
         AdminStats(),
         _gate(),
         traces=TraceStats(),
+        usage=router.usage,
         reloads=ReloadStats(),
         epp=EppStats(),
         pd=PdStats(),

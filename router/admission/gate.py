@@ -52,18 +52,22 @@ class KeyGate:
         self._forward = forward
         self.engine_priorities = engine_priorities
 
-    def enter(self, fields: _Fields) -> TenantRequest:
-        """A request with these header fields. Raises ``ApiError`` (401, 429)."""
-        return TenantRequest(self.tenant_of(fields), self._clock)
+    def enter(self, tenant: Tenant) -> TenantRequest:
+        """A request of this tenant. Raises ``ApiError`` (429)."""
+        return TenantRequest(tenant, self._clock)
 
-    def tenant_of(self, fields: _Fields) -> Tenant:
-        """Whose key they carry. Raises ``ApiError`` (401)."""
+    def owner_of(self, fields: _Fields) -> tuple[Tenant, str]:
+        """Whose key these header fields carry, and its id. Raises ``ApiError`` (401)."""
         key = _key(fields)
-        name = None if key is None else self.keys.tenant_of(key)
-        if name is None:
+        owner = None if key is None else self.keys.owner_of(key)
+        if owner is None:
             self.stats.unknown += 1
             raise invalid_key(given=key is not None)
-        return self.account(name)
+        return self.account(owner[0]), owner[1]
+
+    def tenant_of(self, fields: _Fields) -> Tenant:
+        """Whose key these header fields carry. Raises ``ApiError`` (401)."""
+        return self.owner_of(fields)[0]
 
     def account(self, name: str) -> Tenant:
         """Of this tenant, by the rules that hold now."""

@@ -27,6 +27,8 @@ _FILE_BYTES_MAX = 16 * 1024 * 1024
 _SECRETS_MAX = 8
 _LOOK_EVERY_S = 1.0
 _BEGIN = "kva-"
+KEY_ID_DIGITS = 12
+"""Of the SHA-256 of a key: they name it in lists and records."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
@@ -77,14 +79,14 @@ class KeyFile:
         """Known to those who can read the file, and to no tenant: of the file as it is, then as it was."""
         self._take(read_key_file(path))
 
-    def tenant_of(self, key: bytes) -> str | None:
-        """The tenant a key belongs to; None for nobody's."""
+    def owner_of(self, key: bytes) -> tuple[str, str] | None:
+        """The tenant a key belongs to, and the key's id; None for an unknown key."""
         self._refresh()
         digest = hashlib.sha256(key).hexdigest()
         # The table is entered by a part of the digest, which an attacker cannot steer; the rest is compared
         # in constant time, also where there is no such part.
         entry = self._by_part.get(digest[:16], self._nobody)
-        return entry.tenant if hmac.compare_digest(entry.sha256, digest) else None
+        return (entry.tenant, digest[:KEY_ID_DIGITS]) if hmac.compare_digest(entry.sha256, digest) else None
 
     def rules(self, tenant: str) -> TenantRules:
         """What it may do now."""

@@ -209,6 +209,11 @@ class TenantRequest:
         self._known = known
         self._charge(uncached_tokens)
 
+    @property
+    def charged_tokens(self) -> int:
+        """Prompt tokens that the tenant is charged for it."""
+        return self._charged
+
     def answer_headers(self) -> Headers:
         """Added to its answer."""
         return self.tenant.headers(self._clock())

@@ -19,6 +19,7 @@ from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
 from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
+from router.observe.first_token import FirstTokenSummary
 from router.observe.history import HistoryInterval, RecentHistory
 from router.observe.receipts import Receipt
 from router.placement.load.account import EngineLoad
@@ -103,6 +104,7 @@ class EngineView(msgspec.Struct, frozen=True):
     load: EngineLoad
     receipts: dict[str, int]
     drifting: bool
+    first_tokens: FirstTokenSummary
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):

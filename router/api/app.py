@@ -47,7 +47,6 @@ from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
-    access_log_off,
     bad_request,
     body_too_complex,
     body_too_large,
@@ -56,6 +55,7 @@ from router.openai.errors import (
     model_not_found,
     not_json,
     unknown_path,
+    usage_off,
 )
 from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
 from router.openai.request import InboundRequest
@@ -261,12 +261,12 @@ def _add_insight(
         known = {} if sources.origins is None else sources.origins.stats
         return json_answer(dict(known))
 
-    @_get(app, "/kvatlas/access_log")
-    async def access_log() -> Response:
-        """Lengths and keyed prefix hashes of the latest requests, for `kvatlas advise --router`."""
-        log = sources.accounts.access
+    @_get(app, "/kvatlas/usage")
+    async def usage() -> Response:
+        """The usage record: a line for each request, for bills and `kvatlas advise --router`."""
+        log = sources.usage
         if log is None:
-            raise access_log_off()
+            raise usage_off()
         return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
 
     @app.post(

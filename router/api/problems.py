@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from router.observe.first_token import HELD_OF_MIN, HELD_SHARE_MIN
+
 _FEED_REMEDIES = {
     "cold": "check events= of this engine, the firewall between router and engine, and that the endpoint in "
     "its --kv-events-config has a * (tcp://*:5557): without one vLLM connects to the address and listens "
@@ -61,6 +63,24 @@ def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "predictions drift: more than a quarter of the latest ones were wrong",
             "tokenizer or chat template differ from the engine's, or events are lost",
             "kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
+            "predictions",
+        )
+    yield from _first_tokens(view)
+
+
+def _first_tokens(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
+    seen = view.get("first_tokens")
+    if not isinstance(seen, dict):
+        return
+    held, compared = seen.get("held"), seen.get("compared")
+    if not isinstance(held, int) or not isinstance(compared, int) or compared < HELD_OF_MIN:
+        return
+    if held < HELD_SHARE_MIN * compared:
+        yield EngineProblem(
+            "warning",
+            f"{compared - held} of {compared} times to first token differ from the predicted ones",
+            "others send it requests, its prompts wait for KV cache pages, or its speed changed",
+            "compare the parts in /kvatlas/receipts; kv_usage near 1 means too few pages",
             "predictions",
         )
 

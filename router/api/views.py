@@ -120,4 +120,5 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         load=status.load.at(now, others_at(status.engine_id, others)),
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
+        first_tokens=status.receipts.first_tokens.summary(),
     )

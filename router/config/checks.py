@@ -22,7 +22,7 @@ from router.config.texts import check_texts
 from router.fleet.identity import EngineAddress
 from router.fleet.sources.engine_list import check_address
 from router.http.server.settings import ListenSettings
-from router.observe.access_log import AccessLogSettings
+from router.observe.usage import UsageSettings
 from router.placement.shadow import Shadow
 from router.prompts.origin.source import download_command, has_tokenizer, parse_source
 from router.proxy.aliases import Aliases
@@ -101,13 +101,11 @@ def _check_listen(listen: ListenSettings) -> None:
         )
 
 
-def _check_access_log(settings: AccessLogSettings) -> None:
+def _check_usage(settings: UsageSettings) -> None:
     for name in ("path", "key_file"):
         text = getattr(settings, name)
         if text and not _can_be_written(Path(text)):
-            raise ConfigError(
-                f"access_log.{name} = {text!r}: expected a file in a folder that can be written"
-            )
+            raise ConfigError(f"usage.{name} = {text!r}: expected a file in a folder that can be written")
 
 
 def _can_be_written(path: Path) -> bool:
@@ -134,10 +132,10 @@ def check_config(config: Config) -> None:
     _check_roles(config)
     _check_server(config.server)
     _check_ops(config)
-    _check_access_log(config.access_log)
+    _check_usage(config.usage)
     _check_listen(config.listen)
     for section in (
-        *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "access_log"),
+        *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
         *("epp", "queue", "pd"),
     ):
         _check_numbers(section, getattr(config, section))

@@ -30,8 +30,8 @@ from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, Kube
 from router.http.reasons import reason_of
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
-from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
+from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.config import PromptSettings
@@ -71,7 +71,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "pd": PdSettings,
     "sidecar": SidecarSettings,
     "traces": TraceSettings,
-    "access_log": AccessLogSettings,
+    "usage": UsageSettings,
 }
 """Sections whose keys are plain values, so that a flag or an environment variable can set each."""
 

@@ -23,8 +23,8 @@ from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
-from router.observe.access_log import AccessLogSettings
 from router.observe.traces import TraceSettings
+from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.shadow import ShadowSpec
@@ -226,7 +226,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_ca_file: str | None = None
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
-    """Add `x-kvatlas-engine` and `x-kvatlas-hit-tokens` to every answer."""
+    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every answer."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: Literal["console", "json"] = "console"
@@ -282,7 +282,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     pd: PdSettings = PdSettings()
     sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
-    access_log: AccessLogSettings = AccessLogSettings()
+    usage: UsageSettings = UsageSettings()
 
     def model(self, name: str) -> ModelConfig:
         """The configuration of a served model."""

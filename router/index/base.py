@@ -88,6 +88,13 @@ class Rows(msgspec.Struct, gc=False):
 
     def holds(self, medium: str, slot: Slot) -> bool:
         """Whether the engine of this slot holds any of the hashes in this medium."""
+        if self.runs is not None:
+            at = [
+                n
+                for (plane, word), n in self.runs.columns.items()
+                if (plane.medium, word) == (medium, slot.word)
+            ]
+            return any(row[n] >> slot.bit & 1 for row in self.runs.rows for n in at)
         mine = (
             column
             for (plane, word), column in self.columns.items()

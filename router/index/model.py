@@ -90,6 +90,12 @@ class Residency:
         self.unstage()
         self._model.left(self)
 
+    def holds(self, block: BlockHash) -> bool:
+        """Whether the engine's GPU holds this block, in any group."""
+        index = self._model.index
+        slot = index.slot(self.engine_id)
+        return slot is not None and index.lookup((block,)).holds(GPU, slot)
+
     def seat(self) -> Seat | EngineHit:
         """All a prediction needs of the engine, or the answer that nothing can be predicted and why."""
         if self._seat is not None:

@@ -23,10 +23,14 @@ class Scopes:
         self,
         facts_of: Callable[[str], ModelFacts],
         index_of: Callable[[str], Index] | None = None,
+        *,
+        applied: Callable[[str], None] = lambda engine_id: None,
     ) -> None:
-        """``index_of`` makes the index of a model; without it every model has one in memory."""
+        """``index_of`` makes the index of a model; without it every model has one in memory. ``applied`` is
+        called with the engine's id after each batch and each snapshot."""
         self._facts_of = facts_of
         self._index_of = index_of
+        self._applied = applied
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
         self._slices = 0
@@ -65,6 +69,7 @@ class Scopes:
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
         """Feed sink: one batch, in order. An engine that was never assigned has no feed, so no batch."""
         self.scope(self._model_of[engine_id]).apply(engine_id, batch)
+        self._applied(engine_id)
 
     def forget(self, engine_id: str) -> None:
         """Feed sink: the engine restarted."""
@@ -78,6 +83,7 @@ class Scopes:
     def adopt(self, engine_id: str) -> None:
         """Feed sink: the snapshot is complete, and the truth."""
         self.scope(self._model_of[engine_id]).adopt(engine_id)
+        self._applied(engine_id)
 
     def unstage(self, engine_id: str) -> None:
         """Feed sink: the snapshot broke off."""

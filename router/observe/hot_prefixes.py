@@ -64,6 +64,13 @@ class HotPrefixes:
         while len(self._nodes) > NODES_MAX:
             self._nodes.popitem(last=False)
 
+    def longest(self, hashes: Sequence[BlockHash], block_tokens: int) -> int:
+        """Return the tokens of the longest prefix in the tree that a prompt of these block hashes has."""
+        found, blocks = 0, max(1, FIRST_TOKENS // block_tokens)
+        while blocks <= len(hashes) and hashes[blocks - 1] in self._nodes:
+            found, blocks = blocks * block_tokens, blocks * 2
+        return found
+
     def hottest(self, count: int, now: float) -> list[tuple[BlockHash, HotPrefix]]:
         """The ``count`` with the highest rates, and what they lie below; parents first."""
         ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].at(now))[:count]

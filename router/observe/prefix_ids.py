@@ -1,4 +1,4 @@
-"""Ids that tell prefixes of a prompt apart and say nothing of their text: what an access log may hold.
+"""Ids that tell prefixes of a prompt apart and say nothing of their text: what a usage record may hold.
 
 A prompt is cut into units of ``UNIT_TOKENS`` tokens; each gets one id, the last one for what is left. An id
 is a keyed hash (BLAKE2b) of everything up to the end of its unit: tokens, adapter, cache salt, images. The

@@ -5,7 +5,9 @@ the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong sh
 ``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
 loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a prediction
 rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells. The latest
-receipts are kept for inspection. Pure and bounded.
+receipts are kept for inspection. First tokens are compared too (``router.observe.first_token``).
+``CacheFunnel`` sums up by model and tenant how much of the prompts was held anywhere, held where they went,
+and delivered, and why the rest was missed. Pure and bounded.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from publisher.events import MEDIA
+from router.observe.first_token import FirstTokenErrors
 
 GPU, CPU, STORAGE = MEDIA
 WINDOW = 100
@@ -27,12 +30,19 @@ finds is decided when the engine gets to it, not when it is placed."""
 DRIFT_MIN = 20
 RECEIPTS_KEPT = 4096
 """Found by request id; pages show the latest few."""
+FUNNELS_MAX = 1024
+"""Pairs of model and tenant with counts of their own."""
+OTHER = "other"
+"""Model and tenant of all further pairs."""
 ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 """Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
 
 Leg = Literal["", "prefill", "decode"]
 COMPARED = ("exact", "over", "under")
 """Outcomes of predictions that the engine's report can be held against."""
+Missed = Literal["", "load", "pages", "choice"]
+"""Why a prompt went elsewhere than to the engine that holds most of it: its queue was longer; prompts wait
+there for KV cache pages; or for other parts of the cost."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -64,6 +74,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Who tokenized the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
+    """Measured seconds from asking the engine to the first token of a stream."""
+    predicted_ttft_s: float | None = None
+    """What was predicted of it: the sum of the five parts below. None where no hit was predicted."""
+    queue_s: float = 0.0
+    pages_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    engine_s: float = 0.0
+    router_s: float = 0.0
+    """The router's own seconds: from the request's last byte until this engine was asked, without
+    ``waited_s``; earlier attempts are included."""
     leg: Leg = ""
     """``prefill``: it computed the prompt for another engine; ``decode``: it fetched what another one had
     computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
@@ -71,6 +92,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Of a decode leg: seconds between the answer of the prefill engine and this request."""
     waited_s: float = 0.0
     """Seconds that the request waited in the router before an engine was asked."""
+    tenant: str = ""
+    held_tokens: int = 0
+    """Most of the prompt that any engine that could have taken it would have had in its caches."""
+    missed: Missed = ""
+    """Why it did not go where that is."""
+    elsewhere_s: float = 0.0
+    """Seconds to compute here what is held there."""
+    seen_tokens: int = 0
+    """Longest prefix that earlier prompts are known to have had; of one prompt in four, at powers of two."""
+    salted: bool = False
+    """It has a cache salt."""
     index_problem: str = ""
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
 
@@ -111,6 +143,7 @@ class EngineReceipts(msgspec.Struct):
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""
@@ -118,6 +151,8 @@ class EngineReceipts(msgspec.Struct):
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if reported is not None and reported != receipt.prompt_tokens:
             self.prompt_mismatches += 1
+        if receipt.predicted_ttft_s is not None and receipt.ttft_s is not None:
+            self.first_tokens.add(receipt.model, receipt.predicted_ttft_s, receipt.ttft_s)
         predicted, actual = receipt.predicted_tokens, receipt.actual_tokens
         if predicted is None or actual is None:
             return
@@ -148,16 +183,73 @@ class EngineReceipts(msgspec.Struct):
         return len(self.window) >= DRIFT_MIN and self.wrong_share > DRIFT_SHARE
 
 
+class FunnelCounts(msgspec.Struct):
+    """Prompt tokens of requests whose hit was predicted and reported, stage by stage."""
+
+    prompt: int = 0
+    held: int = 0
+    """By the engine that holds most of each prompt."""
+    chosen: int = 0
+    """By the engine that was chosen."""
+    delivered: int = 0
+    """As engines reported."""
+    missed: dict[str, int] = msgspec.field(default_factory=dict)
+    elsewhere_s: float = 0.0
+
+
+class CacheFunnel:
+    """Counts by model and tenant."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], FunnelCounts] = {}
+
+    def add(self, receipt: Receipt) -> None:
+        """Count one receipt, if its hit was predicted and reported."""
+        chosen, delivered, prompt = receipt.predicted_tokens, receipt.actual_tokens, receipt.prompt_tokens
+        if chosen is None or delivered is None or prompt is None:
+            return
+        held = min(max(receipt.held_tokens, chosen), prompt)
+        counts = self._of(receipt.model, receipt.tenant)
+        counts.prompt += prompt
+        counts.held += held
+        counts.chosen += chosen
+        counts.delivered += delivered
+        missed = counts.missed
+        if held < prompt:
+            evicted = max(0, min(receipt.seen_tokens, prompt) - held)
+            if evicted:
+                missed["evicted"] = missed.get("evicted", 0) + evicted
+            why = "salted" if receipt.salted else "new"
+            missed[why] = missed.get(why, 0) + prompt - held - evicted
+        if chosen < held:
+            why = receipt.missed or "choice"
+            missed[why] = missed.get(why, 0) + held - chosen
+            counts.elsewhere_s += receipt.elsewhere_s
+        if delivered < chosen:
+            reported = receipt.reported_prompt_tokens
+            why = "lost" if reported is None or reported == prompt else "template"
+            missed[why] = missed.get(why, 0) + chosen - delivered
+
+    def _of(self, model: str, tenant: str) -> FunnelCounts:
+        found = self.counts.get((model, tenant))
+        if found is None:
+            key = (model, tenant) if len(self.counts) < FUNNELS_MAX else (OTHER, OTHER)
+            found = self.counts.setdefault(key, FunnelCounts())
+        return found
+
+
 class ReceiptLog:
     """The latest receipts of this router, of all engines."""
 
     def __init__(self) -> None:
         self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
+        self.funnel = CacheFunnel()
         self.listener: Callable[[Receipt], None] | None = None
         """Told of every receipt."""
 
     def add(self, receipt: Receipt) -> None:
         """Keep one receipt."""
         self.latest.append(receipt)
+        self.funnel.add(receipt)
         if self.listener is not None:
             self.listener(receipt)

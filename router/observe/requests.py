@@ -81,6 +81,8 @@ class RequestTracker:
         self.clock = clock
         self.log = log
         self.traces = traces
+        self.on_end: Callable[[RequestRecord, float], None] | None = None
+        """Called once with every request that ended, and the time."""
         self.counts: dict[tuple[str, str, str], int] = {}
         """(model, engine, status) -> requests that ended so."""
         self.models: dict[str, ModelTimes] = {}
@@ -137,6 +139,9 @@ class RequestTracker:
         if self.log:
             _log.info("request", **record.log_fields(now))
         record.retire(now)
+        if self.on_end is not None:
+            self.on_end(record, now)
+        record.placement_facts = _no_facts
         self.ended.append(record)
 
     def forget(self, engine_id: str) -> None:
@@ -154,6 +159,10 @@ class RequestTracker:
             )
 
 
+def _no_facts() -> None:
+    return None
+
+
 class RequestRecord(msgspec.Struct, eq=False):
     """One request on its way. ``completion``: its times count."""
 
@@ -167,6 +176,11 @@ class RequestRecord(msgspec.Struct, eq=False):
     label: str = ""
     tenant: str = ""
     """Whose key it came with, where clients have keys."""
+    key_id: str = ""
+    """Which key: the first digits of its SHA-256."""
+    charged_tokens: int | None = None
+    """Prompt tokens that its tenant was charged."""
+    streams: bool = False
     engine: str = ""
     attempts: int = 0
     status: int = 0
@@ -178,6 +192,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     bytes_in: int = 0
     bytes_out: int = 0
     waited_s: float = 0.0
+    asked_s: float | None = None
+    """When the latest engine was asked."""
     first_s: float | None = None
     last_s: float = 0.0
     ended_s: float | None = None
@@ -186,6 +202,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     trace: RequestTrace | None = None
     why: Callable[[], dict[str, Any]] = dict
     """What spoke for the engine that has it, as attributes of a trace."""
+    placement_facts: Callable[[], Any] = _no_facts
+    """What was known of it when it was placed (``PlacementFacts``), until it ended."""
 
     def read(self, size: int) -> None:
         """The request is whole."""
@@ -197,6 +215,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.engine = engine_id
         self.attempts += 1
         self.waited_s += waited_s
+        self.asked_s = self.tracker.clock()
         if self.attempts == 1:
             tracker, model = self.tracker, self.model
             times = tracker.models.get(model)
@@ -204,7 +223,7 @@ class RequestRecord(msgspec.Struct, eq=False):
             times = times or tracker.times(self.label)
             if completion:
                 self.times = times
-                times.overhead.observe(tracker.clock() - self.read_s - waited_s)
+                times.overhead.observe(self.asked_s - self.read_s - waited_s)
 
     def piece(self) -> None:
         """A piece of a successful stream came, the first one with its first token."""

@@ -198,10 +198,10 @@ def internal_error() -> ApiError:
     return ApiError(500, "internal_error", message, kind="server_error")
 
 
-def access_log_off() -> ApiError:
+def usage_off() -> ApiError:
     """404: there is nothing to read back."""
-    message = "The access log is off; set access_log.path."
-    return ApiError(404, "access_log_off", message, kind="not_found_error")
+    message = "The usage record is off; set usage.path."
+    return ApiError(404, "usage_off", message, kind="not_found_error")
 
 
 def unauthorized(realm: str, key: str) -> ApiError:

@@ -61,6 +61,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Whose key it came with; "" where clients have none."""
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
+    read_s: float | None = None
+    """When its last byte was read (monotonic seconds); None where it did not come over HTTP."""
     claim: Claim = NO_CLAIM
     """Read only where requests may have to wait."""
     prompt: Any = None

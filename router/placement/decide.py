@@ -150,7 +150,7 @@ class Planner:
             decision,
             self._accounts,
             retention=self._retention,
-            client_headers=self._client_headers(decision),
+            client_headers=self._client_headers(request, decision),
             waited_s=waited_s,
         )
 
@@ -168,7 +168,7 @@ class Planner:
                 waited_s=waited_s,
                 rest_s=self._pd.no_connector_s,
             )
-        headers = self._client_headers(decision)
+        headers = self._client_headers(request, decision)
         if prefill is not None and request.carried:
             self.pd_stats.split += 1
             return SidecarPlacement(
@@ -349,7 +349,7 @@ class Planner:
             prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
         )
 
-    def _client_headers(self, decision: Decision) -> Fields:
+    def _client_headers(self, request: InboundRequest, decision: Decision) -> Fields:
         """What the client is told of the decision: nothing, unless it is to be exposed."""
         if not self._expose:
             return ()
@@ -360,4 +360,8 @@ class Planner:
             headers.append((b"x-kvatlas-prefill-engine", split.prefill.engine.engine_id.encode()))
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
+        parts = None if split is not None and split.body is not None else decision.first_token()
+        if parts is not None:  # of two engines, no sum has been verified
+            since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
+            headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)

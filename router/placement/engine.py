@@ -29,7 +29,6 @@ from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
-from router.observe.access_log import AccessLog, AccessLogSettings
 from router.observe.hot_prefixes import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
@@ -54,7 +53,6 @@ _NO_SCHEME = HashScheme()
 _READY = FeedState.READY
 _EVENTS_DUE_TOKENS = 4096
 """Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
-_NO_ACCESS_LOG = AccessLogSettings()
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -99,9 +97,9 @@ class Accounts:
     """What the router remembers of its own requests across engines: the medians and counters of all of them,
     the prompts in flight and the text affinity, which are searched for all engines at once.
 
-    One per router. ``now`` is the router's clock in monotonic seconds; ``access`` None: nothing is logged."""
+    One per router. ``now`` is the router's clock in monotonic seconds."""
 
-    def __init__(self, now: Callable[[], float], access: AccessLogSettings = _NO_ACCESS_LOG) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.rates = FleetRates()
         self.load_stats = LoadStats()
@@ -111,7 +109,6 @@ class Accounts:
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
-        self.access = AccessLog(access) if access.path else None
         self.room: WaitingRoom | None = None
         """Where requests wait for engines; None where they do not."""
 

@@ -12,10 +12,11 @@ up to some position and different from there on: the end of a match inside a nod
 hashes of engines of different schemes never meet.
 
 An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that
-computes them, and the batch travels while the last bytes of a short answer do; removing the prompt with its
-last byte would leave a moment in which nobody knows the prefix. What it keeps stops counting with its first
-token: from then on the events say it exactly, evictions included. A failed prompt goes at once. Bounded:
-beyond ``prompts_max`` or ``blocks_max`` the oldest prompts leave early, counted.
+computes them, and the batch may come later than a whole short answer. For the same reason the blocks of a
+computed prompt count as coming until the batch that stores them was applied (``is_stored``, asked at the
+first token and after each batch of the engine), or for ``grace_s`` where none comes; from then on the events
+say it exactly, evictions included. A failed prompt goes at once. Bounded: beyond ``prompts_max`` or
+``blocks_max`` the oldest prompts leave early, counted.
 
 Always true: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
 """
@@ -23,7 +24,7 @@ Always true: memory is O(prompts kept), a look-up O(branch points on its path * 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,6 +37,7 @@ class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompts_max: int = 8192
     blocks_max: int = 2_000_000
     grace_s: float = 2.0
+    """Longest time for which events are awaited: from the first token on, and from the answer's end on."""
 
 
 class InflightStats(msgspec.Struct):
@@ -57,6 +59,13 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     num_blocks: int
     keeps: tuple[int, ...] = ()
     kept: bool = True
+    computed: bool = False
+    """Its first token arrived: ``keeps`` is what no applied batch has stored yet."""
+
+    @property
+    def last_kept(self) -> BlockHash:
+        """The block at the end of the longest prefix that it keeps (something)."""
+        return self.hashes[self.keeps[-1] - 1]
 
 
 class Common(msgspec.Struct, gc=False):
@@ -147,9 +156,13 @@ class InflightPrefixes:
     def __init__(self, settings: InflightSettings | None = None) -> None:
         self.settings = settings or InflightSettings()
         self.stats = InflightStats()
+        self.is_stored: Callable[[str, BlockHash], bool] = lambda engine_id, block: True
+        """Whether the index knows that this engine stored this block, or will not learn of it by events."""
         self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
-        self._ended: deque[tuple[float, InflightPrompt]] = deque()
+        self._unstored: dict[str, dict[InflightPrompt, None]] = {}  # computed, by engine
+        # Computed and ended ones, each until its grace is over, which is in the order of these events.
+        self._grace: deque[tuple[float, InflightPrompt, bool]] = deque()  # (until, prompt, whether it ended)
 
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
@@ -159,7 +172,7 @@ class InflightPrefixes:
 
         ``hashes`` is held, not copied: it may grow, but not change.
         """
-        if self._ended and self._ended[0][0] <= now:
+        if self._grace and self._grace[0][0] <= now:
             self.expire(now)
         num_blocks = len(hashes)
         if keeps and keeps[-1] > num_blocks:  # the last hashes may be missing, of schemes that look ahead
@@ -175,21 +188,38 @@ class InflightPrefixes:
             self.drop(next(iter(self._prompts)))
         return prompt
 
-    def prefilled(self, prompt: InflightPrompt) -> None:
-        """Its first token arrived: what it keeps is for the events to say from now on."""
-        if not prompt.kept or not prompt.keeps:
+    def prefilled(self, prompt: InflightPrompt, now: float) -> None:
+        """Its first token arrived: what it keeps is for the events to say, as soon as they do."""
+        if not prompt.kept or not prompt.keeps or prompt.computed:
             return
-        path = self._path(prompt)
-        self._unkeep(prompt, path)
-        for node in reversed(path):
-            if len(node.children) == 1:
-                node.join()
+        prompt.computed = True
+        if self.is_stored(prompt.engine_id, prompt.last_kept):
+            self._settle(prompt)
+        else:
+            self._unstored.setdefault(prompt.engine_id, {})[prompt] = None
+            self._grace.append((now + self.settings.grace_s, prompt, False))
+
+    def applied(self, engine_id: str) -> None:
+        """A batch of events of this engine was applied to the index."""
+        unstored = self._unstored.get(engine_id)
+        if unstored:
+            for prompt in [one for one in unstored if self.is_stored(engine_id, one.last_kept)]:
+                self._settle(prompt)
+
+    def _settle(self, prompt: InflightPrompt) -> None:
+        """Nothing of it is coming any more."""
+        if prompt.keeps:
+            path = self._path(prompt)
+            self._unkeep(prompt, path)
+            for node in reversed(path):
+                if len(node.children) == 1:
+                    node.join()
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         """The answer ended; the prompt still counts as common for the grace period."""
-        self.prefilled(prompt)
-        self._ended.append((now + self.settings.grace_s, prompt))
-        if self._ended[0][0] <= now:
+        self.prefilled(prompt, now)
+        self._grace.append((now + self.settings.grace_s, prompt, True))
+        if self._grace[0][0] <= now:
             self.expire(now)
 
     def drop(self, prompt: InflightPrompt) -> None:
@@ -208,7 +238,7 @@ class InflightPrefixes:
         ``coming_max``: the longest prefix, in hash blocks, that the prompt can hit (its last token is always
         computed). A longer one that an engine keeps is no hit: the next shorter one that it keeps is.
         """
-        if self._ended and self._ended[0][0] <= now:
+        if self._grace and self._grace[0][0] <= now:
             self.expire(now)
         path: list[tuple[PrefixNode, int]] = []
         node, depth = self._root, 0
@@ -261,15 +291,22 @@ class InflightPrefixes:
             stack.extend(node.children.items())
         if through:
             problems.append(f"{len(through)} prompts pass nodes that do not count them")
+        unstored = {prompt for prompts in self._unstored.values() for prompt in prompts}
+        if unstored != {p for p in self._prompts if p.computed and p.keeps}:
+            problems.append("computed prompts whose blocks no event stored are not those awaited")
         if self.stats.blocks != sum(p.num_blocks for p in self._prompts):
             problems.append("blocks kept are not their sum")
         return problems
 
     def expire(self, now: float) -> None:
-        """Drop the prompts whose grace is over."""
-        ended = self._ended
-        while ended and ended[0][0] <= now:
-            self.drop(ended.popleft()[1])
+        """Await no events any more for prompts whose grace is over; ended ones leave."""
+        grace = self._grace
+        while grace and grace[0][0] <= now:
+            _, prompt, ended = grace.popleft()
+            if ended:
+                self.drop(prompt)
+            elif prompt.kept:
+                self._settle(prompt)
 
     def _insert(self, prompt: InflightPrompt) -> None:
         hashes, engine_id, end, keeps = prompt.hashes, prompt.engine_id, prompt.num_blocks, prompt.keeps
@@ -289,9 +326,13 @@ class InflightPrefixes:
             if cut in keeps:
                 node.keepers[engine_id] = node.keepers.get(engine_id, 0) + 1
 
-    @staticmethod
-    def _unkeep(prompt: InflightPrompt, path: list[PrefixNode]) -> None:
+    def _unkeep(self, prompt: InflightPrompt, path: list[PrefixNode]) -> None:
         keeps, engine_id = prompt.keeps, prompt.engine_id
+        unstored = self._unstored.get(engine_id)
+        if unstored is not None and prompt in unstored:
+            del unstored[prompt]
+            if not unstored:
+                del self._unstored[engine_id]
         for node in path:
             if node.end in keeps:
                 _less(node.keepers, engine_id)

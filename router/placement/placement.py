@@ -6,7 +6,6 @@ teaches (rates, shadows, receipts) is entered only while the engine is in the fl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,9 +18,10 @@ from router.admission.queue.claims import ENGINE_PRIORITY
 from router.admission.queue.fair import Charge
 from router.admission.queue.room import WaitingRoom
 from router.index.learn.layout import CacheLayout
-from router.observe.access_log import Access, AccessLog
-from router.observe.receipts import Leg, Receipt
+from router.observe.first_token import FirstTokenParts
+from router.observe.receipts import Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
+from router.observe.usage import PlacementFacts
 from router.openai.apis import PROMPT_APIS
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
@@ -80,6 +80,31 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """What was known of it."""
         return self.candidates[self.choice.index]
 
+    def most_held(self) -> tuple[int, Missed]:
+        """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
+        chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
+        most = max(tokens)
+        if most <= chosen.hit.whole_tokens:
+            return most, ""
+        holder = self.candidates[tokens.index(most)]
+        if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
+            return most, "pages"
+        return most, "load" if holder.queue_s > chosen.queue_s else "choice"
+
+    def first_token(self) -> FirstTokenParts | None:
+        """Return the predicted time to first token; None without a prediction of the hit."""
+        candidate, cost, read = self.candidate, self.choice.cost, self.read
+        if candidate.hit.confidence == "none" or not isinstance(read, Prompt) or read.num_prompts > 1:
+            return None
+        queue_s = candidate.queue_s
+        return FirstTokenParts(
+            queue_s,
+            cost.wait_s - queue_s,
+            cost.load_s,
+            cost.prefill_s,
+            self.engine.rates.overhead_s + candidate.decode_interference_s * candidate.running,
+        )
+
 
 class Placement(Attempt):
     """One request on one engine, with the decision that put it there. ``retention``: tokens between the
@@ -93,9 +118,11 @@ class Placement(Attempt):
         "_answered",
         "_charged",
         "_cost",
+        "_first_token",
         "_flying",
         "_prefilled",
         "_rank_s",
+        "_seen_tokens",
         "_ticket",
         "_ttft_s",
         "_unseen",
@@ -141,18 +168,21 @@ class Placement(Attempt):
         self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
         self._answered = self._prefilled = self._unseen = False
         self._ttft_s: float | None = None
+        self._first_token = None if self._leg == "decode" else decision.first_token()
         self._ticket = self._admit()
         accounts.load_stats.admitted_silent += not engine.up
         self._charged: Charge | None = None
         if accounts.room is not None:
             self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
+        self._seen_tokens = 0
         read = decision.read
         if isinstance(read, Prompt):
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -258,7 +288,7 @@ class Placement(Attempt):
         if sample is not None and not engine.closed:
             engine.rates.observe(sample, now)
         if self._flying is not None:
-            self._accounts.inflight.prefilled(self._flying)
+            self._accounts.inflight.prefilled(self._flying, now)
         self._served()
         if self._accounts.room is not None:
             self._accounts.room.changed()
@@ -291,10 +321,6 @@ class Placement(Attempt):
                 self._served()
             if not self._unseen:
                 self._learn(self._receipt(usage))
-        # What passed unseen reported nothing: there is neither a receipt nor a line of the access log.
-        logs = self._is_answer and not self._unseen and self.request.path in PROMPT_APIS
-        if accounts.access is not None and logs:
-            self._log_access(accounts.access, usage, now)
 
     def _learn(self, receipt: Receipt) -> None:
         """From what the engine reported."""
@@ -321,27 +347,31 @@ class Placement(Attempt):
             self._charged.correct(0)
         room.changed()
 
-    def _log_access(self, log: AccessLog, usage: Usage | None, now: float) -> None:
+    def usage_facts(self) -> PlacementFacts:
+        """See ``Attempt``."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            log.skip()
-            return
-        log.add(
-            Access(
-                arrived_s=time.time() - (now - self.asked_s),
-                model=self.request.model or "",
-                engine_id=self.engine_id,
-                tokens=read.token_ids,
-                extras=read.extras,
-                streams=self.request.stream,
-                output_tokens=usage.completion_tokens if usage is not None else None,
-                predicted_tokens=hit.whole_tokens if hit.confidence != "none" else None,
-                cached_tokens=usage.cached_tokens if usage is not None else None,
-                ttft_s=self._ttft_s,
-                duration_s=now - self.asked_s,
-                queue_s=self.decision.candidate.queue_s,
+            return PlacementFacts(
+                queue_s=self.decision.candidate.queue_s, prefill_engine=self._prefill_engine
             )
+        known = hit.confidence != "none"
+        soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        return PlacementFacts(
+            tokens=read.token_ids,
+            extras=read.extras,
+            mode=hit.mode,
+            predicted_tokens=whole if known else None,
+            host_tokens=near - soon if known else 0,
+            store_tokens=whole - near if known else 0,
+            queue_s=self.decision.candidate.queue_s,
+            predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
+            prefill_engine=self._prefill_engine,
         )
+
+    @property
+    def _prefill_engine(self) -> str:
+        """The engine that computed the prompt for this one; "": none did."""
+        return "" if self.handoff is None else self.handoff.source
 
     @property
     def _gap_s(self) -> float | None:
@@ -360,6 +390,9 @@ class Placement(Attempt):
         known = hit.confidence != "none"
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
+        parts = self._first_token
+        held, missed = decision.most_held() if predicted else (0, "")
+        read_s, asked_s = request.read_s, self.asked_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
@@ -380,8 +413,21 @@ class Placement(Attempt):
             index_problem=decision.index_problem,
             waited_s=self.waited_s,
             ttft_s=self._ttft_s,
+            predicted_ttft_s=None if parts is None else parts.total_s,
+            queue_s=0.0 if parts is None else parts.queue_s,
+            pages_s=0.0 if parts is None else parts.pages_s,
+            load_s=0.0 if parts is None else parts.load_s,
+            prefill_s=0.0 if parts is None else parts.prefill_s,
+            engine_s=0.0 if parts is None else parts.engine_s,
+            router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,
+            tenant=request.tenant,
+            held_tokens=held,
+            missed=missed,
+            elsewhere_s=decision.candidate.prefill_s_per_token * (held - whole) if missed else 0.0,
+            seen_tokens=self._seen_tokens,
+            salted=isinstance(read, Prompt) and read.extras.cache_salt is not None,
         )
 
 

@@ -146,8 +146,9 @@ class ProxyApp:
             request_id = head.request_id
             record.request_id = request_id.decode("latin-1")
             if self._gate is not None:
-                entry = self._gate.enter(sent)
-                record.tenant = entry.tenant.name
+                tenant, record.key_id = self._gate.owner_of(sent)
+                record.tenant = tenant.name
+                entry = self._gate.enter(tenant)
                 head.fields = capped(head.fields, entry.tenant.rules)
             self._check(scope["path"], scope["method"], head)
             body = None if own is None else self._whole_body(own)
@@ -173,6 +174,7 @@ class ProxyApp:
             watch.unwatch()
             if entry is not None:
                 entry.leave(record.usage, served=_served(record), asked=bool(record.engine))
+                record.charged_tokens = entry.charged_tokens
             self.stats.requests_active -= 1
             self.requests.end(record)
 
@@ -236,6 +238,7 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
+        request.read_s = record.read_s
         if self._claims:
             request.claim = read_claim(
                 scope["headers"],
@@ -244,7 +247,7 @@ class ProxyApp:
                 tenant=record.tenant,
                 rules=None if entry is None else entry.tenant.rules,
             )
-        record.model = model or ""
+        record.model, record.streams = model or "", look.stream
         carrier = scope.get("extensions", _NONE).get(CARRIER)
         if carrier is not None:
             request.among, request.carried = carrier.among, carrier.carried

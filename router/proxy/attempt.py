@@ -123,6 +123,10 @@ class Attempt:
         """Why this engine, for a trace: attribute -> value."""
         return {}
 
+    def usage_facts(self) -> Any:
+        """What was known when it was placed, for its usage record (``PlacementFacts``); None: nothing."""
+        return None
+
     def next_best(self, count: int) -> tuple[str, ...]:
         """Base URLs of up to so many engines that would have been chosen after this one, in order."""
         return ()

@@ -213,7 +213,7 @@ class Forwarder:
         record.placed(
             placement.engine_id, completion=out.request.path in PROMPT_APIS, waited_s=placement.waited_s
         )
-        record.why = placement.facts
+        record.why, record.placement_facts = placement.facts, placement.usage_facts
         if record.trace is not None:
             placement.engine_headers += record.trace.asks(placement.engine_id, placement.facts())
 

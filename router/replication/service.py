@@ -84,7 +84,9 @@ class SharedIndex:
         """What tenants use, where they have limits."""
         self.responses: ResponseDirectory | None = None
         self._descriptions = Descriptions()
-        self.load_gossip = LoadGossip(self.replica, own_load, started=self._started)
+        self.load_gossip = LoadGossip(
+            self.replica, own_load, started=self._started, refused=self._load_refused
+        )
         self.lease_manager = LeaseManager(
             self.replica,
             lambda model: self.scope(model).leases,
@@ -105,9 +107,10 @@ class SharedIndex:
             self.replica,
             self._started,
             self._publish_inflight,
-            is_local=self.lease_manager.follows,
-            clock=clock,
         )
+
+    def _load_refused(self) -> None:
+        self.inflight.gossip_stats.malformed += 1
 
     def attach(self, feeds: FeedManager, residency: Scopes) -> None:
         """Set the feeds to start and stop with the leases, and the residency to describe to other

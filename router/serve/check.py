@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 
 def check(config: Config) -> Router:
     """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
-    _try_access_log(config)
+    try_usage_record(config)
     try:
         router = Router(config)
         if config.server.tls.given:
@@ -50,10 +50,13 @@ def check_engines(config: Config) -> None:
         )
 
 
-def _try_access_log(config: Config) -> None:
-    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once."""
+def try_usage_record(config: Config) -> None:
+    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once.
+
+    Raises ``ConfigError`` naming the key.
+    """
     for name in ("path", "key_file"):
-        text = getattr(config.access_log, name)
+        text = getattr(config.usage, name)
         if not text:
             continue
         path = Path(text)
@@ -61,7 +64,7 @@ def _try_access_log(config: Config) -> None:
             with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
                 pass
         except OSError as error:
-            raise ConfigError(f"access_log.{name} = {text!r}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"usage.{name} = {text!r}: cannot be written: {error.strerror}") from None
 
 
 def check_shared_index(config: Config) -> None:

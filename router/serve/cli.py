@@ -67,7 +67,7 @@ def serve(
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
         bool | None,
-        Parameter(help="Add x-kvatlas-engine and x-kvatlas-hit-tokens to every answer (default: no)."),
+        Parameter(help="Add x-kvatlas-engine and what was predicted to every answer (default: no)."),
     ] = None,
     log_level: Annotated[
         str | None,

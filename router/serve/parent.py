@@ -48,7 +48,7 @@ class Parent:
         except OSError as error:
             _log.error("not started", problem=str(error))
             return 1
-        if config.access_log.path:
+        if config.usage.path:
             with contextlib.suppress(OSError):  # said by whoever writes
                 read_key(Path(_key_file(config)))
         url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
@@ -77,8 +77,8 @@ def _work(config: Config, seat: WorkerSeat) -> int:
     """One worker, in its own process; returns its exit status."""
     configure_logging(config.server.log_level, config.server.log_format, worker=seat.slot)
     router = Router(worker_config(config, seat), seat=seat)
-    if router.accounts.access is not None:
-        router.accounts.access.beside = [Path(_access_log(config, slot)) for slot in range(1, seat.count)]
+    if router.usage is not None:
+        router.usage.worker_paths = [Path(_usage_path(config, slot)) for slot in range(1, seat.count)]
     reloads_of(
         router,
         lambda _: _handed_over(seat),
@@ -99,23 +99,23 @@ def _handed_over(seat: WorkerSeat) -> Decided:
 
 
 def worker_config(config: Config, seat: WorkerSeat) -> Config:
-    """What differs at one worker: names that must be its own, and its part of the access log."""
-    index, access = config.index, config.access_log
+    """What differs at one worker: names that must be its own, and its part of the usage record."""
+    index, usage = config.index, config.usage
     if index.replica:
         index = msgspec.structs.replace(index, replica=f"{index.replica}/{seat.slot}")
-    if access.path:
-        access = msgspec.structs.replace(
-            access,
-            path=_access_log(config, seat.slot),
+    if usage.path:
+        usage = msgspec.structs.replace(
+            usage,
+            path=_usage_path(config, seat.slot),
             key_file=_key_file(config),
-            bytes_max=max(1, access.bytes_max // seat.count),
+            file_bytes_max=max(1, usage.file_bytes_max // seat.count),
         )
-    return msgspec.structs.replace(config, index=index, access_log=access)
+    return msgspec.structs.replace(config, index=index, usage=usage)
 
 
-def _access_log(config: Config, slot: int) -> str:
-    return config.access_log.path + (f".worker{slot}" if slot else "")
+def _usage_path(config: Config, slot: int) -> str:
+    return config.usage.path + (f".worker{slot}" if slot else "")
 
 
 def _key_file(config: Config) -> str:
-    return config.access_log.key_file or f"{config.access_log.path}.key"
+    return config.usage.key_file or f"{config.usage.path}.key"

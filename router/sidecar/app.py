@@ -38,6 +38,7 @@ from router.http.server.stats import ListenStats
 from router.http.tls import Certificates
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
+from router.observe.usage import UsageLog
 from router.openai.members import at_leisure
 from router.pd.stats import PdStats
 from router.proxy.app import ProxyApp
@@ -76,6 +77,9 @@ class Sidecar:
         requests = RequestTracker(
             clock, here=lambda _: True, log=config.server.log_requests, traces=self._traces
         )
+        self.usage = UsageLog(config.usage) if config.usage.path else None
+        if self.usage is not None:
+            requests.on_end = self.usage.add
         placer = SidecarPlacer(
             self._engine,
             self.allowed,
@@ -123,11 +127,15 @@ class Sidecar:
         async with self._calls.open(), self.ops.listening(), asyncio.TaskGroup() as tasks:
             begun = [self._sources.run(), self.certificates.watch(), *(work() for work in self.works)]
             works = [tasks.create_task(work) for work in begun]
+            if self.usage is not None:
+                self.usage.start()
             try:
                 yield
             finally:
                 for work in works:
                     work.cancel()
+                if self.usage is not None:
+                    await asyncio.to_thread(self.usage.close)
                 if self._traces is not None:
                     await asyncio.to_thread(self._traces.close)
                 self.proxy.close()
@@ -171,6 +179,8 @@ class Sidecar:
             yield from of_stats("config", self.reloads)
         if self._traces is not None:
             yield from of_stats("traces", self._traces.stats)
+        if self.usage is not None:
+            yield from of_stats("usage", self.usage.stats)
 
 
 def _passing(proxy: ProxySettings) -> ProxySettings:

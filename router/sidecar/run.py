@@ -12,6 +12,7 @@ from router.config.errors import ConfigError
 from router.config.schema import Config
 from router.http.tls import TlsError
 from router.observe.traces import TracesNotInstalledError
+from router.serve.check import try_usage_record
 from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
 from router.serve.logs import configure_logging
 from router.serve.reload import Decided, Reloads, decide, hold_back
@@ -23,6 +24,7 @@ _log = structlog.get_logger()
 
 def check(config: Config) -> tuple[Sidecar, RouterServer]:
     """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    try_usage_record(config)
     try:
         sidecar = Sidecar(config)
         return sidecar, make_server(sidecar)

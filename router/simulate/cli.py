@@ -12,7 +12,7 @@ def simulate(
     workload: Annotated[
         str,
         Parameter(
-            help="A trace in Mooncake's or AIPerf's format or an access log of a router (.jsonl, .jsonl.gz), "
+            help="A trace in Mooncake's or AIPerf's format or a router's usage record (.jsonl, .jsonl.gz), "
             "session files (.json, .json.gz; a folder, or several separated by commas), or `chat`, "
             "`tenants`, `agents`, `documents`, `shared`."
         ),
@@ -101,11 +101,11 @@ def simulate(
         Parameter(help="Time over which a generator starts its sessions (default: 0.3 per request)."),
     ] = None,
     served_model: Annotated[
-        str | None, Parameter(help="Only requests of this model, where an access log has several.")
+        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
     ] = None,
     fit: Annotated[
         str | None,
-        Parameter(help="Take the rates from an engine (URL), a saved metrics page, or an access log."),
+        Parameter(help="Take the rates from an engine (URL), a saved metrics page, or a usage record."),
     ] = None,
     prefill_tokens_per_s: Annotated[
         float | None, Parameter(help="Prompt tokens an engine computes per second (8000).")

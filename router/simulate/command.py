@@ -28,9 +28,9 @@ from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
 from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
 from router.simulate.timing import Timing
-from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
+from router.simulate.workload.usage import is_capture, read_capture
 from router.tools.console import output_console
 
 ENGINES = 8
@@ -201,7 +201,7 @@ def read_fit(where: str, served_model: str | None) -> Fit:
         if path.suffix != ".gz" and path.read_text(encoding="utf-8").startswith("#"):
             return fit_metrics(path.read_text(encoding="utf-8"), timing)
         if not is_capture(path):
-            raise FitError("a trace tells no times of answers; an access log, an engine's URL or metrics do")
+            raise FitError("a trace tells no times of answers; a usage record, an engine's URL or metrics do")
         return fit_capture(read_capture(path, served_model), timing)
 
 

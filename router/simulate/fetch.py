@@ -1,4 +1,4 @@
-"""What a simulation is told over HTTP: an engine's metrics page, a router's access log."""
+"""What a simulation is told over HTTP: an engine's metrics page, a router's usage record."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ async def _fetch(url: str, headers: dict[str, str]) -> str:
         raise OSError(f"{url}: {error}") from None
 
 
-def fetch_access_log(router_url: str, path: Path) -> None:
-    """Put the access log of a running router into a file. Raises ``OSError``."""
-    asyncio.run(_fetch_log(f"{router_url.rstrip('/')}/kvatlas/access_log", path))
+def fetch_usage(router_url: str, path: Path) -> None:
+    """Put the usage record of a running router into a file. Raises ``OSError``."""
+    asyncio.run(_fetch_log(f"{router_url.rstrip('/')}/kvatlas/usage", path))
 
 
 async def _fetch_log(url: str, path: Path) -> None:
@@ -65,9 +65,9 @@ async def _fetch_log(url: str, path: Path) -> None:
         ):
             if answer.status != 200:
                 body = await answer.content.read(_ERROR_BYTES_MAX)
-                if reason(body, "access_log_off"):
+                if reason(body, "usage_off"):
                     raise OSError(
-                        "the router writes no access log: set access_log.path there, or name a file here"
+                        "the router writes no usage record: set usage.path there, or name a file here"
                     )
                 raise OSError(_refused(url, answer.status, body))
             size = 0

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.simulate.timing import Timing
-from router.simulate.workload.access_log import Captured
+from router.simulate.workload.usage import Captured
 
 SAMPLES_MIN = 20
 PAIRS = 20_000

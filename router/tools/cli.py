@@ -201,3 +201,29 @@ def keys_list(*, file: _KeyFileFlag) -> int:
     from router.tools.keys import run_list
 
     return run_list(file)
+
+
+def invoice(
+    *paths: Annotated[
+        Path,
+        Parameter(help="usage.path of each router; rotated and workers' files are read with it."),
+    ],
+    price: Annotated[
+        list[str] | None,
+        Parameter(
+            help="NAME=PRICE of a million tokens; NAME: computed, device, host, store (prompt tokens, by "
+            "where they came from) or generated. Repeat for more.",
+            negative="",
+        ),
+    ] = None,
+    since: Annotated[
+        str | None, Parameter(help="Only requests that arrived then or later: 2026-11-01, UTC.")
+    ] = None,
+    until: Annotated[str | None, Parameter(help="Only requests that arrived before.")] = None,
+    by: Annotated[str, Parameter(help="Rows for each of: tenant, key, model, engine.")] = "tenant",
+    json: Json = False,
+) -> int:
+    """Requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
+    from router.tools.invoice import InvoiceOptions, run_invoice
+
+    return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from router.admission.key_file import (
+    KEY_ID_DIGITS,
     KeyFileError,
     TenantRules,
     check_tenant_name,
@@ -73,7 +74,7 @@ def run_list(path: Path) -> int:
         print(f"{tenant}: models {models}; {shown}")
         for entry in table.keys:
             if entry.tenant == tenant:
-                print(f"  sha256 {entry.sha256[:12]}...  {entry.name}".rstrip())
+                print(f"  sha256 {entry.sha256[:KEY_ID_DIGITS]}...  {entry.name}".rstrip())
     return 0
 
 

@@ -126,13 +126,11 @@ class SiblingGossip:
         self._life = seat.life
         self._mesh = Mesh(seat.mesh, self._hear)
         started = time.time_ns() >> 10
-        self.load = LoadGossip(self._name, own_load, started=started)
+        self.load = LoadGossip(self._name, own_load, started=started, refused=self._malformed)
         self.inflight = GossipedInflight(
             self._name,
             started,
             self._tell_flight,
-            is_local=lambda engine_id: True,
-            clock=clock,
             served=served,
             publishes_prefills=False,
         )
@@ -261,6 +259,9 @@ class SiblingGossip:
                 found[name] = every[name]
         self._beat += 1
         return Uses(self._life, self._beat, whole, found)
+
+    def _malformed(self) -> None:
+        self.stats.malformed += 1
 
     def _refused(self) -> None:
         self.stats.refused += 1

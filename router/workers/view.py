@@ -27,6 +27,8 @@ from router.workers.merge import CountLedger, WorkerPage, family_of, merged
 from router.workers.seat import WorkerSeat
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
+_OWN = frozenset({"load", "receipts", "drifting", "first_tokens"})
+"""Of an engine: counted by each worker for its own requests."""
 
 
 class WholeView:
@@ -140,10 +142,22 @@ def _of_request(page: str, request_id: str) -> str:
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
     """What another worker says of the same engine."""
     if view["feed"] is None and other["feed"] is not None:  # the index is shared: that one follows it
-        view |= {key: value for key, value in other.items() if key not in {"load", "receipts", "drifting"}}
+        view |= {key: value for key, value in other.items() if key not in _OWN}
     for outcome, count in other["receipts"].items():
         view["receipts"][outcome] = view["receipts"].get(outcome, 0) + count
     view["drifting"] = view["drifting"] or other["drifting"]
+    view["first_tokens"] = _joined(view["first_tokens"], other["first_tokens"])
+
+
+def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    """Return two workers' first tokens as one: medians are those of the worker that has seen more."""
+    most = one if one["compared"] >= two["compared"] else two
+    margins = [margin for margin in (one["margin_s"], two["margin_s"]) if margin is not None]
+    return most | {
+        "held": one["held"] + two["held"],
+        "compared": one["compared"] + two["compared"],
+        "margin_s": max(margins, default=None),
+    }
 
 
 def crew_families(count: int, answered: Collection[int], lives: Mapping[int, int]) -> Iterable[Metric]:

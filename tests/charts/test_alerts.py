@@ -36,6 +36,13 @@ def router(
     return series
 
 
+def first_tokens(**outcomes: int) -> Series:
+    """Predictions a minute of one engine, by outcome."""
+    name = "kvatlas_time_to_first_token_predictions_total"
+    labels = f'{NAMESPACE}, pod="kvatlas-a", engine="one"'
+    return {f'{name}{{{labels}, outcome="{outcome}"}}': f"0+{n}x{MINUTES}" for outcome, n in outcomes.items()}
+
+
 STATES: dict[str, tuple[Series, set[str]]] = {
     "all is well, and clients ask for models that there are not": (router("a", one=1, two=1), set()),
     "one engine of two is away": (router("a", one=1, two=0), set()),
@@ -49,6 +56,12 @@ STATES: dict[str, tuple[Series, set[str]]] = {
     "answers break off": (router("a", statuses={"broken_stream": 90}, one=1), {"KvatlasErrors"}),
     "clients leave": (router("a", statuses={"client_gone": 90}, one=1), set()),
     "first tokens are slow": (router("a", slow=True, one=1), {"KvatlasSlowFirstToken"}),
+    "first tokens come as predicted": (router("a", one=1) | first_tokens(held=50, late=10), set()),
+    "first tokens do not come as predicted": (
+        router("a", one=1) | first_tokens(held=10, late=50),
+        {"KvatlasFirstTokensUnpredicted"},
+    ),
+    "few first tokens do not come as predicted": (router("a", one=1) | first_tokens(held=0, late=1), set()),
 }
 
 

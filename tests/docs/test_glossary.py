@@ -20,8 +20,8 @@ from router.fleet.sources.kubernetes import cluster_view
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.removals import Removals
 from router.index.seats import Mode
-from router.observe.access_log import AccessLogStats
 from router.observe.receipts import Outcome
+from router.observe.usage import UsageStats
 from router.openai.request import FAILURES
 from router.placement.candidate import Cost, Reason
 from router.placement.load.account import EngineLoad
@@ -43,7 +43,7 @@ PAGE = ROOT / "docs" / "glossary.md"
         Detection,
         Removals,
         get_args(Mode),
-        AccessLogStats().dropped,
+        UsageStats().dropped,
         get_args(Outcome),
         FAILURES,
         get_args(Reason),

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 PAUSE_S_MAX = 0.05
 """The longest time for which the loop may be held."""
+TRIES = 3
+"""A host that takes the processor away adds to a guest's CPU time (84 and 107 ms seen once where 6 ms are
+usual). A pause of the code's own is there each time."""
 
 
 class Pauses:
@@ -30,13 +34,16 @@ class Pauses:
         self._longest_s, self._at_s = 0.0, time.thread_time()
         self._loop.call_soon(self._turn)
 
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """What is sent meanwhile."""
-        self._longest_s = 0.0
-        yield
-        if self._longest_s > PAUSE_S_MAX:
-            self.too_long[name] = round(self._longest_s, 3)
+    async def during(self, name: str, send: Callable[[], Awaitable[object]]) -> None:
+        """Send it, again where the loop was held too long; the shortest of the longest pauses counts."""
+        shortest_s = math.inf
+        for _ in range(TRIES):
+            self._longest_s = 0.0
+            await send()
+            shortest_s = min(shortest_s, self._longest_s)
+            if shortest_s <= PAUSE_S_MAX:
+                return
+        self.too_long[name] = round(shortest_s, 3)
 
     def end(self) -> None:
         self._ends = True

@@ -517,13 +517,13 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
     watched.all_up()
     later, alone = watched.warmed(41, 100)
     prompt, _ = watched.warmed(40, 100)
-    doomed = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})["choice"]["engine"]
     split, broken = (f"kvatlas_{name}_total" for name in ("pd_split", "proxy_streams_broken"))
     splits, breaks = watched.router.metric(split), watched.router.metric(broken)
     endless: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
     with watched.apart.client(watched.router.base_url) as client:
         stream = client.completions.create(model="tiny", prompt=prompt, stream=True, **endless)
         next(stream)
+        doomed = stream.response.headers["x-kvatlas-engine"]
         watched.kill(doomed)
         with pytest.raises(openai.APIError, match="before its answer was complete"):
             for _ in stream:

@@ -29,8 +29,8 @@ from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetSetup
 from router.simulate.timing import Timing
-from router.simulate.workload.access_log import Captured
 from router.simulate.workload.requests import Asked
+from router.simulate.workload.usage import Captured
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess

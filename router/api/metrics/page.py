@@ -32,9 +32,10 @@ from router.http.server.stats import ListenStats
 from router.index.models import Scopes
 from router.observe.histogram import Histogram
 from router.observe.history import HistoryLog
-from router.observe.receipts import ERROR_BUCKETS, EngineReceipts
+from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts
 from router.observe.requests import RequestTracker
 from router.observe.traces import TraceStats
+from router.observe.usage import UsageLog
 from router.pd.stats import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
@@ -72,6 +73,7 @@ class Sources(msgspec.Struct):
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
+    usage: UsageLog | None = None
     reloads: ReloadStats | None = None
     """Of the configuration, where it can be reloaded."""
     epp: EppStats | None = None
@@ -109,6 +111,8 @@ class RouterCollector:
         receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
         yield from table("engine", RECEIPTS, receipts)
         yield _prediction_errors(receipts)
+        yield _first_token_errors(receipts)
+        yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats("load", s.accounts.load_stats)
         yield from of_stats("proxy", s.proxy)
         listen = s.listen()
@@ -118,8 +122,8 @@ class RouterCollector:
         yield from of_stats("inflight", s.accounts.inflight.stats)
         yield from of_stats("affinity", s.accounts.affinity.stats)
         yield from of_stats("shadow", s.accounts.shadow_stats)
-        if s.accounts.access is not None:
-            yield from of_stats("access_log", s.accounts.access.stats)
+        if s.usage is not None:
+            yield from of_stats("usage", s.usage.stats)
         yield from self._options()
         yield from s.more()
 
@@ -263,6 +267,45 @@ def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
     for engine_id, sums in receipts.items():
         errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
     return errors
+
+
+def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
+    errors = HistogramMetricFamily(
+        "kvatlas_time_to_first_token_error_seconds",
+        "Measured minus predicted time to first token of streams, from asking the engine; below 0: early",
+        labels=["model", "engine"],
+    )
+    for engine_id, sums in receipts.items():
+        for model, histogram in sums.first_tokens.by_model.items():
+            errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
+    return errors
+
+
+def _funnel(funnel: CacheFunnel) -> Iterator[Metric]:
+    labels = ["model", "tenant"]
+    tokens = CounterMetricFamily(
+        "kvatlas_cache_tokens",
+        "Prompt tokens of requests whose hit was predicted and reported, by stage: prompt (all), held (by "
+        "the engine that holds most), chosen (held by the engine chosen), delivered (as it reported)",
+        labels=[*labels, "stage"],
+    )
+    missed = CounterMetricFamily(
+        "kvatlas_cache_missed_tokens",
+        "Prompt tokens that no cache delivered, by reason (glossary: the cache funnel)",
+        labels=[*labels, "reason"],
+    )
+    seconds = CounterMetricFamily(
+        "kvatlas_cache_elsewhere_seconds",
+        "Seconds of prefill spent on prompt tokens that another engine than the chosen one held",
+        labels=labels,
+    )
+    for key, counts in funnel.counts.items():
+        for stage in ("prompt", "held", "chosen", "delivered"):
+            tokens.add_metric([*key, stage], getattr(counts, stage))
+        for reason, count in counts.missed.items():
+            missed.add_metric([*key, reason], count)
+        seconds.add_metric([*key], counts.elsewhere_s)
+    yield from (tokens, missed, seconds)
 
 
 def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:

@@ -185,5 +185,17 @@ RECEIPTS: tuple[Column[EngineReceipts], ...] = (
         "1 if more than a quarter of the latest predictions for the engine were wrong",
         lambda r: r.drifting,
     ),
+    counter(
+        "time_to_first_token_predictions",
+        "Predicted times to first token, measured from asking the engine, by outcome: held (within 50 ms or "
+        "10 % of the prediction, whichever is more), late, early",
+        lambda r: r.first_tokens.outcomes if any(r.first_tokens.outcomes.values()) else None,
+        "outcome",
+    ),
+    gauge(
+        "time_to_first_token_margin_seconds",
+        "Seconds on top of a predicted time to first token within which 95 of the latest 100 came",
+        lambda r: r.first_tokens.margin_s,
+    ),
 )
 """Predictions for an engine beside what it reported."""

@@ -43,7 +43,15 @@ from operator import attrgetter
 
 import msgspec
 
-from router.placement.load.others import NEWS, NO_OTHERS, ForeignLoad, OthersLoad
+from router.placement.load.others import (
+    NEWS,
+    NO_OTHERS,
+    RECENT_MS_MAX,
+    REQUESTS_MAX,
+    TOKENS_MAX,
+    ForeignLoad,
+    OthersLoad,
+)
 from router.placement.load.pages import PageAccount
 from router.placement.load.rates import EngineRates, PrefillSample
 
@@ -101,7 +109,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     foreign: int
     idle_s: float
     recent_s: float = 0.0
-    """Seconds of work sent there of late, decayed (``LoadSettings.recent_s``)."""
+    """Seconds of work sent there of late by all routers, decayed (``LoadSettings.recent_s``)."""
 
 
 class Ticket(msgspec.Struct, eq=False, gc=False):
@@ -132,6 +140,8 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 
 _DEFAULTS = LoadSettings()
 _rank_s = attrgetter("rank_s")
+_RECENT_STEP_MS = 100
+"""Less than half of this is not reported to other routers."""
 _RECENT_AGE_S = 3.0
 """Recent work older than this is decayed when it is read: a tenth of its time constant."""
 
@@ -403,6 +413,8 @@ class LoadAccount:
         recent_s = self._recent_s
         if recent_s and now - self._recent_at_s > _RECENT_AGE_S:
             recent_s = self.recent_s(now)
+        if others is not None and others.recent_ms:
+            recent_s += others.recent_ms / 1000
         return queue_s, running, waiting, now - self._last_admit_s, late_s, recent_s
 
     def recent_s(self, now: float) -> float:
@@ -411,12 +423,16 @@ class LoadAccount:
         return self._recent_s * math.exp((self._recent_at_s - now) / self._settings.recent_s)
 
     def own(self, now: float) -> OthersLoad | None:
-        """What this router alone has in flight there, for other replicas; None where there is nothing."""
+        """What this router alone has in flight there and sent there of late, for other replicas; None where
+        there is nothing."""
         rate = self._advance(now)
-        if not self._awaited and not self._running:
+        recent_ms = min(_RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS), RECENT_MS_MAX)
+        if not self._awaited and not self._running and not recent_ms:
             return None
         tokens = round(self._own_queue_s(rate, now) / rate) if rate > 0 and self._awaited else 0
-        return OthersLoad(self._running, len(self._awaited), max(0, tokens))
+        return OthersLoad(
+            min(self._running, REQUESTS_MAX), len(self._awaited), min(max(0, tokens), TOKENS_MAX), recent_ms
+        )
 
     def _own_queue_s(self, rate: float, now: float) -> float:
         """Seconds of prefill and loads in what this router awaits there (something), less what the head has

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -20,19 +21,38 @@ NEWS = 0.1
 """What the newest value counts in a running mean."""
 
 
-class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What other replicas have in flight at one engine; ``tokens`` of it are yet to be computed, or loaded in
-    the time that so many take to compute."""
+REQUESTS_MAX = 1_000_000
+TOKENS_MAX = 10_000_000_000
+RECENT_MS_MAX = 100_000_000
+"""Bounds of what one router may state of one engine."""
 
-    running: int = 0
-    waiting: int = 0
-    tokens: int = 0
+
+class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Totals of other routers at one engine.
+
+    ``running`` and ``waiting`` requests in flight, of which ``tokens`` are yet to be computed, or loaded in
+    the time that so many take to compute; ``recent_ms``: milliseconds of work sent there of late, decayed
+    (``LoadSettings.recent_s``).
+    """
+
+    running: Annotated[int, msgspec.Meta(ge=0, le=REQUESTS_MAX)] = 0
+    waiting: Annotated[int, msgspec.Meta(ge=0, le=REQUESTS_MAX)] = 0
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=TOKENS_MAX)] = 0
+    recent_ms: Annotated[int, msgspec.Meta(ge=0, le=RECENT_MS_MAX)] = 0
 
     def plus(self, other: OthersLoad) -> OthersLoad:
         """Both together."""
         return OthersLoad(
-            self.running + other.running, self.waiting + other.waiting, self.tokens + other.tokens
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.tokens + other.tokens,
+            self.recent_ms + other.recent_ms,
         )
+
+    @property
+    def in_flight(self) -> tuple[int, int, int]:
+        """All but the recent work, which changes by itself."""
+        return self.running, self.waiting, self.tokens
 
 
 NO_OTHERS = OthersLoad()

@@ -188,6 +188,11 @@ class SidecarPlacement(DecodePlacement):
         """See ``Attempt``."""
         self._told = told
 
+    @property
+    def _prefill_engine(self) -> str:
+        told = self._told
+        return self._helper.engine_id if told is None or told.place == 0 else ""
+
     def corrected(self, usage: Usage | None) -> Usage | None:
         """See ``Attempt``: the sidecar says what the other engine had."""
         if usage is not None and self._told is not None and self._told.cached_tokens is not None:

@@ -2,9 +2,9 @@
 
 Every replica appends the events of its own prompts (sent, first token seen, ended, failed) to a stream in the
 index, and reads new entries with each look-up. Other replicas' prompts are kept in the same tree as its own
-(``InflightPrefixes``). At engines that another replica follows, the blocks of a prefilled prompt count as
-coming for ``_INDEX_LAG_S`` more, until they can be read from the index. Two prompts with the same prefix that
-reach two replicas within one round trip do not see each other; the later one hits more than was predicted.
+(``InflightPrefixes``). The batches of engines that another replica follows are not seen here: the blocks of a
+computed prompt count as coming for the whole grace period there. Two prompts with the same prefix that reach
+two replicas within one round trip do not see each other; the later one hits more than was predicted.
 Always true: publishing never waits and never fails a request; another replica's prompt whose end was not
 published counts no longer than ``_AGE_S_MAX``; entries of others are not published again.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, cast
@@ -21,14 +21,12 @@ from typing import NamedTuple, cast
 import msgspec
 
 from publisher.events import BlockHash
-from router.placement.inflight import Common, InflightPrefixes, InflightPrompt
+from router.placement.inflight import InflightPrefixes, InflightPrompt
 
 _BLOCKS_MAX = 8192
 """Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match."""
 _OTHERS_MAX = 8192
 _AGE_S_MAX = 60.0
-_INDEX_LAG_S = 0.05
-"""Upper estimate of the time from an engine's event until other replicas can read it from the index."""
 
 
 class InflightEvent(IntEnum):
@@ -67,7 +65,7 @@ class GossipStats(msgspec.Struct):
     expired: int = 0
     """Other routers' prompts whose end was not reported in time."""
     malformed: int = 0
-    """Messages of other routers that could not be decoded."""
+    """Messages of other routers that could not be decoded, or had values out of bounds."""
 
 
 class _RemotePrompt(NamedTuple):
@@ -91,10 +89,9 @@ def _little_endian(hashes: array[int]) -> array[int]:
 class GossipedInflight(InflightPrefixes):
     """Prompts in flight that publishes this replica's own and receives those of the others.
 
-    ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``is_local`` says whether
-    this replica follows an engine itself; ``served`` is called with each prompt that another replica has an
-    answer to. ``publishes_prefills`` False: all follow every engine themselves, and hear of a prompt's blocks
-    from there; until its end it is only counted as coming too.
+    ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``served`` is called with
+    each prompt that another replica has an answer to. ``publishes_prefills`` False: all follow every engine
+    themselves, and hear of a prompt's blocks from there; until its end it is only counted as coming too.
     """
 
     def __init__(
@@ -103,8 +100,6 @@ class GossipedInflight(InflightPrefixes):
         started: int,
         publish: Callable[[str, bytes], bool],
         *,
-        is_local: Callable[[str], bool],
-        clock: Callable[[], float],
         served: Callable[[InflightPrompt], None] = lambda prompt: None,
         publishes_prefills: bool = True,
     ) -> None:
@@ -115,9 +110,6 @@ class GossipedInflight(InflightPrefixes):
         self._me = me
         self._started = started
         self._publish = publish
-        self._is_local = is_local
-        self._clock = clock
-        self._lagging: deque[tuple[float, InflightPrompt]] = deque()
         self._number = 0
         self._own: dict[InflightPrompt, int] = {}
         self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
@@ -135,15 +127,10 @@ class GossipedInflight(InflightPrefixes):
             self._own[prompt] = self._number
         return prompt
 
-    def prefilled(self, prompt: InflightPrompt) -> None:
-        if not prompt.keeps:
-            return
-        if self._publishes_prefills:
+    def prefilled(self, prompt: InflightPrompt, now: float) -> None:
+        if self._publishes_prefills and prompt.keeps and not prompt.computed:
             self._publish_event(prompt, InflightEvent.PREFILLED)
-        if self._is_local(prompt.engine_id):
-            super().prefilled(prompt)
-        else:
-            self._lagging.append((self._clock() + _INDEX_LAG_S, prompt))
+        super().prefilled(prompt, now)
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
         self._publish_event(prompt, InflightEvent.ENDED)
@@ -152,11 +139,6 @@ class GossipedInflight(InflightPrefixes):
     def drop(self, prompt: InflightPrompt) -> None:
         self._publish_event(prompt, InflightEvent.FAILED)
         super().drop(prompt)
-
-    def common(self, hashes: Sequence[BlockHash], now: float, coming_max: int | None = None) -> Common:
-        while self._lagging and self._lagging[0][0] <= now:
-            super().prefilled(self._lagging.popleft()[1])
-        return super().common(hashes, now, coming_max)
 
     def receive(self, entries: Iterable[bytes], now: float) -> None:
         """Apply new entries of the stream."""
@@ -202,7 +184,7 @@ class GossipedInflight(InflightPrefixes):
         if remote is None:
             return
         if entry.event is InflightEvent.PREFILLED:
-            self.prefilled(remote.prompt)
+            self.prefilled(remote.prompt, now)
             return
         del self._remote[name]
         if entry.event is InflightEvent.ENDED:

@@ -1,14 +1,16 @@
 """Exchanges in-flight load between replicas, so that two of them do not both pick the one idle engine.
 
 One hash in the index, one field per replica, read with every look-up. A replica writes when its load has
-changed, at most every ``load_interval_s``, and repeats a load that is not empty as a heartbeat. Always true:
-a replica's load counts no longer than ``silence_s`` after its last heartbeat; its own field is never counted;
-a field that cannot be decoded counts as empty.
+changed, at most every ``load_interval_s``, and repeats a load that is not empty as a heartbeat; recent work,
+which decays by itself, is written with either. Always true: a replica's load counts no longer than
+``silence_s`` after its last heartbeat; its own field is never counted; a field that cannot be decoded, or has
+values out of bounds, counts as empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -19,18 +21,24 @@ SILENCE_S = 2.0
 REPEAT_S = 0.5
 
 
+_ENGINES_MAX = 16_384
+_EngineId = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
 class ReplicaLoad(msgspec.Struct, array_like=True):
     """One replica's field. ``beat`` grows with each write."""
 
     beat: int
-    engines: dict[str, OthersLoad]
+    engines: Annotated[dict[_EngineId, OthersLoad], msgspec.Meta(max_length=_ENGINES_MAX)]
 
 
 _DECODE = msgspec.msgpack.Decoder(ReplicaLoad)
 
 
 class LoadGossip:
-    """Encodes this replica's field and adds up those of the others. Pure."""
+    """Encodes this replica's field and adds up those of the others. Pure.
+
+    ``refused`` is called for each field of others that cannot be used."""
 
     def __init__(
         self,
@@ -39,7 +47,9 @@ class LoadGossip:
         *,
         started: int,
         silence_s: float = SILENCE_S,
+        refused: Callable[[], None] = lambda: None,
     ) -> None:
+        self._refused = refused
         self._me = me
         self._own = own
         self._beat = started
@@ -51,7 +61,8 @@ class LoadGossip:
     def field(self, now: float) -> bytes | None:
         """What to write now; None while nothing has changed and no heartbeat is due."""
         load = self._own(now)
-        if load == self._sent and not (load and now - self._sent_s >= REPEAT_S):
+        due = bool(load) and now - self._sent_s >= REPEAT_S
+        if not due and _in_flight_alike(load, self._sent):
             return None
         return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
 
@@ -88,5 +99,13 @@ class LoadGossip:
             remote = _DECODE.decode(value)
         except msgspec.DecodeError:
             remote = None
+            self._refused()
         self._decoded[name] = value, remote
         return remote
+
+
+def _in_flight_alike(load: Mapping[str, OthersLoad], sent: Mapping[str, OthersLoad]) -> bool:
+    """Whether the same is in flight at the same engines."""
+    if load.keys() != sent.keys():
+        return False
+    return all(one.in_flight == sent[engine_id].in_flight for engine_id, one in load.items())

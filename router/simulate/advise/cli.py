@@ -11,7 +11,7 @@ def advise(
     workload: Annotated[
         str | None,
         Parameter(
-            help="The traffic: an access log of the router, a trace in Mooncake's format, or `chat`, "
+            help="The traffic: a usage record of the router, a trace in Mooncake's format, or `chat`, "
             "`tenants`, `agents`. Without it --router tells its own."
         ),
     ] = None,
@@ -20,7 +20,7 @@ def advise(
         str | None,
         Parameter(
             help="URL of a running router's ops port: takes the number of engines, groups and blocks from "
-            "it, and where no workload is named its access log."
+            "it, and where no workload is named its usage record."
         ),
     ] = None,
     engines: Annotated[
@@ -52,13 +52,13 @@ def advise(
         float | None,
         Parameter(
             help="Speed arrivals up until prompts take this share of the engines' time under round robin "
-            "(default 0.85; access logs keep their times)."
+            "(default 0.85; usage records keep their times)."
         ),
     ] = None,
     speed: Annotated[
         float | None,
         Parameter(
-            help="Instead of --load: arrival speed, as a multiple of the recorded one (access logs: 1)."
+            help="Instead of --load: arrival speed, as a multiple of the recorded one (usage records: 1)."
         ),
     ] = None,
     ttft_target: Annotated[
@@ -69,7 +69,7 @@ def advise(
         int, Parameter(help="Runs with different arrivals; a change is advised only if it helps in each.")
     ] = 2,
     served_model: Annotated[
-        str | None, Parameter(help="Only requests of this model, where an access log has several.")
+        str | None, Parameter(help="Only requests of this model, where a usage record has several.")
     ] = None,
     processes: Annotated[int | None, Parameter(help="Worker processes (default: one per core).")] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,

@@ -28,7 +28,7 @@ from router.simulate.command import (
     refused,
     transfers,
 )
-from router.simulate.fetch import fetch, fetch_access_log, fetch_from_router
+from router.simulate.fetch import fetch, fetch_from_router, fetch_usage
 from router.simulate.fit import FitError, fit_capture
 from router.simulate.models import ModelError, check_units
 from router.simulate.outcome import NothingServedError
@@ -37,9 +37,9 @@ from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes
 from router.simulate.study import Workloads, pool_blocks, round_robin, run_all, speed_for
 from router.simulate.timing import Timing
-from router.simulate.workload.access_log import is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
+from router.simulate.workload.usage import is_capture, read_capture
 from router.tools.console import output_console
 
 LOAD = 0.85
@@ -96,7 +96,7 @@ def run_advise(options: AdviseOptions, *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "access.jsonl"
         with refused(f"--router {options.router}", OSError):
-            fetch_access_log(options.router, path)
+            fetch_usage(options.router, path)
         return _advise(options, str(path), as_json=as_json)
 
 
@@ -170,12 +170,12 @@ def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
         return Timing(), ["rates: the defaults, as a generated workload tells none"]
     with refused("workload", WorkloadError):
         if not is_capture(path):
-            return Timing(), ["rates: the defaults, as this file is no access log"]
+            return Timing(), ["rates: the defaults, as this file is no usage record"]
         captured = read_capture(path, options.served_model)
     try:
-        return fit_capture(captured, Timing()).timing, ["rates: fitted to the access log"]
+        return fit_capture(captured, Timing()).timing, ["rates: fitted to the usage record"]
     except FitError as error:
-        return Timing(), [f"rates: the defaults, as the access log does not tell them: {error}"]
+        return Timing(), [f"rates: the defaults, as the usage record does not tell them: {error}"]
 
 
 def _setup(
@@ -220,7 +220,7 @@ def _setup(
 def _at_speed(
     options: AdviseOptions, workload: str, setup: FleetSetup, workloads: Workloads, notes: list[str]
 ) -> FleetSetup:
-    """Times as recorded for an access log; else so fast that round robin is busy for ``LOAD``."""
+    """Times as recorded for a usage record; else so fast that round robin is busy for ``LOAD``."""
     path = Path(workload)
     recorded = path.is_file() and is_capture(path)
     if options.speed is not None or (recorded and options.load is None):
@@ -240,7 +240,7 @@ def _facts(
     options: AdviseOptions, setup: FleetSetup, workloads: Workloads, reusable: float, notes: list[str]
 ) -> dict[str, Any]:
     return {
-        "workload": options.workload or f"the access log of {options.router}",
+        "workload": options.workload or f"the usage record of {options.router}",
         "requests": len(workloads[0]),
         "seeds": options.seeds,
         "engines": setup.engines,

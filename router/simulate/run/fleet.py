@@ -372,7 +372,7 @@ class FleetSim:
         if sample is not None and self._setup.learn_rates and (visit.keeps or opened.leg is None):
             account.rates.observe(sample, now)
         if work.prefix is not None:
-            self._inflight.prefilled(work.prefix)
+            self._inflight.prefilled(work.prefix, self._now)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
         if self._peer is not None:
             self._peer.first_token(visit.index)

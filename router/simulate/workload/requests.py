@@ -1,6 +1,6 @@
 """A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
 
-The formats are read by ``traces``, ``sessions`` and ``access_log``. All of them tell prompts apart by ids,
+The formats are read by ``traces``, ``sessions`` and ``usage``. All of them tell prompts apart by ids,
 one per ``unit_tokens`` tokens of the prompt, the last one for what is left. Equal ids at the start of two
 prompts mean equal tokens.
 

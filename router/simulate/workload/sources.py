@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from router.simulate.workload.access_log import asked_in, is_capture, read_capture
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import (
     Asked,
@@ -25,6 +24,7 @@ from router.simulate.workload.requests import (
 )
 from router.simulate.workload.sessions import is_session, read_sessions
 from router.simulate.workload.traces import read
+from router.simulate.workload.usage import asked_in, is_capture, read_capture
 
 COUNT = 4000
 SECONDS_PER_REQUEST = 0.3

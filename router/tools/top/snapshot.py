@@ -39,6 +39,13 @@ class EngineRow(msgspec.Struct, kw_only=True):
     feed_reason: str = ""
     lag_s: float | None = None
     mode: str = ""
+    predicted_ttft_s: float | None = None
+    """Median predicted time to first token of the latest streams, from asking the engine."""
+    ttft_s: float | None = None
+    """The same, as measured."""
+    ttft_held: int = 0
+    """Predictions that held (within 50 ms or 10 %), of ``ttft_compared``."""
+    ttft_compared: int = 0
     drifting: bool = False
     problem: str = ""
 
@@ -58,6 +65,8 @@ class Totals(msgspec.Struct, kw_only=True):
     """Requests in the proxy now."""
     errors: int | None = None
     retries: int | None = None
+    ttft_held_share: float | None = None
+    """Of all engines' latest predicted times to first token, those that held."""
 
 
 class RouterSnapshot(msgspec.Struct, kw_only=True):
@@ -95,6 +104,7 @@ def _row(
     engine = entry["engine"]
     outcomes = _counts(entry.get("receipts"))
     load, feed = _dict(entry.get("load")), _dict(entry.get("feed"))
+    first_tokens = _dict(entry.get("first_tokens"))
     requests = sum(outcomes.values())
     rate = None
     if engine in earlier and elapsed_s > 0 and requests >= earlier[engine].requests:
@@ -117,6 +127,10 @@ def _row(
         feed_reason=str(feed.get("reason", "")),
         lag_s=_number(feed.get("lag_s")),
         mode=str(entry.get("mode") or ""),
+        predicted_ttft_s=_number(first_tokens.get("predicted_s")),
+        ttft_s=_number(first_tokens.get("measured_s")),
+        ttft_held=_whole(first_tokens.get("held")) or 0,
+        ttft_compared=_whole(first_tokens.get("compared")) or 0,
         drifting=entry.get("drifting") is True,
         problem=str(entry.get("problem") or ""),
     )
@@ -144,6 +158,7 @@ def _totals(
         # A counter by reason has no sample before its first reason.
         errors=_whole(sums.get("kvatlas_proxy_errors_total", 0.0)) if sums else None,
         retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
+        ttft_held_share=_share(sum(row.ttft_held for row in rows), sum(row.ttft_compared for row in rows)),
     )
 
 

@@ -39,6 +39,8 @@ def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
         table.add_section()
         table.add_row("total", *_figures(picture.totals), "", f"{picture.totals.up} up", style="bold")
         parts.append(Text(_proxy(picture.totals)))
+        if picture.totals.ttft_held_share is not None:
+            parts.append(_first_tokens(picture))
     parts += [
         Text(f"{_name(row)}: {said}", style="yellow") for row in picture.engines if (said := _amiss(row))
     ]
@@ -91,6 +93,19 @@ def _amiss(row: EngineRow) -> str:
 def _proxy(totals: Totals) -> str:
     figures = (("active", totals.active), ("errors", totals.errors), ("retries", totals.retries))
     return "requests: " + ", ".join(f"{_count(value)} {name}" for name, value in figures)
+
+
+def _first_tokens(picture: RouterSnapshot) -> Table:
+    """Predicted against measured time to first token of the latest streams, engine by engine."""
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("first token", overflow="fold", min_width=14)
+    for name in ("predicted", "measured", "held"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in picture.engines:
+        if row.ttft_compared:
+            held = f"{_percent(row.ttft_held / row.ttft_compared)} of {row.ttft_compared}"
+            table.add_row(_name(row), _seconds(row.predicted_ttft_s), _seconds(row.ttft_s), held)
+    return table
 
 
 def _percent(share: float | None) -> str:

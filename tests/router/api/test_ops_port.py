@@ -17,7 +17,7 @@ from router.config.schema import OPS_PORT, Config, ServerConfig
 from router.http.server.server import ListenError
 from router.serve.check import check
 from router.simulate.advise.command import see
-from router.simulate.fetch import fetch_access_log
+from router.simulate.fetch import fetch_usage
 from router.tools.doctor.examine import ask_router
 from router.tools.doctor.gather.http import Http
 from router.tools.explain.command import ExplainOptions, run_explain
@@ -31,7 +31,7 @@ PATHS = [
     ("GET", "/kvatlas/engines"),
     ("GET", "/kvatlas/sources"),
     ("GET", "/kvatlas/receipts"),
-    ("GET", "/kvatlas/access_log"),
+    ("GET", "/kvatlas/usage"),
     ("POST", "/kvatlas/explain"),
     ("GET", "/kvatlas/openapi.json"),
 ]
@@ -56,7 +56,7 @@ def test_the_public_port_tells_nothing_of_others_and_says_where_it_is_told(tmp_p
                     assert (status, body["error"]["code"]) == (404, "ops_port")
                     assert f"port {number(rig.ops_url)} of 127.0.0.1" in body["error"]["message"]
                 ops = (await at(rig, rig.ops_url, method, path))[0]
-                assert ops == (404 if path.endswith("access_log") else 200)  # none is written here
+                assert ops == (404 if path.endswith("usage") else 200)  # none is written here
             for path in ("//metrics", "/x/../metrics", "/kvatlas", "/KVATLAS/engines", "/metrics/"):
                 assert (await at(rig, rig.url, "GET", path))[0] == 404
             for path in ("/health", "/ready", "/version", "/v1/models"):
@@ -139,7 +139,7 @@ def test_a_tool_given_the_public_port_is_told_which_one(
                 await asyncio.to_thread(see, rig.url)
             assert told in str(refused.value)
             with pytest.raises(OSError, match="ops port"):
-                await asyncio.to_thread(fetch_access_log, rig.url, tmp_path / "log")
+                await asyncio.to_thread(fetch_usage, rig.url, tmp_path / "log")
             file = tmp_path / "body.json"
             file.write_bytes(b'{"model": "kvatlas-demo", "prompt": "hello"}')
             options = ExplainOptions(file, router=rig.url)

@@ -8,6 +8,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import hpack
 import pytest
@@ -73,9 +74,12 @@ def test_no_body_holds_the_loop(size: int) -> None:
     async def main() -> None:
         async with paused_router() as (rig, found):
             for name, body in bodies.items():
-                with found.of(name):
+
+                async def send(name: str = name, body: bytes = body) -> None:
                     said = await asyncio.to_thread(talk, number(rig.url), posted(body), body)
                     assert b"HTTP/1.1 " in said, name
+
+                await found.during(name, send)
             assert found.too_long == {}
 
     run(main(), 500)
@@ -103,8 +107,7 @@ def test_no_head_or_chunk_holds_the_loop() -> None:
     async def main() -> None:
         async with paused_router() as (rig, found):
             for name, sent in HTTP1.items():
-                with found.of(name):
-                    await asyncio.to_thread(talk, number(rig.url), sent)
+                await found.during(name, partial(asyncio.to_thread, talk, number(rig.url), sent))
             assert found.too_long == {}
 
     run(main(), 500)
@@ -186,9 +189,12 @@ def test_no_frames_hold_the_loop() -> None:
             assert rig.router.picker is not None
             port = rig.router.picker.addresses["listen"][1]
             for name, sent in HTTP2.items():
-                with found.of(name):
+
+                async def send(sent: bytes = sent) -> None:
                     await asyncio.to_thread(talk, port, sent + LAST, until_said=b"the last")
                     await until(lambda: rig.idle, "every request has ended")
+
+                await found.during(name, send)
             assert found.too_long == {}
 
     run(main(), 500)

@@ -108,17 +108,17 @@ def test_an_engine_that_could_not_start_leaves_no_port_taken(taken: int) -> None
 
 
 @pytest.mark.parametrize("path", ["/proc/log.jsonl", "/dev/null/log.jsonl", "x" * 300])
-def test_an_access_log_that_cannot_be_written(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_record_that_cannot_be_written(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where permissions would allow it: /proc takes no files from anybody."""
-    words = ["serve", "--engine", "http://h", "--check-config", "--set", f"access_log.path={path}"]
+    words = ["serve", "--engine", "http://h", "--check-config", "--set", f"usage.path={path}"]
     status, said = told(capsys, *words)
     assert status == 2
-    assert f"access_log.path = {path!r}: " in said
+    assert f"usage.path = {path!r}: " in said
 
 
-def test_checking_the_access_log_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_checking_the_usage_record_leaves_nothing_behind(tmp_path: Path) -> None:
     words = ["serve", "--engine", "http://h", "--check-config", "--set"]
-    assert run([*words, f"access_log.path={tmp_path}/log.jsonl"]) == 0
+    assert run([*words, f"usage.path={tmp_path}/log.jsonl"]) == 0
     assert list(tmp_path.iterdir()) == []
 
 

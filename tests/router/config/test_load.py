@@ -133,13 +133,13 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
     [
         ("[policy]\nbetta = 1", "unknown key policy.betta; did you mean policy.beta? known: beta,"),
         (
-            "[access_log]\npath = '/nowhere/a.jsonl'",
-            "access_log.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
+            "[usage]\npath = '/nowhere/a.jsonl'",
+            "usage.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
         ),
-        ("[access_log]\nqueue_len_max = 0", "access_log.queue_len_max = 0: expected a finite number"),
+        ("[usage]\nqueue_len_max = 0", "usage.queue_len_max = 0: expected a finite number"),
         (
             "[polcy]\nbeta = 1",
-            "unknown key polcy; did you mean policy? known: access_log, admin, aliases, cors, engines,",
+            "unknown key polcy; did you mean policy? known: admin, aliases, cors, engines,",
         ),
         ("policy = 3", "policy: expected a table of settings, got 3"),
         ('[policy]\nbeta = "high"', "policy.beta = 'high': expected a number"),

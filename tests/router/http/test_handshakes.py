@@ -160,10 +160,13 @@ def test_no_handshake_holds_the_loop(pki: Path) -> None:
     async def main() -> None:
         async with serving(pki, header_timeout_s=0.3) as (rig, line, _), pauses() as found:
             for name, data in JUNK.items():
-                with found.of(name):
+
+                async def send(data: bytes = data) -> None:
                     for _ in range(3):
                         await asyncio.to_thread(sends, number(rig.url), data)
                     await until(lambda: not line.open, "all have ended")
+
+                await found.during(name, send)
             assert found.too_long == {}
 
     run(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,8 +14,11 @@ from router.observe.receipts import (
     DRIFT_MIN,
     DRIFT_SHARE,
     ERROR_BUCKETS,
+    FUNNELS_MAX,
+    OTHER,
     RECEIPTS_KEPT,
     WINDOW,
+    CacheFunnel,
     EngineReceipts,
     Outcome,
     Receipt,
@@ -162,3 +166,60 @@ def test_what_a_store_evicts_does_not_count_as_drift() -> None:
     for _ in range(DRIFT_MIN):
         book.add(loaded(160, 32, cpu=128))
     assert book.engines[ENGINE].drifting
+
+
+def funnel_receipt(predicted: int, actual: int | None, **more: Any) -> Receipt:
+    return msgspec.structs.replace(receipt(predicted, actual), reported_prompt_tokens=1000, **more)
+
+
+@pytest.mark.parametrize(
+    ("one", "held", "missed"),
+    [
+        (funnel_receipt(960, 960, held_tokens=960), 960, {"new": 40}),
+        (funnel_receipt(0, 0, salted=True), 0, {"salted": 1000}),
+        (funnel_receipt(256, 256, held_tokens=256, seen_tokens=512), 256, {"evicted": 256, "new": 488}),
+        (funnel_receipt(256, 256, held_tokens=512, missed="load"), 512, {"load": 256, "new": 488}),
+        (funnel_receipt(0, 0, held_tokens=512, missed="pages"), 512, {"pages": 512, "new": 488}),
+        (funnel_receipt(512, 128, held_tokens=512), 512, {"lost": 384, "new": 488}),
+        (
+            msgspec.structs.replace(funnel_receipt(512, 0), reported_prompt_tokens=990),
+            512,
+            {"template": 512, "new": 488},
+        ),
+        (funnel_receipt(0, 512), 0, {"new": 1000}),
+    ],
+)
+def test_the_funnel_says_why_tokens_were_missed(one: Receipt, held: int, missed: dict[str, int]) -> None:
+    funnel = CacheFunnel()
+    funnel.add(one)
+    counts = funnel.counts["m", ""]
+    assert (counts.prompt, counts.held, counts.missed) == (1000, held, missed)
+    assert (counts.chosen, counts.delivered) == (one.predicted_tokens, one.actual_tokens)
+
+
+def test_the_funnel_counts_what_was_predicted_and_reported() -> None:
+    funnel = CacheFunnel()
+    funnel.add(receipt(None, 64))
+    funnel.add(receipt(64, None))
+    assert funnel.counts == {}
+
+
+def test_pairs_of_model_and_tenant_beyond_the_bound_are_counted_together() -> None:
+    funnel = CacheFunnel()
+    for number in range(2 * FUNNELS_MAX):
+        funnel.add(msgspec.structs.replace(receipt(0, 0), tenant=f"t{number}"))
+    assert len(funnel.counts) == FUNNELS_MAX + 1
+    assert funnel.counts[OTHER, OTHER].prompt == FUNNELS_MAX * 1000
+
+
+TOKENS = st.integers(0, 1000)
+
+
+@given(held=TOKENS, chosen=TOKENS, delivered=TOKENS, seen=st.integers(0, 2000))
+def test_what_was_missed_adds_up(held: int, chosen: int, delivered: int, seen: int) -> None:
+    funnel = CacheFunnel()
+    funnel.add(funnel_receipt(chosen, delivered, held_tokens=held, seen_tokens=seen))
+    counts = funnel.counts["m", ""]
+    assert counts.prompt >= counts.held >= counts.chosen
+    assert sum(counts.missed.values()) == 1000 - min(chosen, delivered)
+    assert all(count >= 0 for count in counts.missed.values())

@@ -78,8 +78,31 @@ def test_what_a_prompt_keeps_comes_only_where_the_new_one_contains_it() -> None:
     assert inflight.common(hashes("system user goes on"), 0.0).coming == {"a": 10}
     assert inflight.common(hashes("system us"), 0.0).coming == {"a": 6}
     assert inflight.common(hashes("syst"), 0.0).coming == {}
-    inflight.prefilled(prompt)
+    inflight.prefilled(prompt, 0.0)
     assert inflight.common(hashes("system user"), 0.0) == Common({"a": 11}, {})
+    assert inflight.check_integrity() == []
+
+
+def test_what_a_computed_prompt_keeps_comes_until_its_batch_was_applied() -> None:
+    stored: set[BlockHash] = set()
+    inflight = InflightPrefixes(InflightSettings(grace_s=2.0))
+    inflight.is_stored = lambda engine_id, block: block in stored
+    first = inflight.add("a", hashes("system user"), 0.0, [6, 10])
+    inflight.prefilled(first, 0.0)
+    inflight.end(first, 0.1)
+    inflight.applied("a")  # of an earlier step
+    inflight.applied("b")
+    assert inflight.common(hashes("system user"), 0.2) == Common({"a": 11}, {"a": 10})
+    assert inflight.check_integrity() == []
+    stored.add(hashes("system user")[9])
+    inflight.applied("a")
+    assert inflight.common(hashes("system user"), 0.2) == Common({"a": 11}, {})
+
+    second = inflight.add("a", hashes("system other"), 1.0, [12])
+    inflight.prefilled(second, 1.0)
+    assert inflight.common(hashes("system other"), 2.9).coming == {"a": 12}
+    assert inflight.common(hashes("system other"), 3.0) == Common({"a": 12}, {}), "no batch came"
+    inflight.drop(second)
     assert inflight.check_integrity() == []
 
 
@@ -135,7 +158,7 @@ def test_keeps_follows_the_retention_rule() -> None:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(("add", "prefilled", "end", "drop")),
+        st.sampled_from(("add", "prefilled", "end", "drop", "applied")),
         st.sampled_from("ABC"),
         st.text("ab", max_size=8),
         st.sets(st.integers(1, 9), max_size=3),
@@ -151,23 +174,23 @@ def test_agrees_with_comparing_every_prompt(
     operations: list[tuple[str, str, str, set[int], int]], probes: list[str]
 ) -> None:
     inflight = InflightPrefixes(InflightSettings(grace_s=5.0))
+    stored: set[tuple[str, BlockHash]] = set()
+    inflight.is_stored = lambda engine_id, block: (engine_id, block) in stored
     model: list[_Known] = []
     for now, (what, engine, text, kept, which) in enumerate(operations):
         if what == "add":
             prompt = inflight.add(engine, hashes(text), now, sorted(kept))
             model.append(_Known(prompt, text, {k for k in kept if k <= len(text)}))
+        elif what == "applied":
+            stored |= {(engine, block) for block in hashes(text)}
+            inflight.applied(engine)
+            for known in [known for known in model if known.prompt.engine_id == engine]:
+                known.settle(stored)
         elif model:
-            known = model[which % len(model)]
-            if what == "drop":
-                inflight.drop(known.prompt)
-                known.until = -1.0
-            elif what == "prefilled":
-                inflight.prefilled(known.prompt)
-                known.kept = set()
-            elif known.until == float("inf"):
-                inflight.end(known.prompt, now)
-                known.kept, known.until = set(), now + 5.0
+            _happen(inflight, model[which % len(model)], what, now, stored)
         model = [known for known in model if known.until > now]
+        for known in [known for known in model if known.coming_until <= now]:
+            known.kept = set()
         for probe in [text, *probes]:
             assert inflight.common(hashes(probe), now) == _common(model, probe)
         assert inflight.check_integrity() == []
@@ -179,6 +202,34 @@ class _Known:
     text: str
     kept: set[int]
     until: float = float("inf")
+    coming_until: float = float("inf")
+
+    def compute(self, stored: set[tuple[str, BlockHash]], now: float) -> None:
+        """Its first token arrived, or the whole answer."""
+        if self.coming_until == float("inf"):
+            self.coming_until = now + 5.0
+            self.settle(stored)
+
+    def settle(self, stored: set[tuple[str, BlockHash]]) -> None:
+        """Its engine stored blocks."""
+        if self.kept and self.coming_until < float("inf"):
+            last = hashes(self.text)[max(self.kept) - 1]
+            self.kept = set() if (self.prompt.engine_id, last) in stored else self.kept
+
+
+def _happen(
+    inflight: InflightPrefixes, known: _Known, what: str, now: float, stored: set[tuple[str, BlockHash]]
+) -> None:
+    if what == "drop":
+        inflight.drop(known.prompt)
+        known.until = -1.0
+    elif what == "prefilled":
+        inflight.prefilled(known.prompt, now)
+        known.compute(stored, now)
+    elif known.until == float("inf"):
+        inflight.end(known.prompt, now)
+        known.compute(stored, now)
+        known.until = now + 5.0
 
 
 def _common(model: list[_Known], probe: str) -> Common:

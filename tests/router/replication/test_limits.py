@@ -64,7 +64,7 @@ class Replica:
         return Uses(self.life, self.beat, True, self.gate.uses())
 
     def enter(self) -> TenantRequest:
-        return self.gate.enter(FIELDS)
+        return self.gate.enter(self.gate.tenant_of(FIELDS))
 
     def lets_in(self) -> bool:
         try:

@@ -232,7 +232,10 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--requests", "3"], "--requests 3"),
         (["chat", "--ttft-target", "0"], "--ttft-target 0"),
         (["chat", "--retention", "0,1024"], "one value"),
-        ([str(CAPTURE)], "a capture of KV events .*, which holds no requests; name the router's access log"),
+        (
+            [str(CAPTURE)],
+            "a capture of KV events .*, which holds no requests; name the router's usage record",
+        ),
         (["chat", "--router", "http://127.0.0.1:9"], "--router http://127.0.0.1:9"),
     ],
 )

@@ -3,33 +3,71 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from publisher.simulator.stats import CacheConfig, EngineStats, Gauges, render
+from router.observe.usage import UsageLine
 from router.simulate.fit import FitError, fit_capture, fit_metrics
 from router.simulate.timing import Timing
-from router.simulate.workload.access_log import asked_in, is_capture, read_capture
 from router.simulate.workload.requests import WorkloadError
+from router.simulate.workload.usage import asked_in, is_capture, read_capture
 from tests.router.simulate.support import line, write_lines
 
+ASKED_S = 0.25
+"""From a request's arrival until its engine was asked."""
 
-def captured(**changes: Any) -> dict[str, Any]:
-    """A line of an access log."""
-    told = {
-        "model": "m",
-        "engine": "http://e:1",
-        "stream": True,
-        "output_reported": True,
-        "predicted_tokens": 512,
-        "cached_tokens": 512,
-        "ttft_s": 0.5,
-        "duration_s": 0.9,
-        "queue_s": 0.0,
-    }
-    return line(**{**told, **changes})
+
+def captured(
+    *,
+    timestamp: float = 0.0,
+    input_length: int = 600,
+    output_length: int = 5,
+    hash_ids: Sequence[int] = (1, 2),
+    output_reported: bool = True,
+    ttft_s: float | None = 0.5,
+    duration_s: float = 0.9,
+    **changes: Any,
+) -> dict[str, Any]:
+    """A line of a usage record; times as a workload has them: of the engine, in ms and s."""
+    known = UsageLine(
+        arrived_s=timestamp / 1000 - ASKED_S,
+        request_id="r",
+        key="",
+        tenant="",
+        model="m",
+        method="POST",
+        path="/v1/chat/completions",
+        engine="http://e:1",
+        prefill_engine="",
+        attempts=1,
+        status=200,
+        outcome="200",
+        stream=True,
+        prompt_tokens=input_length,
+        cached_tokens=512,
+        device_tokens=512,
+        host_tokens=0,
+        store_tokens=0,
+        computed_tokens=input_length - 512,
+        generated_tokens=output_length if output_reported else None,
+        predicted_tokens=512,
+        mode="exact",
+        verified=True,
+        waited_s=0.0,
+        asked_s=ASKED_S,
+        first_token_s=None if ttft_s is None else ttft_s + ASKED_S,
+        duration_s=duration_s + ASKED_S,
+        queue_s=0.0,
+        predicted_ttft_s=None,
+        hashed_tokens=input_length,
+        hash_ids=list(hash_ids),
+    )
+    return {**msgspec.to_builtins(known), **changes}
 
 
 def drawn(
@@ -82,6 +120,16 @@ def test_answers_of_unknown_length_are_guessed_from_their_time(tmp_path: Path) -
     assert [one.asked.output_tokens for one in read_capture(path)] == [11, 21, 4]
 
 
+def test_requests_that_are_no_workload_are_left_out(tmp_path: Path) -> None:
+    refused = captured(status=429, asked_s=None) | {"hash_ids": None}
+    failed = captured(status=502)
+    untold = captured() | {"hash_ids": None}
+    path = write_lines(tmp_path / "a.jsonl", refused, captured(), failed, untold)
+    assert len(read_capture(path)) == 1
+    with pytest.raises(WorkloadError, match="no answered request whose prompt the router tokenized"):
+        read_capture(write_lines(tmp_path / "b.jsonl", refused, failed))
+
+
 def test_models_are_not_mixed(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", captured(model="a"), captured(model="b"))
     with pytest.raises(WorkloadError, match="requests of 2 models, a, b"):
@@ -92,8 +140,8 @@ def test_models_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_spoilt_capture_is_named(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", captured(), captured(ttft_s="soon"))
-    with pytest.raises(WorkloadError, match=r"a\.jsonl:2: not a line of an access log: .*ttft_s"):
+    path = write_lines(tmp_path / "a.jsonl", captured(), captured() | {"first_token_s": "soon"})
+    with pytest.raises(WorkloadError, match=r"a\.jsonl:2: not a line of a usage record: .*first_token_s"):
         read_capture(path)
 
 
@@ -111,7 +159,7 @@ def test_rates_come_out_of_a_capture_as_they_went_in(tmp_path: Path, wild: float
 
 def test_queues_are_taken_off(tmp_path: Path) -> None:
     lines = [
-        one | {"queue_s": one["queue_s"] + 2.0, "ttft_s": one["ttft_s"] + 2.0}
+        one | {"queue_s": one["queue_s"] + 2.0, "first_token_s": one["first_token_s"] + 2.0}
         for one in drawn(100, rate_s=2e-4, fixed_s=0.03, pace_s=0.015)
     ]
     fit = fit_capture(read_capture(write_lines(tmp_path / "a.jsonl", *lines)), Timing())

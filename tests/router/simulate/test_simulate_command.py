@@ -133,12 +133,12 @@ def test_a_file_is_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert hit_share == pytest.approx(512 / 600), "all share their first unit"
 
 
-def test_an_access_log_is_a_workload_and_tells_its_rates(
+def test_a_usage_record_is_a_workload_and_tells_its_rates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = drawn(60, rate_s=2e-4, fixed_s=0.0, pace_s=0.015)
     for index, one in enumerate(lines):
-        one["timestamp"] = 1e12 + 900 * index
+        one["arrived_s"] = 1e9 + 0.9 * index
     path = write_lines(tmp_path / "log.jsonl", *lines)
     words = [str(path), "--fit", str(path), "--pool", "2000", "--policy", "kvatlas"]
     report = told(capsys, *words, "--speed", "2")

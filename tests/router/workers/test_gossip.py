@@ -23,6 +23,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
+from router.placement.engine import PromptView, candidates
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.workers.gossip import SiblingGossip
 from router.workers.seat import WorkerSeat
@@ -144,6 +145,30 @@ def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
     run(main())
 
 
+def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
+    async def main() -> None:
+        with seats(2) as places:
+            config = Config(engines=(EngineAddress(E),))
+            one, two = (Router(config, seat=place) for place in places)
+            gossips = [router.sharing.gossip for router in (one, two)]
+            assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
+            hearing = gossips[1]
+            async with running(gossips[0]), running(hearing):
+                (engine,), (mirrored,) = one.fleet, two.fleet
+                now = one.clock()
+                work = round(8.0 / engine.rates.prefill_s_per_token(now))
+                engine.load.finish(engine.load.admit(uncached_tokens=work, now=now), now)
+                await until(lambda: E in hearing.others(), "it is reported")
+                assert hearing.others()[E].in_flight == (0, 0, 0)
+                asked = PromptView(1000, others=hearing.told().load)
+                (candidate,) = candidates([mirrored], asked, two.clock())
+                assert 1.0 < candidate.recent_s <= 8.05
+                assert candidate.queue_s == 0.0
+                assert two.sharing.own_load(two.clock()) == {}
+
+    run(main())
+
+
 def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> None:
     async def main() -> None:
         with seats(2) as places:
@@ -222,16 +247,16 @@ def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> Non
             ]
             one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
             async with one.running(), two.running():
-                entry = gates[0].enter(FIELDS)
+                entry = gates[0].enter(gates[0].tenant_of(FIELDS))
                 await until(gates[1].tenants, "the other has heard")
                 with pytest.raises(ApiError, match="concurrent"):
-                    gates[1].enter(FIELDS)
+                    gates[1].enter(gates[1].tenant_of(FIELDS))
                 entry.leave(None)
                 heard = two.gossip.stats.heard
                 await until(lambda: two.gossip.stats.heard > heard, "it is told that the request left")
-                gates[1].enter(FIELDS).leave(None)
+                gates[1].enter(gates[1].tenant_of(FIELDS)).leave(None)
                 with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
-                    gates[1].enter(FIELDS)
+                    gates[1].enter(gates[1].tenant_of(FIELDS))
 
     run(main())
 
@@ -244,7 +269,7 @@ def gate_of(folder: Path, rules: str) -> KeyGate:
 
 def lets_in(gate: KeyGate) -> bool:
     try:
-        gate.enter(FIELDS).leave(None)
+        gate.enter(gate.tenant_of(FIELDS)).leave(None)
     except ApiError:
         return False
     return True
@@ -258,7 +283,7 @@ def test_a_lost_message_on_what_a_tenant_uses_is_made_up_for_by_the_next(tmp_pat
             gates = [gate_of(tmp_path, "concurrent_requests = 1") for _ in "ab"]
             one, two = (Worker(place, gate=gate) for place, gate in zip(places, gates, strict=True))
             async with one.running():
-                entry = gates[0].enter(FIELDS)
+                entry = gates[0].enter(gates[0].tenant_of(FIELDS))
                 await until(lambda: one.gossip.stats.sent > 1, "the sibling would know of it")
                 with contextlib.suppress(BlockingIOError):
                     while True:
@@ -280,7 +305,10 @@ def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path:
             async with one.running():
                 async with Worker(places[1], gate=gates[1]).running():
                     assert lets_in(gates[1])
-                    held = gates[0].enter(FIELDS), gates[0].enter(FIELDS)
+                    held = (
+                        gates[0].enter(gates[0].tenant_of(FIELDS)),
+                        gates[0].enter(gates[0].tenant_of(FIELDS)),
+                    )
                     ada = gates[0].account("ada")
                     await until(lambda: ada.headers(time.monotonic())[1][1] == b"0", "the one knows")
                     await until(lambda: not lets_in(gates[1]), "the other one knows")
@@ -288,12 +316,12 @@ def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path:
                 async with two.running():
                     await until(lambda: two.gossip.stats.heard, "the new worker hears")
                     with pytest.raises(ApiError, match="concurrent"):
-                        gates[2].enter(FIELDS)
+                        gates[2].enter(gates[2].tenant_of(FIELDS))
                     for entry in held:
                         entry.leave(None)
                     await until(lambda: not gates[2].account("ada")._active_elsewhere, "the places are free")
                     with pytest.raises(ApiError, match="requests_per_minute"):
-                        gates[2].enter(FIELDS)
+                        gates[2].enter(gates[2].tenant_of(FIELDS))
 
     run(main())
 
@@ -308,7 +336,7 @@ def test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor(tmp_pa
             two.gossip._clock = lambda: now_s() + ahead[0]
             async with two.running():
                 async with one.running():
-                    gates[0].enter(FIELDS)
+                    gates[0].enter(gates[0].tenant_of(FIELDS))
                     await until(lambda: not lets_in(gates[1]), "the sibling knows")
                 ahead[0] = SILENCE_S + 1
                 await until(lambda: lets_in(gates[1]), "the place is free")

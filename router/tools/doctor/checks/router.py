@@ -235,6 +235,86 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
             )
 
 
+_ELSEWHERE_SHARE, _EVICTED_SHARE = 0.05, 0.1
+"""Smaller shares of all prompt tokens are nothing to act on."""
+_ELSEWHERE = {
+    "load": "its queue was longer",
+    "pages": "prompts wait there for KV cache pages",
+    "choice": "other costs decided",
+}
+
+
+@fleet_check("router.cache")
+def cache_funnel(seen: Evidence) -> Iterator[CheckResult]:
+    """How much of the prompts was held, where, and what kept the rest from being reused."""
+    router = seen.router
+    if router is None or not router.metrics_answer.ok:
+        return
+    stages: dict[str, float] = {}
+    missed: dict[str, float] = {}
+    seconds = 0.0
+    for name, labels, value in series(router.metrics_answer.body.decode("utf-8", "replace")):
+        if name == "kvatlas_cache_tokens_total":
+            stage = labels.get("stage", "")
+            stages[stage] = stages.get(stage, 0.0) + value
+        elif name == "kvatlas_cache_missed_tokens_total":
+            reason = labels.get("reason", "")
+            missed[reason] = missed.get(reason, 0.0) + value
+        elif name == "kvatlas_cache_elsewhere_seconds_total":
+            seconds += value
+    prompt = stages.get("prompt", 0.0)
+    if not prompt:
+        return
+    delivered, elsewhere = stages.get("delivered", 0.0), sum(missed.get(reason, 0.0) for reason in _ELSEWHERE)
+    yield ok(
+        f"{delivered / prompt:.0%} of {prompt:,.0f} prompt tokens came from caches, "
+        f"{stages.get('held', 0.0) / prompt:.0%} were held by an engine",
+        subject=router.url,
+    )
+    if elsewhere >= _ELSEWHERE_SHARE * prompt:
+        shares = {text: missed.get(reason, 0.0) / elsewhere for reason, text in _ELSEWHERE.items()}
+        yield info(
+            f"{elsewhere / prompt:.0%} of prompt tokens were held by another engine than the chosen one",
+            ", ".join(f"{text} ({share:.0%})" for text, share in shares.items() if share),
+            f"a store that engines share, or a pull from that engine, would save {seconds:,.0f} s of prefill",
+            subject=router.url,
+        )
+    for reason, seen_text, cause, remedy in _MISSED:
+        tokens = missed.get(reason, 0.0)
+        if tokens >= _EVICTED_SHARE * prompt:
+            yield info(
+                f"{tokens / prompt:.0%} of prompt tokens {seen_text}", cause, remedy, subject=router.url
+            )
+
+
+_MISSED = (
+    (
+        "evicted",
+        "had been seen before, and no engine holds them any more",
+        "engines evicted them, or keep no boundary of theirs (sliding windows, Mamba states)",
+        "offload to host memory or a store (docs/connectors.md), or add KV cache",
+    ),
+    (
+        "lost",
+        "were predicted on the chosen engine and not delivered",
+        "the engine evicted them before it began with the prompt",
+        "kv_usage near 1 means too few pages; else docs/troubleshooting.md, wrong predictions",
+    ),
+    (
+        "template",
+        "were not delivered by engines that count the prompt's tokens differently",
+        "tokenizer or chat template differ from the engine's",
+        "see tokens.parity; give the router the engine's tokenizer and template",
+    ),
+    (
+        "salted",
+        "are new under their cache salt",
+        "prompts with another salt share nothing, whatever their text",
+        "give clients that may share prefixes the same cache_salt",
+    ),
+)
+"""Reason, and what is said of it."""
+
 _SELDOM_SHARE = 0.05
 """Below this share of an API's requests, prompts that are not read here are nothing to act on."""
 _RENDER = "give a render server (--renderer: vllm launch render) beside the router"

@@ -17,13 +17,9 @@ class Stream:
     def __init__(self) -> None:
         self.entries: list[bytes] = []
         self.open = True
-        self.now = 0.0
-        self.local: set[str] = set()
 
     def join(self, name: str, started: int = 1) -> GossipedInflight:
-        return GossipedInflight(
-            name, started, self._publish, is_local=lambda engine: name in self.local, clock=lambda: self.now
-        )
+        return GossipedInflight(name, started, self._publish)
 
     def _publish(self, engine_id: str, entry: bytes) -> bool:
         if self.open:
@@ -40,7 +36,6 @@ def test_what_one_sends_the_other_sees_until_it_ends() -> None:
     assert (common.blocks, common.coming) == ({E: 3}, {E: 2})
     one.end(prompt, 1.0)
     two.receive(stream.entries[1:], 1.0)
-    stream.now = 1.0
     grace = two.settings.grace_s
     assert two.common(HASHES, 1.0 + grace / 2).blocks == {E: 4}
     assert two.common(HASHES, 1.0 + grace).blocks == {}
@@ -68,17 +63,23 @@ def test_a_failed_prompt_goes_at_once() -> None:
     assert two.common(HASHES, 0.0).blocks == {}
 
 
-def test_what_is_kept_counts_until_the_index_must_have_it() -> None:
+def test_what_is_kept_counts_until_the_batch_was_applied_or_can_have_been() -> None:
     stream = Stream()
-    stream.local = {"two"}
     one, two = stream.join("one"), stream.join("two")
+    stored: set[BlockHash] = set()
+    one.is_stored = lambda engine_id, block: False  # another replica follows the engine
+    two.is_stored = lambda engine_id, block: block in stored
     prompt = one.add(E, HASHES, 0.0, keeps=(4,))
-    one.prefilled(prompt)
+    one.prefilled(prompt, 0.0)
     two.receive(stream.entries, 0.0)
-    assert two.common(HASHES, 0.0).coming == {}  # it follows the engine itself
-    assert one.common(HASHES, 0.0).coming == {E: 4}  # it reads the index, which lags
-    assert one.common(HASHES, 0.1).coming == {}
-    assert one.common(HASHES, 0.1).blocks == {E: 4}
+    assert one.common(HASHES, 0.0).coming == two.common(HASHES, 0.0).coming == {E: 4}
+    stored.add(HASHES[3])
+    two.applied(E)
+    assert two.common(HASHES, 0.0).coming == {}
+    grace = one.settings.grace_s
+    assert one.common(HASHES, grace / 2).coming == {E: 4}
+    assert one.common(HASHES, grace).coming == {}
+    assert one.common(HASHES, grace).blocks == {E: 4}
 
 
 def test_nobody_counts_its_own_twice_or_tells_of_others() -> None:

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import pytest
+
 from publisher.events import BlockHash
 from router.index.base import Rows
 from router.placement.load.account import LoadAccount
@@ -102,11 +105,54 @@ def test_own_load_is_told_without_that_of_others() -> None:
     account.report(running=5, waiting=5, now=0.0)
     assert account.own(0.0) is None
     ticket = account.admit(uncached_tokens=1000, now=0.0)
-    assert account.own(0.0) == OthersLoad(0, 1, 1000)
+    own = account.own(0.0)
+    assert own is not None
+    assert own.in_flight == (0, 1, 1000)
     account.first_token(ticket, 0.1)
-    assert account.own(0.1) == OthersLoad(1, 0, 0)
+    assert account.own(0.1) == OthersLoad(1, 0, 0, own.recent_ms)
     account.finish(ticket, 0.2)
-    assert account.own(0.2) is None
+    assert account.own(0.2) == OthersLoad(0, 0, 0, own.recent_ms)
+    assert account.own(300.0) is None, "it has faded"
+
+
+def test_recent_work_of_others_is_added_and_never_reported_as_ones_own() -> None:
+    account = LoadAccount(FleetRates().engine())
+    rate = account.rates.prefill_s_per_token(0.0)
+    account.finish(account.admit(uncached_tokens=round(3.0 / rate), now=0.0), 0.0)
+    assert account.ahead(0.0, OthersLoad(recent_ms=4500), rate)[5] == pytest.approx(7.5, abs=0.01)
+    assert account.at(0.0, OthersLoad(recent_ms=4500)).recent_s == pytest.approx(7.5, abs=0.01)
+    assert account.own(0.0) == OthersLoad(recent_ms=3000)
+    assert account.at(0.0).recent_s == pytest.approx(3.0, abs=0.01)
+
+
+def test_recent_work_that_fades_is_written_with_the_heartbeat_only() -> None:
+    load = {E: OthersLoad(1, 0, 5, 4000)}
+    writer = gossip("a", load)
+    writer.sent(writer.field(0.0) or b"", 0.0)
+    load[E] = OthersLoad(1, 0, 5, 3900)
+    assert writer.field(0.4) is None
+    field = writer.field(0.5)
+    assert field is not None
+    assert gossip("me", {}).others({"a": field}, 0.5) == load
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 40, 1.5, "1", None])
+@pytest.mark.parametrize("place", range(4))
+def test_a_field_with_values_out_of_bounds_counts_as_nothing(place: int, value: object) -> None:
+    refused = []
+    reader = LoadGossip("me", lambda _: {}, started=1, refused=lambda: refused.append(1))
+    numbers: list[object] = [1, 1, 1, 1]
+    numbers[place] = value
+    field = msgspec.msgpack.encode([7, {E: numbers}])
+    assert reader.others({"a": field}, 0.0) == {}
+    assert reader.others({"a": field}, 0.1) == {}
+    assert refused == [1], "the same bytes count once"
+
+
+def test_a_router_of_an_earlier_version_is_understood() -> None:
+    assert gossip("me", {}).others({"a": msgspec.msgpack.encode([7, {E: [1, 2, 3]}])}, 0.0) == {
+        E: OthersLoad(1, 2, 3)
+    }
 
 
 class Reader:

@@ -127,6 +127,12 @@ def router(**changes: Any) -> Answers:
         ({"feed_state": "stale"}, "router.engines", Severity.WARNING, "stale"),
         ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
         ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),
+        (
+            {"first_tokens": {"held": 30, "compared": 100}},
+            "router.predictions",
+            Severity.WARNING,
+            "70 of 100 times to first token differ",
+        ),
         ({"receipts": {"unreported": 5}}, "router.predictions", Severity.WARNING, "without cached_tokens"),
         ({"receipts": {"exact": 3, "over": 1}}, "router.predictions", Severity.OK, "75% of 4"),
     ],

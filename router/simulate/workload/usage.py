@@ -1,8 +1,8 @@
-"""A capture: what the access log of a running router wrote (``router.observe.access_log``), read again.
+"""The usage record of a router (``router.observe.usage``) as a workload.
 
-Every line is a request of the workload format with what came of it. Where the engine did not say how many
-tokens it generated, the time that the answer took tells, at the pace of the answers that say both. A capture
-that was turned over is read whole: ``PATH.1``, then ``PATH``.
+Lines of requests whose prompts were tokenized by the router and answered by an engine count, others are left
+out. Where the engine did not report how many tokens it generated, the duration of the answer gives them, at
+the pace of the answers that report both. A record that was rotated is read whole.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 
-from router.observe.access_log import AccessLine
+from router.observe.usage import UsageLine, rotated_files
 from router.simulate.timing import Timing
 from router.simulate.workload.requests import Asked, WorkloadError, asked_of, in_order, lines_of
 from router.simulate.workload.sessions import is_session
 
 OUTPUT_GUESS_MAX = 32_768
+_SUCCESS = 200, 300
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_capture(path: Path) -> bool:
-    """Whether the first line of a file is one of an access log. Raises ``WorkloadError``."""
+    """Whether the first line of a file is one of a usage record. Raises ``WorkloadError``."""
     if is_session(path):
         return False
     with contextlib.closing(lines_of(path)) as lines:
@@ -55,9 +56,9 @@ def is_capture(path: Path) -> bool:
     if "payload_b64" in fields:
         raise WorkloadError(
             f"{path}: a capture of KV events (kvatlas record), which holds no requests; name the router's "
-            "access log (access_log.path), or a trace"
+            "usage record (usage.path), or a trace"
         )
-    return "duration_s" in fields and "engine" in fields
+    return "arrived_s" in fields and "hash_ids" in fields
 
 
 def read_capture(path: Path, model: str | None = None) -> list[Captured]:
@@ -66,9 +67,10 @@ def read_capture(path: Path, model: str | None = None) -> list[Captured]:
     Raises ``WorkloadError``, also for a capture of several models where none is named: they do not share
     engines' caches.
     """
-    older = Path(f"{path}.1")
-    pieces = [older, path] if older.is_file() else [path]
-    found = [_captured(fields, where) for piece in pieces for where, fields in lines_of(piece)]
+    lines = (line for piece in rotated_files(path) for line in lines_of(piece))
+    found = [one for where, fields in lines if (one := _captured(fields, where)) is not None]
+    if not found:
+        raise WorkloadError(f"{path}: no answered request whose prompt the router tokenized")
     models = Counter(one.model for one in found)
     if model is not None and model not in models:
         raise WorkloadError(f"{path}: no request of model {model!r}; there are {', '.join(models)}")
@@ -86,22 +88,34 @@ def asked_in(captured: Sequence[Captured]) -> list[Asked]:
     return in_order([one.asked for one in captured])
 
 
-def _captured(fields: dict[str, Any], where: str) -> Captured:
-    asked = asked_of(fields, where)
+def _captured(fields: dict[str, Any], where: str) -> Captured | None:
+    """None: nothing was computed, or the prompt is not known."""
     try:
-        line = msgspec.convert(fields, AccessLine)
+        line = msgspec.convert(fields, UsageLine)
     except msgspec.ValidationError as error:
-        raise WorkloadError(f"{where}: not a line of an access log: {error}") from None
+        raise WorkloadError(f"{where}: not a line of a usage record: {error}") from None
+    if line.hash_ids is None or line.asked_s is None or not _SUCCESS[0] <= line.status < _SUCCESS[1]:
+        return None
+    generated = line.generated_tokens
+    asked = asked_of(
+        {
+            "timestamp": 1000 * (line.arrived_s + line.asked_s),
+            "input_length": line.hashed_tokens,
+            "output_length": generated or 0,
+            "hash_ids": line.hash_ids,
+        },
+        where,
+    )
     return Captured(
         asked=asked,
         model=line.model,
         engine=line.engine,
-        output_reported=line.output_reported,
+        output_reported=generated is not None,
         predicted_tokens=line.predicted_tokens,
         cached_tokens=line.cached_tokens,
-        ttft_s=line.ttft_s,
-        duration_s=line.duration_s,
-        queue_s=line.queue_s,
+        ttft_s=None if line.first_token_s is None else line.first_token_s - line.asked_s,
+        duration_s=line.duration_s - line.asked_s,
+        queue_s=line.queue_s or 0.0,
     )
 
 

@@ -1,0 +1,449 @@
+"""The usage record: one JSON line for every request, for bills, audits and what-if runs. No text, no keys.
+
+The event loop appends a finished request to a bounded queue; a thread of its own hashes prefixes, writes in
+batches, rotates and syncs. Always true: a request is never delayed or failed by its record; the queue, a
+batch and the files are bounded; a line is written once and whole, and what is lost is counted by reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from publisher.block_hash import PromptExtras
+from router.observe.prefix_ids import prefix_ids, read_key
+from router.observe.requests import RequestRecord
+
+_log = structlog.get_logger()
+WRITE_INTERVAL_S = 0.2
+COMPLAIN_INTERVAL_S = 60.0
+CLOSE_S_MAX = 5.0
+_BATCH_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 16
+_ROTATED = re.compile(r"\.(\d{1,6})")
+_WORKER = re.compile(r"\.worker(\d{1,4})")
+
+
+class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A line for every request: who sent it, which engine answered, tokens by tier, times. No text.
+
+    Files are ``path`` and the older ``path.1``, ``path.2`` and so on. Every router needs a ``path`` of its
+    own; files of routers with the same ``key_file`` can be read as one. Of several workers each writes its
+    own files, from the second on with ``.worker1``, ``.worker2`` and so on appended to ``path``.
+    """
+
+    path: str = ""
+    """File to append to; empty: no usage record."""
+    file_bytes_max: int = 64 << 20
+    """Size at which a file is rotated, of all workers' files together; a line takes about 600 bytes and 17
+    more per 512 tokens of its prompt."""
+    files_max: int = 16
+    """Most files kept, the current one included; the oldest is removed by a rotation, and counted."""
+    fsync_interval_s: float = 1.0
+    """Most seconds between a line's write and its `fsync`: what a machine that loses power may lose. A killed
+    process loses what was queued, 0.2 s of requests."""
+    key_file: str = ""
+    """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended."""
+    queue_len_max: int = 8192
+    """Most requests waiting to be written; further ones get no line, and are counted."""
+    queue_tokens_max: int = 8 << 20
+    """Most prompt tokens waiting to be written; further requests get no line, and are counted."""
+
+
+class UsageStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    written: int = 0
+    """Lines written."""
+    dropped: dict[str, int] = msgspec.field(default_factory=lambda: {"queue_full": 0, "not_writable": 0})
+    """Requests without a line: too many waited to be written; the same while the disk refused, or at exit."""
+    write_failures: int = 0
+    """Attempts to write that failed (disk full, no permission); the lines are kept and tried again."""
+    fsync_failures: int = 0
+    """Calls of fsync that failed."""
+    rotations: int = 0
+    """Times the file reached its size and a new one was begun."""
+    files_removed: int = 0
+    """Oldest files removed, since there were `usage.files_max`."""
+    queued: int = 0
+    """Gauge: requests that wait to be written."""
+
+
+class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What was known when a request was placed; tokens. ``tokens`` and ``extras`` are the prompt where it was
+    tokenized here and is the only one of its request."""
+
+    tokens: array[int] | None = None
+    extras: PromptExtras | None = None
+    mode: str = ""
+    predicted_tokens: int | None = None
+    host_tokens: int = 0
+    store_tokens: int = 0
+    queue_s: float | None = None
+    predicted_ttft_s: float | None = None
+    prefill_engine: str = ""
+
+
+class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line as it is written. Seconds after ``arrived_s``; None: not known, or it did not happen."""
+
+    arrived_s: float
+    """Wall clock."""
+    request_id: str
+    key: str
+    """First digits of the SHA-256 of the client's key, as ``kvatlas keys list`` shows them."""
+    tenant: str
+    model: str
+    method: str
+    path: str
+    engine: str
+    """The engine that answered, or was asked last."""
+    prefill_engine: str
+    """The engine that computed the prompt for it, if another one did."""
+    attempts: int
+    """Engines asked."""
+    status: int
+    """Of the answer; 0: the client left before there was one, or a gateway did not show it."""
+    outcome: str
+    """The status, or ``client_gone``, ``broken_stream``, ``unseen``."""
+    stream: bool
+    prompt_tokens: int | None
+    """As the engine reported."""
+    cached_tokens: int | None
+    """As the engine reported: the sum of the next three."""
+    device_tokens: int | None
+    host_tokens: int | None
+    store_tokens: int | None
+    computed_tokens: int | None
+    """Of the prompt. With keys, what the tenant was charged."""
+    generated_tokens: int | None
+    predicted_tokens: int | None
+    """What ``cached_tokens`` was to be, by the index."""
+    mode: str
+    """How that was predicted."""
+    verified: bool | None
+    """Whether both are equal."""
+    waited_s: float
+    """In the router's queue."""
+    asked_s: float | None
+    """When the engine was asked."""
+    first_token_s: float | None
+    """Of streams."""
+    duration_s: float
+    queue_s: float | None
+    """The engine's queue, as predicted when it was asked."""
+    predicted_ttft_s: float | None
+    """Seconds from ``asked_s`` to the first token, as predicted."""
+    hashed_tokens: int | None
+    """Prompt tokens that ``hash_ids`` stand for."""
+    hash_ids: list[int] | None
+    """One per 512 tokens, where the prompt was tokenized here."""
+
+
+class UsageLog:
+    """Writes from ``start`` to ``close``; ``add`` may be called at any time, from one thread."""
+
+    def __init__(self, settings: UsageSettings) -> None:
+        self.stats = UsageStats()
+        self.export: Callable[[UsageLine], None] | None = None
+        """Called with every line, in the writer's thread."""
+        self.worker_paths: list[Path] = []
+        """Files of other workers, which ``read_back`` includes."""
+        self._settings = settings
+        self._path = Path(settings.path)
+        self._key_path = Path(settings.key_file or f"{settings.path}.key")
+        self._key = b""
+        self._queue: deque[tuple[RequestRecord, PlacementFacts | None, float, float]] = deque()
+        self._tokens_in = 0  # put into the queue so far: written by the event loop's thread alone
+        self._tokens_out = 0  # taken out so far: by the writer's thread alone
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._file: FileIO | None = None
+        self._failing = False
+        self._batch: list[bytes] = []
+        """Encoded lines that are not written yet."""
+        self._synced_s = 0.0
+        self._unsynced = False
+        self._complain_after_s = 0.0
+        self._encoder = msgspec.json.Encoder()
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._closing.clear()
+        self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what waits, sync, and end; wait for a disk that hangs for ``CLOSE_S_MAX`` at most."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S_MAX)
+            self._thread = None
+
+    def add(self, record: RequestRecord, now: float) -> None:
+        """Queue the record of a request that ended. Never waits."""
+        facts = record.placement_facts()
+        weight = _weight(facts)
+        waiting, settings = self._tokens_in - self._tokens_out, self._settings
+        if len(self._queue) >= settings.queue_len_max or waiting + weight > settings.queue_tokens_max:
+            self.stats.dropped["not_writable" if self._failing else "queue_full"] += 1
+            return
+        self._tokens_in += weight
+        duration_s = now - record.arrived_s
+        self._queue.append((record, facts, time.time() - duration_s, duration_s))
+        self.stats.queued = len(self._queue)
+
+    def read_back(self) -> Iterator[bytes]:
+        """The files as they are now, oldest first, piece by piece. Reads from the disk."""
+        for path in [file for log in (self._path, *self.worker_paths) for file in rotated_files(log)]:
+            try:
+                with path.open("rb") as file:
+                    left = os.fstat(file.fileno()).st_size
+                    while left > 0 and (piece := file.read(min(_PIECE_BYTES, left))):
+                        left -= len(piece)
+                        yield piece
+            except FileNotFoundError:  # rotated meanwhile
+                continue
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            closing = self._closing.wait(WRITE_INTERVAL_S)  # first, so that all that came before is written
+            try:
+                self._write_all()
+                self._failing = False
+            except OSError as error:
+                self._failing = True
+                self.stats.write_failures += 1
+                self._close_file()
+                self._complain("usage record not written", error)
+            self._sync(force=closing)
+        self._close_file()
+        self.stats.dropped["not_writable"] += len(self._batch) + len(self._queue)
+        self._batch.clear()
+        while self._queue:
+            self._tokens_out += _weight(self._queue.popleft()[1])
+        self.stats.queued = 0
+
+    def _write_all(self) -> None:
+        """Raises ``OSError``; the batch is kept then."""
+        if not self._key and (self._queue or self._batch):
+            self._key = read_key(self._key_path)
+        while self._batch or self._queue:
+            size = sum(map(len, self._batch))
+            while self._queue and size < _BATCH_BYTES:
+                record, facts, arrived_s, duration_s = self._queue.popleft()
+                self._tokens_out += _weight(facts)
+                line = usage_line(record, facts, arrived_s, duration_s, self._key)
+                self._batch.append(self._encoder.encode(line) + b"\n")
+                size += len(self._batch[-1])
+                if self.export is not None:
+                    self.export(line)
+            self.stats.queued = len(self._queue)
+            while self._batch:
+                self._write_batch()
+
+    def _write_batch(self) -> None:
+        """Write as many lines of the batch as the file takes. Raises ``OSError``."""
+        if self._file is None:
+            self._file = _open_whole(self._path)
+        size = self._file.tell()
+        room = self._settings.file_bytes_max - size
+        if size and len(self._batch[0]) > room:
+            self._rotate()
+            return
+        count = taken = 0
+        for line in self._batch:
+            if count and taken + len(line) > room:
+                break
+            taken += len(line)
+            count += 1
+        if self._file.write(b"".join(self._batch[:count])) != taken:
+            self._file.truncate(size)  # half a line would spoil the next one
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._unsynced = True
+        self.stats.written += count
+        del self._batch[:count]
+
+    def _rotate(self) -> None:
+        self._sync(force=True)
+        self._close_file()
+        last = self._settings.files_max - 1
+        for path in rotated_files(self._path):  # oldest first
+            number = int(path.name.rpartition(".")[2]) if path != self._path else 0
+            if number >= last:
+                path.unlink(missing_ok=True)
+                self.stats.files_removed += 1
+            else:
+                path.replace(f"{self._path}.{number + 1}")
+        self.stats.rotations += 1
+
+    def _sync(self, *, force: bool) -> None:
+        now = time.monotonic()
+        due = force or now - self._synced_s >= self._settings.fsync_interval_s
+        if self._file is None or not self._unsynced or not due:
+            return
+        self._synced_s, self._unsynced = now, False
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.stats.fsync_failures += 1
+            self._complain("usage record not synced", error)
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError as error:
+                self._complain("usage record not closed", error)
+
+    def _complain(self, event: str, error: OSError) -> None:
+        if time.monotonic() >= self._complain_after_s:
+            self._complain_after_s = time.monotonic() + COMPLAIN_INTERVAL_S
+            _log.warning(event, setting="usage.path", path=str(self._path), problem=str(error))
+
+
+def usage_line(
+    record: RequestRecord, facts: PlacementFacts | None, arrived_s: float, duration_s: float, key: bytes
+) -> UsageLine:
+    """The line of a request that ended."""
+    facts = _NO_FACTS if facts is None else facts
+    usage, tokens = record.usage, facts.tokens
+    prompt, cached, predicted = None, None, facts.predicted_tokens
+    if usage is not None:
+        prompt, cached = usage.prompt_tokens, usage.cached_tokens
+    device, host, store = _by_tier(cached, facts)
+    computed = record.charged_tokens
+    if computed is None and prompt is not None and cached is not None:
+        computed = max(0, prompt - cached)
+    ids = None
+    if tokens is not None and facts.extras is not None:
+        ids = prefix_ids(tokens, record.model, facts.extras, key)
+    return UsageLine(
+        arrived_s=round(arrived_s, 6),
+        request_id=record.request_id,
+        key=record.key_id,
+        tenant=record.tenant,
+        model=record.model,
+        method=record.method,
+        path=record.path,
+        engine=record.engine,
+        prefill_engine=facts.prefill_engine,
+        attempts=record.attempts,
+        status=record.status,
+        outcome=record.outcome,
+        stream=record.streams,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        device_tokens=device,
+        host_tokens=host,
+        store_tokens=store,
+        computed_tokens=computed,
+        generated_tokens=None if usage is None else usage.completion_tokens,
+        predicted_tokens=predicted,
+        mode=facts.mode,
+        verified=None if predicted is None or cached is None else predicted == cached,
+        waited_s=round(record.waited_s, 6),
+        asked_s=_since(record.asked_s, record.arrived_s),
+        first_token_s=_since(record.first_s, record.arrived_s),
+        duration_s=round(duration_s, 6),
+        queue_s=_rounded(facts.queue_s),
+        predicted_ttft_s=_rounded(facts.predicted_ttft_s),
+        hashed_tokens=None if ids is None or tokens is None else len(tokens),
+        hash_ids=ids,
+    )
+
+
+def rotated_files(path: Path) -> list[Path]:
+    """A record's files, oldest first; ``path`` itself last, whether or not it is there."""
+    found: list[tuple[int, Path]] = []
+    if path.parent.is_dir():
+        for other in path.parent.iterdir():
+            if other.name.startswith(f"{path.name}."):
+                number = _ROTATED.fullmatch(other.name, len(path.name))
+                if number is not None:
+                    found.append((int(number[1]), other))
+    return [*(file for _, file in sorted(found, reverse=True)), path]
+
+
+def all_files(path: Path) -> list[Path]:
+    """The files of a router and of its workers that exist, each record's oldest first."""
+    records = [path]
+    if path.parent.is_dir():
+        names = {other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}.")}
+        slots = {int(one[1]) for name in names if (one := _WORKER.match(name, len(path.name)))}
+        records += [Path(f"{path}.worker{slot}") for slot in sorted(slots)]
+    return [file for record in records for file in rotated_files(record) if file.is_file()]
+
+
+_NO_FACTS = PlacementFacts()
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _since(moment_s: float | None, arrived_s: float) -> float | None:
+    return None if moment_s is None else round(moment_s - arrived_s, 6)
+
+
+def _by_tier(cached: int | None, facts: PlacementFacts) -> tuple[int | None, int | None, int | None]:
+    """Engines report one sum. A hit is taken from the device first, then from host memory, then from a store
+    (vLLM v1/core/sched/scheduler.py: the connector is asked for what follows the local hit), so a smaller
+    sum than predicted lacks the farthest tier, and what exceeds a prediction counts as the device's."""
+    if cached is None:
+        return None, None, None
+    device = (facts.predicted_tokens or 0) - facts.host_tokens - facts.store_tokens
+    host = min(facts.host_tokens, max(0, cached - device))
+    store = min(facts.store_tokens, max(0, cached - device - host))
+    return cached - host - store, host, store
+
+
+def _weight(facts: PlacementFacts | None) -> int:
+    """Its size in tokens, of four bytes each: clients choose their cache salts."""
+    if facts is None or facts.tokens is None:
+        return 0
+    extras = facts.extras
+    size = len(facts.tokens)
+    if extras is None:
+        return size
+    if extras.cache_salt:
+        size += len(extras.cache_salt)
+    for item in extras.multimodal:
+        size += len(item.identifier)
+    return size
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _open_whole(path: Path) -> FileIO:
+    """Open to append, without the half line that a crash may have left."""
+    file = FileIO(path, "a+", opener=_for_its_owner)
+    end = size = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _TAIL_BYTES)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)
+    file.seek(end)
+    return file

@@ -1,0 +1,185 @@
+"""``kvatlas invoice``: tokens and prices by tenant, from usage records.
+
+Lines are read in one pass and summed as whole numbers; prices are decimal, per million tokens, and a total is
+the exact sum of its rows. Always true: each line counts once, also of a record that a router is writing.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from rich.table import Table
+
+from router.config.errors import ConfigError
+from router.observe.usage import UsageLine, all_files
+from router.tools.console import output_console
+
+PRICED = ("computed", "device", "host", "store", "generated")
+"""What has a price: prompt tokens that were computed, those taken from each tier, and generated ones."""
+GROUPS = ("tenant", "key", "model", "engine")
+_MILLION = 1_000_000
+_decoder = msgspec.json.Decoder(UsageLine)
+
+
+class InvoiceOptions(msgspec.Struct, frozen=True):
+    """The arguments of ``kvatlas invoice``, as given."""
+
+    paths: Sequence[Path]
+    prices: Sequence[str]
+    since: str | None
+    until: str | None
+    by: str
+
+
+class InvoiceRow(msgspec.Struct):
+    """The requests of one tenant, or of what ``--by`` names."""
+
+    requests: int = 0
+    """Requests that an engine answered with success, or was computing when the client left."""
+    not_served: int = 0
+    unreported: int = 0
+    """Of ``requests``, those whose engine reported no tokens."""
+    contradicted: int = 0
+    """Of ``requests``, those whose reported cached tokens differ from what the index says."""
+    tokens: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PRICED, 0))
+
+    def add(self, line: UsageLine) -> None:
+        """Count one line."""
+        served = 200 <= line.status < 300 or line.outcome == "unseen"
+        if not served and not (line.outcome == "client_gone" and line.engine):
+            self.not_served += 1
+            return
+        self.requests += 1
+        self.unreported += line.prompt_tokens is None
+        self.contradicted += line.verified is False
+        counts = (
+            line.computed_tokens,
+            line.device_tokens,
+            line.host_tokens,
+            line.store_tokens,
+            line.generated_tokens,
+        )
+        for name, count in zip(PRICED, counts, strict=True):
+            self.tokens[name] += count or 0
+
+    def amount(self, prices: dict[str, Decimal]) -> Decimal:
+        """What its tokens cost."""
+        return sum((prices[name] * self.tokens[name] / _MILLION for name in prices), Decimal(0))
+
+
+def run_invoice(options: InvoiceOptions, *, as_json: bool) -> int:
+    """Raises ``ConfigError`` for arguments or lines that cannot be used."""
+    prices = _prices(options.prices)
+    since_s, until_s = _moment("--since", options.since), _moment("--until", options.until)
+    by = tuple(name.strip() for name in options.by.split(","))
+    for name in by:
+        if name not in GROUPS:
+            raise ConfigError(f"--by {options.by}: {name!r}: expected some of {', '.join(GROUPS)}")
+    rows: dict[tuple[str, ...], InvoiceRow] = {}
+    for line in _lines(options.paths):
+        if (since_s is None or line.arrived_s >= since_s) and (until_s is None or line.arrived_s < until_s):
+            key = tuple(getattr(line, name) for name in by)
+            rows.setdefault(key, InvoiceRow()).add(line)
+    found = dict(sorted(rows.items()))
+    if as_json:
+        print(msgspec.json.encode(_report(by, found, prices)).decode())
+    else:
+        output_console().print(_table(by, found, prices))
+    return 0
+
+
+def _report(
+    by: tuple[str, ...], rows: dict[tuple[str, ...], InvoiceRow], prices: dict[str, Decimal]
+) -> dict[str, object]:
+    found = [
+        {**dict(zip(by, key, strict=True)), **msgspec.to_builtins(row), "amount": str(row.amount(prices))}
+        for key, row in rows.items()
+    ]
+    return {"rows": found, "total": str(_total(rows, prices))}
+
+
+def _table(by: tuple[str, ...], rows: dict[tuple[str, ...], InvoiceRow], prices: dict[str, Decimal]) -> Table:
+    table = Table(*by, box=None, pad_edge=False)
+    for name in ("requests", *PRICED, "unreported", "contradicted", "amount"):
+        table.add_column(name, justify="right")
+    for key, row in rows.items():
+        counts = (row.requests, *row.tokens.values(), row.unreported, row.contradicted)
+        table.add_row(*(text or "-" for text in key), *map(str, counts), f"{row.amount(prices):.4f}")
+    table.add_section()
+    blank = [""] * (len(by) - 1 + 1 + len(PRICED) + 2)
+    table.add_row("total", *blank, f"{_total(rows, prices):.4f}")
+    return table
+
+
+def _total(rows: dict[tuple[str, ...], InvoiceRow], prices: dict[str, Decimal]) -> Decimal:
+    return sum((row.amount(prices) for row in rows.values()), Decimal(0))
+
+
+def _lines(paths: Sequence[Path]) -> Iterator[UsageLine]:
+    for path in paths:
+        with ExitStack() as stack:
+            for file in _opened(path, stack):
+                for number, text in enumerate(file, 1):
+                    if not text.endswith(b"\n"):
+                        break  # a router is writing it
+                    try:
+                        yield _decoder.decode(text)
+                    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                        where = f"{file.name}:{number}"
+                        raise ConfigError(f"{where}: not a line of a usage record: {error}") from None
+
+
+def _opened(path: Path, stack: ExitStack) -> list[BinaryIO]:
+    """All files of a record, opened between two rotations: they may be renamed from then on."""
+    while True:
+        with ExitStack() as tried:
+            try:
+                files = [tried.enter_context(file.open("rb")) for file in all_files(path)]
+                now = [(file.stat().st_dev, file.stat().st_ino) for file in all_files(path)]
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"{path}: {error.strerror}") from None
+            if not files:
+                raise ConfigError(f"{path}: there is no such usage record (usage.path of a router)")
+            seen = [os.fstat(file.fileno()) for file in files]
+            if now == [(one.st_dev, one.st_ino) for one in seen]:
+                stack.push(tried.pop_all())
+                return list(files)
+
+
+def _prices(texts: Sequence[str]) -> dict[str, Decimal]:
+    prices: dict[str, Decimal] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            price = Decimal(value)
+        except InvalidOperation:
+            price = Decimal(-1)
+        if name not in PRICED or not price.is_finite() or price < 0:
+            raise ConfigError(
+                f"--price {text!r}: expected NAME=PRICE, a price of a million tokens, NAME one of "
+                f"{', '.join(PRICED)}"
+            )
+        prices[name] = price
+    return prices
+
+
+def _moment(flag: str, text: str | None) -> float | None:
+    """A date or time, UTC where it names no zone, in Unix time."""
+    if text is None:
+        return None
+    try:
+        moment = dt.datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: expected a date or time such as 2026-11-01") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=dt.UTC)
+    return moment.timestamp()

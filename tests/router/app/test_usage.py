@@ -1,0 +1,223 @@
+"""The usage record of a whole router: one line for every request, which a full disk does not touch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.admission.key_file import digest_of
+from router.admission.settings import KeySettings
+from router.observe.usage import UsageSettings
+from router.simulate.fetch import fetch_usage
+from router.simulate.workload.usage import read_capture
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
+
+KEY = "kva-" + "k" * 43
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def written(rig: Rig, count: int) -> None:
+    log = rig.router.usage
+    assert log is not None
+    await until(lambda: log.stats.written == count, f"{count} lines written")
+
+
+def test_requests_are_written_with_what_was_predicted_and_what_came(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    story = TEXT * 60
+
+    async def main() -> None:
+        async with running({}) as engines:
+            config = configure(*engines, usage=UsageSettings(path=str(path)))
+            async with routing(config) as rig:
+                await rig.chat(story)
+                await rig.caught_up(*engines)
+                stream = await rig.api.chat.completions.create(
+                    model=MODEL,
+                    messages=[{"role": "user", "content": story}],
+                    max_tokens=3,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                async for _ in stream:
+                    pass
+                await until(lambda: rig.idle, "all requests over")
+                _, page = await rig.ask("GET", "/metrics")
+                assert 'kvatlas_usage_dropped_total{reason="queue_full"} 0.0' in page
+                await written(rig, 2)
+
+    run(main())
+    first, second = lines_of(path)
+    assert first["hash_ids"] == second["hash_ids"]
+    assert first["prompt_tokens"] == first["hashed_tokens"] == second["prompt_tokens"]
+    assert len(first["hash_ids"]) == -(-first["hashed_tokens"] // 512)
+    assert (first["stream"], second["stream"]) == (False, True)
+    assert first["first_token_s"] is None
+    assert 0 < second["asked_s"] < second["first_token_s"] <= second["duration_s"]
+    assert first["cached_tokens"] == first["predicted_tokens"] == 0
+    assert second["cached_tokens"] == second["predicted_tokens"] == second["device_tokens"] > 0
+    assert second["computed_tokens"] == second["prompt_tokens"] - second["cached_tokens"]
+    assert (first["generated_tokens"], second["generated_tokens"]) == (3, 3)
+    assert first["verified"] is second["verified"] is True
+    assert story[:40] not in path.read_text()
+    capture = read_capture(path)
+    assert [one.asked.input_tokens for one in capture] == [first["hashed_tokens"]] * 2
+    assert capture[1].cached_tokens == second["cached_tokens"]
+
+
+def test_every_request_has_exactly_one_line(tmp_path: Path) -> None:
+    """Served, refused before and after the key is known, over a limit, of another model, a path that is not
+    proxied, a client that left, an engine that refuses, and one that dies."""
+    path, keys = tmp_path / "usage.jsonl", tmp_path / "keys.toml"
+    keys.write_text(
+        "[tenants.acme]\nconcurrent_requests = 1\n[tenants.other]\nmodels = ['x']\n"
+        f"[[keys]]\ntenant = 'acme'\nsha256 = '{digest_of(KEY)}'\n"
+        f"[[keys]]\ntenant = 'other'\nsha256 = '{digest_of(KEY + 'o')}'\n"
+    )
+    ids = iter(range(100))
+
+    async def sent(rig: Rig, key: str = KEY, path: str = "/v1/chat/completions", **fields: Any) -> int:
+        body = {"model": MODEL, "max_tokens": 3, "messages": [{"role": "user", "content": TEXT}], **fields}
+        headers = {"authorization": f"Bearer {key}", "x-request-id": f"r-{next(ids)}"}
+        async with rig.session.post(f"{rig.url}{path}", json=body, headers=headers) as answer:
+            await answer.read()
+            return answer.status
+
+    async def main() -> list[int]:
+        async with running({"decode_s_per_token": 0.001}) as engines:
+            config = configure(
+                *engines, usage=UsageSettings(path=str(path)), keys=KeySettings(file=str(keys))
+            )
+            async with routing(config) as rig:
+                found = [
+                    await sent(rig),
+                    await sent(rig, "unknown"),
+                    await sent(rig, KEY + "o"),
+                    await sent(rig, path="/sleep"),
+                    await sent(rig, path="/nowhere"),
+                    await sent(rig, messages="no list"),
+                    await sent(rig, max_tokens=0),
+                ]
+                long = asyncio.create_task(sent(rig, max_tokens=1500, ignore_eos=True, stream=True))
+                tracker = rig.router.proxy.requests
+                await until(lambda: any(one.first_s for one in tracker.live), "the stream has begun")
+                found.append(await sent(rig))
+                long.cancel()
+                await asyncio.gather(long, return_exceptions=True)
+                await until(lambda: rig.idle, "all requests over")
+                await engines[0].stop()
+                found.append(await sent(rig))
+                await written(rig, 10)
+                assert rig.router.gate is not None
+                stats = rig.router.gate.tenants()["acme"]
+                lines = lines_of(path)
+                assert sum(line["computed_tokens"] or 0 for line in lines) == stats.uncached_tokens
+                assert sum(line["generated_tokens"] or 0 for line in lines) == stats.generated_tokens
+                return found
+
+    statuses = run(main())
+    lines = {line["request_id"]: line for line in lines_of(path)}
+    assert len(lines) == 10
+    assert [line["request_id"] for line in lines_of(path)].count("r-7") == 1
+    gone = lines.pop("r-7")
+    assert (gone["outcome"], gone["status"], gone["tenant"]) == ("client_gone", 200, "acme")
+    assert sorted(line["status"] for line in lines.values()) == sorted(statuses)
+    assert Counter(statuses)[429] == 1
+    key_id = digest_of(KEY)[:12]
+    assert (lines["r-0"]["tenant"], lines["r-0"]["key"]) == ("acme", key_id)
+    assert (lines["r-1"]["tenant"], lines["r-1"]["key"]) == ("", "")
+    assert (lines["r-8"]["status"], lines["r-8"]["tenant"], lines["r-8"]["key"]) == (429, "acme", key_id)
+    assert lines["r-8"]["computed_tokens"] in {None, 0}
+    assert KEY not in path.read_text()
+
+
+def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+
+    async def main() -> str:
+        async with running({}, {}) as engines:
+            config = configure(*engines, usage=UsageSettings(path=str(path)))
+            async with routing(config) as rig:
+                answer = await rig.chat(TEXT)
+                first = answer.headers["x-kvatlas-engine"]
+                dead = next(one for one in engines if one.base_url == first)
+                await dead.stop()
+                await rig.chat(TEXT)
+                await written(rig, 2)
+                return first
+
+    first = run(main())
+    lines = lines_of(path)
+    assert lines[0]["engine"] == first
+    assert lines[1]["engine"] not in {first, ""}
+    assert lines[1]["status"] == 200
+
+
+def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
+    path, copy = tmp_path / "usage.jsonl", tmp_path / "copy.jsonl"
+    for number in (1, 2):
+        (tmp_path / f"usage.jsonl.{number}").write_text(f'{{"older": {number}}}\n')
+
+    async def main() -> None:
+        async with running({}) as engines:
+            config = configure(*engines, usage=UsageSettings(path=str(path)))
+            async with routing(config) as rig:
+                await rig.chat(TEXT)
+                await written(rig, 1)
+                await asyncio.to_thread(fetch_usage, rig.ops_url, copy)
+
+    run(main())
+    assert copy.read_text() == '{"older": 2}\n{"older": 1}\n' + path.read_text()
+
+
+def test_a_router_without_a_record_names_the_setting(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            status, page = await rig.ask("GET", "/kvatlas/usage")
+            assert status == 404
+            assert page["error"]["code"] == "usage_off"
+            with pytest.raises(OSError, match=r"set usage\.path"):
+                await asyncio.to_thread(fetch_usage, rig.ops_url, tmp_path / "copy.jsonl")
+
+    run(main())
+
+
+def test_a_record_that_cannot_be_written_fails_no_request(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+
+    async def main() -> None:
+        async with running({}) as engines:
+            config = configure(*engines, usage=UsageSettings(path=str(folder / "a.jsonl")))
+            folder.rmdir()
+            async with routing(config) as rig:
+                await rig.chat(TEXT)
+                log = rig.router.usage
+                assert log is not None
+                await until(lambda: log.stats.write_failures, "the disk refused")
+                await rig.chat(TEXT)
+                rig.check_books()
+                folder.mkdir()
+                await written(rig, 2)
+
+    run(main())
+
+
+def test_no_record_unless_asked_for() -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            await rig.chat(TEXT)
+            assert rig.router.usage is None
+            _, page = await rig.ask("GET", "/metrics")
+            assert "kvatlas_usage" not in page
+
+    run(main())
