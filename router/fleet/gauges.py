@@ -50,7 +50,8 @@ def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
     """What the page states of how this rank was set up; None where it states nothing."""
     rows = [match for match in _POOL.finditer(text) if _is_of(match[1], dp_rank)]
     labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
-    drafts = any(_is_of(match[1] or b"", dp_rank) for match in _DRAFTS.finditer(text))
+    found = _DRAFTS.finditer(text) if b"spec_decode_num_drafts" in text else ()  # most pages have none
+    drafts = any(_is_of(match[1] or b"", dp_rank) for match in found)
     return metrics_statement(labels, drafts=drafts)
 
 

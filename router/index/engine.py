@@ -90,7 +90,6 @@ class EngineResidency(EngineKnowledge):
         staged = EngineResidency(
             name, self.index, self._configured, self._known_schemes, self._shared_layouts
         )
-        staged._setup, staged._drop_receipts = self._setup, self._drop_receipts
         staged._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
         staged._lookahead = self._lookahead
         return staged
