@@ -65,7 +65,7 @@ class Router:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock)
-        self.usage = UsageLog(config.usage) if config.usage.path else None
+        self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
         self.sharing = Sharing(config, self.accounts, clock=clock, seat=seat)
         self.following = Following(
             config,
@@ -232,6 +232,7 @@ class Router:
             aliases=self.aliases,
             tls=self._engine_tls,
             claims=planner.hold is not None or self.config.policy.engine_priority > 0,
+            targets=self.config.policy.targets,
             responses=self.accounts.responses,
             pd=self.config.pd,
             pd_stats=planner.pd_stats,

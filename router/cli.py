@@ -21,7 +21,7 @@ from router.sidecar.cli import sidecar
 from router.simulate.advise.cli import advise
 from router.simulate.cli import simulate
 from router.tools import cli as tools
-from router.tools.doctor.cli import doctor
+from router.tools.doctor.cli import certify, doctor
 from router.tools.index.cli import index_app
 from router.tools.top.cli import top
 
@@ -47,6 +47,7 @@ for each in (
     tools.replay,
     tools.explain,
     doctor,
+    certify,
     advise,
     simulate,
     top,

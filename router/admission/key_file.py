@@ -50,6 +50,8 @@ class TenantRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     concurrent_requests: _Positive | None = None
     priority: Literal["high", "normal", "low"] = "normal"
     """Class of its requests where they wait for engines; they may ask for a lower one, not for a higher."""
+    slo_ttft_ms: _Positive | None = None
+    """Target for the first token of its requests (``policy.service_levels``); they may ask for another."""
     weight: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 1.0
     """Its share beside other tenants of the class, where they wait for engines."""
 

@@ -21,7 +21,7 @@ from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
 from router.observe.first_token import FirstTokenSummary
 from router.observe.history import HistoryInterval, RecentHistory
-from router.observe.receipts import Receipt
+from router.observe.receipts import Contradiction, Receipt
 from router.placement.load.account import EngineLoad
 
 _REF = "#/components/schemas/{name}"
@@ -104,6 +104,7 @@ class EngineView(msgspec.Struct, frozen=True):
     load: EngineLoad
     receipts: dict[str, int]
     drifting: bool
+    contradicting: list[Contradiction]
     first_tokens: FirstTokenSummary
 
 

@@ -65,7 +65,28 @@ def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
             "kvatlas doctor --probe compares them (cache.facts, tokens.parity)",
             "predictions",
         )
+    yield from _contradictions(view)
     yield from _first_tokens(view)
+
+
+def _contradictions(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
+    evidence = view.get("contradicting")
+    if not isinstance(evidence, list) or not evidence:
+        return
+    shown = "; ".join(
+        f"request {one['request_id']}: {one['reported_tokens']} reported of {one['prompt_tokens']}, "
+        f"{one['predicted_tokens']} by its events"
+        for one in evidence
+        if isinstance(one, dict)
+    )
+    yield EngineProblem(
+        "warning",
+        f"the cached tokens that it reports contradict its own events ({shown})",
+        "the engine, or a proxy before it, reports wrong usage, or its events are wrong; bills by "
+        "cached_tokens are not safe",
+        "compare with vllm:prefix_cache_hits at the engine; lines of the usage record say verified: false",
+        "predictions",
+    )
 
 
 def _first_tokens(view: Mapping[str, Any]) -> Iterator[EngineProblem]:

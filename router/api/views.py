@@ -120,5 +120,6 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         load=status.load.at(now, others_at(status.engine_id, others)),
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
+        contradicting=status.receipts.contradicting,
         first_tokens=status.receipts.first_tokens.summary(),
     )

@@ -13,33 +13,40 @@ from router.fleet.statement import EngineStatement, metrics_statement
 
 _GAUGE_MAX = 1e9
 """Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
+# Patterns begin with letters, which ``re`` finds ten times as fast as ``^`` (22 instead of 275 us in a page
+# of 58 KB, that of vLLM 0.32), and stay within a line; ``_samples_of`` keeps the matches at the start of one.
 _GAUGE = re.compile(
-    rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}]*)\})?\s+(\S+)",
-    re.MULTILINE,
+    rb"vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}\n]*)\})?[ \t]+(\S+)"
 )
 _TRANSFERS = re.compile(
-    rb"^vllm:nixl_(num_failed_transfers|num_failed_notifications|num_kv_expired_reqs|"
-    rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)",
-    re.MULTILINE,
+    rb"vllm:nixl_(num_failed_transfers|num_failed_notifications|num_kv_expired_reqs|"
+    rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S+)"
 )
-_POOL = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_POOL = re.compile(rb"vllm:cache_config_info\{([^}\n]*)\}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_DRAFTS = re.compile(rb"^vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}]*)\})?\s", re.MULTILINE)
+_DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]")
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
-_AWAKE = re.compile(rb'^vllm:engine_sleep_state\{([^}]*sleep_state="awake"[^}]*)\}\s+(\S+)', re.MULTILINE)
-_STARTED = re.compile(rb"^process_start_time_seconds\s+(\S+)", re.MULTILINE)
+_AWAKE = re.compile(rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="awake"[^}\n]*)\}[ \t]+(\S+)')
+_STARTED = re.compile(rb"process_start_time_seconds[ \t]+(\S+)")
 _EMPTIED = re.compile(
-    rb"^vllm:sleep_mode_operation_duration_seconds_count"
-    rb'\{[^}]*operation="(?:sleep|release_kv_cache_memory)"[^}]*\}\s+(\S+)',
-    re.MULTILINE,
+    rb"vllm:sleep_mode_operation_duration_seconds_count"
+    rb'\{[^}\n]*operation="(?:sleep|release_kv_cache_memory)"[^}\n]*\}[ \t]+(\S+)'
 )
+_NEWLINE = ord("\n")
 _RANK = re.compile(rb'engine="(\d{1,6})"')
+
+
+def _samples_of(pattern: re.Pattern[bytes], text: bytes) -> Iterator[re.Match[bytes]]:
+    """Matches at the start of a line: elsewhere they are help texts, types or label values."""
+    for match in pattern.finditer(text):
+        if not match.start() or text[match.start() - 1] == _NEWLINE:
+            yield match
 
 
 def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
     """Blocks of the KV pool of one rank, or of the largest; None where the metrics page does not say."""
     sizes = []
-    for match in _POOL.finditer(text):
+    for match in _samples_of(_POOL, text):
         rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
         if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
             sizes.append(int(blocks[1]))
@@ -48,10 +55,9 @@ def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
 
 def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
     """What the page states of how this rank was set up; None where it states nothing."""
-    rows = [match for match in _POOL.finditer(text) if _is_of(match[1], dp_rank)]
+    rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
     labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
-    found = _DRAFTS.finditer(text) if b"spec_decode_num_drafts" in text else ()  # most pages have none
-    drafts = any(_is_of(match[1] or b"", dp_rank) for match in found)
+    drafts = any(_is_of(match[1] or b"", dp_rank) for match in _samples_of(_DRAFTS, text))
     return metrics_statement(labels, drafts=drafts)
 
 
@@ -62,7 +68,7 @@ def _is_of(labels: bytes, dp_rank: int | None) -> bool:
 
 def read_asleep(text: bytes, dp_rank: int | None) -> bool:
     """Whether this rank, or any of them, says that it sleeps (vLLM's sleep mode: its cache is gone)."""
-    for match in _AWAKE.finditer(text):
+    for match in _samples_of(_AWAKE, text):
         rank = _RANK.search(match[1])
         if dp_rank is None or rank is None or int(rank[1]) == dp_rank:
             try:
@@ -76,7 +82,7 @@ def read_asleep(text: bytes, dp_rank: int | None) -> bool:
 def read_started(text: bytes) -> float | None:
     """When the process behind this page began, in seconds since the epoch (prometheus_client's
     ``ProcessCollector``); None where the page does not say."""
-    match = _STARTED.search(text)
+    match = next(_samples_of(_STARTED, text), None)
     try:
         started = math.nan if match is None else float(match[1])
     except ValueError:
@@ -88,7 +94,7 @@ def read_emptied(text: bytes) -> float:
     """How often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server: each empties the cache
     of all of its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
     calls = 0.0
-    for match in _EMPTIED.finditer(text):
+    for match in _samples_of(_EMPTIED, text):
         try:
             number = float(match[1])
         except ValueError:
@@ -124,7 +130,7 @@ def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
 
 def _samples(pattern: re.Pattern[bytes], text: bytes, dp_rank: int | None) -> Iterator[tuple[str, float]]:
     """Name and value of each sample of this rank, or of all: numbers that are not negative."""
-    for match in pattern.finditer(text):
+    for match in _samples_of(pattern, text):
         rank = _RANK.search(match[2] or b"")
         if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
             continue

@@ -182,7 +182,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     polls_missed_max: int = 3
     """An engine is down when its port refuses connections, or after this many failed polls in a row."""
     gauge_interval_s: float = 2.0
-    """Seconds between two readings of an engine's `/metrics` (running and waiting requests, KV usage)."""
+    """Seconds between two readings of an engine's `/metrics` (running and waiting requests, KV usage). One
+    reading takes 0.35 to 0.5 ms of CPU (a page of 58 KB): at 2 s about 1 % of a core with 64 engines and
+    25 % with 1,024."""
     answer_bytes_max: int = 8 << 20
     """Largest answer the router reads to its own questions (models, metrics, event sources)."""
     warm_up_s_max: float = 30.0

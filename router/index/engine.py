@@ -30,7 +30,7 @@ from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
 from router.index.learn.root_events import root_event
-from router.index.media import GPU
+from router.index.media import GPU, ON_GPU
 from router.index.offloaded import Outside
 from router.index.rules.hits import evaluate
 
@@ -39,9 +39,6 @@ _STAGED = "\x00staged"
 
 _SETTLED_MAX = 1024
 """Distinct (group, block size) remembered; engines have a handful."""
-
-_ON_GPU = frozenset({None, "", GPU, "gpu"})
-"""How events name the engine's own pool."""
 
 _UNUSABLE_IN_ROW = 64
 """Events in a row that could not be used before an engine whose events could be is said to have none."""
@@ -167,7 +164,7 @@ class EngineResidency(EngineKnowledge):
         return self._rejected_in_row if self._rejected_in_row >= _UNUSABLE_IN_ROW else 0
 
     def _stored(self, event: BlockStored) -> None:
-        if event.medium not in _ON_GPU:
+        if event.medium not in ON_GPU:
             known = self._outside.stores
             self._outside.stored(event)
             if known is not self._outside.stores:
@@ -228,7 +225,7 @@ class EngineResidency(EngineKnowledge):
         return bool(int(held[0]) >> slot.bit & 1)
 
     def _removed(self, event: BlockRemoved) -> None:
-        if event.medium not in _ON_GPU:
+        if event.medium not in ON_GPU:
             self._outside.removed(event)
             return
         plane, hashes = self._plane(event.group_idx), _hashes(event.block_hashes)

@@ -15,6 +15,9 @@ from publisher.events import MEDIA
 
 GPU, CPU, STORAGE = MEDIA
 
+ON_GPU = frozenset({None, "", GPU, "gpu"})
+"""How events name the engine's own pool."""
+
 OWNER_CHARS_MAX = 64
 TURNS = (0, 1)
 

@@ -63,6 +63,22 @@ class FirstTokenSummary(msgspec.Struct, kw_only=True):
     """Seconds on top of a prediction within which the first token comes in 95 of 100 requests."""
 
 
+class SloStats(msgspec.Struct):
+    """Counters of requests with a service level."""
+
+    met: dict[str, int] = msgspec.field(default_factory=dict)
+    """Streams whose first token came within the target of their service level, by class."""
+    missed: dict[str, int] = msgspec.field(default_factory=dict)
+    """Streams whose first token came after the target of their service level, by class."""
+    decisions: int = 0
+    """Decisions on requests with a service level; one that waited in the queue is decided twice."""
+    hopeless: int = 0
+    """Of these, those for which every engine was predicted to miss the target: the cost decided."""
+    engines_skipped: int = 0
+    """Engines left out of decisions, where the one of the lowest cost was predicted to miss the target and
+    others were not."""
+
+
 class FirstTokenErrors:
     """Predictions of one engine against the first tokens that came."""
 

@@ -64,9 +64,14 @@ class HotPrefixes:
         while len(self._nodes) > NODES_MAX:
             self._nodes.popitem(last=False)
 
-    def longest(self, hashes: Sequence[BlockHash], block_tokens: int) -> int:
-        """Return the tokens of the longest prefix in the tree that a prompt of these block hashes has."""
+    def longest(self, hashes: Sequence[BlockHash], block_tokens: int, above_tokens: int = 0) -> int:
+        """Return the tokens of the longest prefix in the tree that a prompt of these block hashes has.
+
+        0 where it is no longer than ``above_tokens``.
+        """
         found, blocks = 0, max(1, FIRST_TOKENS // block_tokens)
+        while blocks * block_tokens <= above_tokens:
+            blocks *= 2
         while blocks <= len(hashes) and hashes[blocks - 1] in self._nodes:
             found, blocks = blocks * block_tokens, blocks * 2
         return found

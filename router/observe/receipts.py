@@ -28,6 +28,7 @@ DRIFT_SHARE = 0.25
 """One in four wrong over the window. Load alone makes about one in ten wrong in the demo: what a prompt
 finds is decided when the engine gets to it, not when it is placed."""
 DRIFT_MIN = 20
+EVIDENCE_KEPT = 4
 RECEIPTS_KEPT = 4096
 """Found by request id; pages show the latest few."""
 FUNNELS_MAX = 1024
@@ -40,9 +41,9 @@ ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 Leg = Literal["", "prefill", "decode"]
 COMPARED = ("exact", "over", "under")
 """Outcomes of predictions that the engine's report can be held against."""
-Missed = Literal["", "load", "pages", "choice"]
+Missed = Literal["", "load", "pages", "choice", "slo"]
 """Why a prompt went elsewhere than to the engine that holds most of it: its queue was longer; prompts wait
-there for KV cache pages; or for other parts of the cost."""
+there for KV cache pages; for other parts of the cost; or it was predicted to miss the service level."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -90,6 +91,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
     gap_s: float | None = None
     """Of a decode leg: seconds between the answer of the prefill engine and this request."""
+    slo_ttft_s: float | None = None
+    """Target for the time to first token, from the request's last byte; None without a service level."""
     waited_s: float = 0.0
     """Seconds that the request waited in the router before an engine was asked."""
     tenant: str = ""
@@ -100,7 +103,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     elsewhere_s: float = 0.0
     """Seconds to compute here what is held there."""
     seen_tokens: int = 0
-    """Longest prefix that earlier prompts are known to have had; of one prompt in four, at powers of two."""
+    """Longest prefix that earlier prompts are known to have had (one in four is kept, at powers of two) where
+    it is longer than the hit; else 0."""
     salted: bool = False
     """It has a cache salt."""
     index_problem: str = ""
@@ -126,6 +130,17 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return {GPU: gpu, CPU: self.cpu_tokens, STORAGE: self.storage_tokens}
 
 
+class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
+    """One request whose engine reported other cached tokens than its own events imply."""
+
+    request_id: str
+    kind: Literal["more", "fewer", "impossible"]
+    """``impossible``: more cached tokens than the prompt has."""
+    predicted_tokens: int
+    reported_tokens: int
+    prompt_tokens: int | None
+
+
 class EngineReceipts(msgspec.Struct):
     """Sums over one engine's receipts."""
 
@@ -143,6 +158,11 @@ class EngineReceipts(msgspec.Struct):
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    contradictions: dict[str, int] = msgspec.field(default_factory=dict)
+    """Receipts in which engine and index cannot both be right, by kind."""
+    checked: deque[str] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
+    """The latest receipts that can contradict the engine: the kind, or ""."""
+    evidence: deque[Contradiction] = msgspec.field(default_factory=lambda: deque(maxlen=EVIDENCE_KEPT))
     first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
 
     def add(self, receipt: Receipt) -> None:
@@ -171,6 +191,40 @@ class EngineReceipts(msgspec.Struct):
                     self.predicted_by_medium[medium] = self.predicted_by_medium.get(medium, 0) + tokens
         if not storage:
             self.window.append(error == 0)
+        self._check(receipt, predicted, actual)
+
+    def _check(self, receipt: Receipt, predicted: int, actual: int) -> None:
+        """Only where the index was complete: exact hashes, a feed without gaps, the same prompt length, and
+        nothing in a store, whose evictions are not reported."""
+        reported = receipt.reported_prompt_tokens
+        impossible = reported is not None and actual > reported
+        complete = receipt.mode == "native" and receipt.feed == "ready" and not receipt.storage_tokens
+        if not impossible and (not complete or reported not in {None, receipt.prompt_tokens}):
+            return
+        if not impossible and predicted == actual:
+            self.checked.append("")
+            return
+        kind: Literal["more", "fewer", "impossible"] = "more" if actual > predicted else "fewer"
+        kind = "impossible" if impossible else kind
+        self.checked.append(kind)
+        self.contradictions[kind] = self.contradictions.get(kind, 0) + 1
+        self.evidence.append(
+            Contradiction(
+                request_id=receipt.request_id,
+                kind=kind,
+                predicted_tokens=predicted,
+                reported_tokens=actual,
+                prompt_tokens=reported or receipt.prompt_tokens,
+            )
+        )
+
+    @property
+    def contradicting(self) -> list[Contradiction]:
+        """The latest evidence that its reported cached tokens cannot be trusted; empty: they can. One report
+        that is impossible is enough; load alone makes others differ now and then, so those need a share."""
+        wrong = sum(kind != "" for kind in self.checked)
+        many = len(self.checked) >= DRIFT_MIN and wrong > DRIFT_SHARE * len(self.checked)
+        return list(self.evidence) if many or "impossible" in self.checked else []
 
     @property
     def wrong_share(self) -> float:
@@ -208,19 +262,24 @@ class CacheFunnel:
         chosen, delivered, prompt = receipt.predicted_tokens, receipt.actual_tokens, receipt.prompt_tokens
         if chosen is None or delivered is None or prompt is None:
             return
-        held = min(max(receipt.held_tokens, chosen), prompt)
-        counts = self._of(receipt.model, receipt.tenant)
+        # Plain comparisons: this runs once per request, and min() and max() cost four times as much.
+        held = receipt.held_tokens
+        held = chosen if held < chosen else held  # noqa: FURB136
+        held = prompt if held > prompt else held  # noqa: FURB136
+        counts = self.counts.get((receipt.model, receipt.tenant)) or self._of(receipt.model, receipt.tenant)
         counts.prompt += prompt
         counts.held += held
         counts.chosen += chosen
         counts.delivered += delivered
         missed = counts.missed
         if held < prompt:
-            evicted = max(0, min(receipt.seen_tokens, prompt) - held)
-            if evicted:
+            new, seen = prompt - held, receipt.seen_tokens
+            if seen > held:
+                evicted = min(seen, prompt) - held
+                new -= evicted
                 missed["evicted"] = missed.get("evicted", 0) + evicted
             why = "salted" if receipt.salted else "new"
-            missed[why] = missed.get(why, 0) + prompt - held - evicted
+            missed[why] = missed.get(why, 0) + new
         if chosen < held:
             why = receipt.missed or "choice"
             missed[why] = missed.get(why, 0) + held - chosen
@@ -231,11 +290,8 @@ class CacheFunnel:
             missed[why] = missed.get(why, 0) + chosen - delivered
 
     def _of(self, model: str, tenant: str) -> FunnelCounts:
-        found = self.counts.get((model, tenant))
-        if found is None:
-            key = (model, tenant) if len(self.counts) < FUNNELS_MAX else (OTHER, OTHER)
-            found = self.counts.setdefault(key, FunnelCounts())
-        return found
+        key = (model, tenant) if len(self.counts) < FUNNELS_MAX else (OTHER, OTHER)
+        return self.counts.setdefault(key, FunnelCounts())
 
 
 class ReceiptLog:

@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
@@ -24,6 +24,8 @@ import structlog
 from publisher.block_hash import PromptExtras
 from router.observe.prefix_ids import prefix_ids, read_key
 from router.observe.requests import RequestRecord
+from router.observe.traces import TraceSettings
+from router.observe.usage_export import UsageExport, UsageExportStats
 
 _log = structlog.get_logger()
 WRITE_INTERVAL_S = 0.2
@@ -155,10 +157,12 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
 class UsageLog:
     """Writes from ``start`` to ``close``; ``add`` may be called at any time, from one thread."""
 
-    def __init__(self, settings: UsageSettings) -> None:
+    def __init__(self, settings: UsageSettings, traces: TraceSettings | None = None) -> None:
         self.stats = UsageStats()
-        self.export: Callable[[UsageLine], None] | None = None
-        """Called with every line, in the writer's thread."""
+        self.export_stats = UsageExportStats()
+        self._traces = traces if traces is not None and traces.endpoint else None
+        """Where lines go too, over OTLP."""
+        self._export: UsageExport | None = None
         self.worker_paths: list[Path] = []
         """Files of other workers, which ``read_back`` includes."""
         self._settings = settings
@@ -182,6 +186,8 @@ class UsageLog:
     def start(self) -> None:
         """Begin to write."""
         self._closing.clear()
+        if self._traces is not None:
+            self._export = UsageExport(self._traces, self.export_stats)
         self._thread = threading.Thread(target=self._run, name="usage", daemon=True)
         self._thread.start()
 
@@ -191,6 +197,9 @@ class UsageLog:
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
             self._thread = None
+        export, self._export = self._export, None
+        if export is not None:
+            export.close()
 
     def add(self, record: RequestRecord, now: float) -> None:
         """Queue the record of a request that ended. Never waits."""
@@ -249,8 +258,8 @@ class UsageLog:
                 line = usage_line(record, facts, arrived_s, duration_s, self._key)
                 self._batch.append(self._encoder.encode(line) + b"\n")
                 size += len(self._batch[-1])
-                if self.export is not None:
-                    self.export(line)
+                if self._export is not None:
+                    self._export.send(line, line.arrived_s)
             self.stats.queued = len(self._queue)
             while self._batch:
                 self._write_batch()

@@ -25,6 +25,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """Class: 0 is high, 1 normal, 2 low."""
     until_s: float | None = None
     """When its client gives up (monotonic seconds), if it said so."""
+    due_s: float | None = None
+    """When its first token is due (monotonic seconds), where it has a service level."""
 
 
 NO_CLAIM = Claim()

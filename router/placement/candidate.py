@@ -191,6 +191,16 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
     ([tenants.md](tenants.md#engine-order)). 2 is what was measured; 0: engines are given no priority."""
+    service_levels: bool = False
+    """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
+    `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that
+    are predicted to miss it are skipped while others are not."""
+    slo_ttft_ms_high: float | None = None
+    """Target of the class `high`; not set: none."""
+    slo_ttft_ms_normal: float | None = None
+    """Target of the class `normal`; not set: none."""
+    slo_ttft_ms_low: float | None = None
+    """Target of the class `low`; not set: none."""
     queue_gap_s: float = 0.25
     """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
     queue saves."""
@@ -216,6 +226,13 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     bounded_load_factor: float = 1.25
     """Policy `hash`: most requests an engine may have, as a multiple of the mean; above 1."""
 
+    @property
+    def targets(self) -> tuple[float | None, float | None, float | None] | None:
+        """Targets in ms by class, high first; None without service levels."""
+        if not self.service_levels:
+            return None
+        return self.slo_ttft_ms_high, self.slo_ttft_ms_normal, self.slo_ttft_ms_low
+
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must lie in 0..1, got {self.beta}")
@@ -229,6 +246,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.room_share <= 1:
             raise ValueError(f"room_share must lie in 0..1, got {self.room_share}")
+        for name in ("slo_ttft_ms_high", "slo_ttft_ms_normal", "slo_ttft_ms_low"):
+            target_ms = getattr(self, name)
+            if target_ms is not None and not 0 < target_ms < float("inf"):
+                raise ValueError(f"{name} must be finite and above 0, got {target_ms}")
         if not 0 < self.saving_factor <= 1:
             raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
         if self.bounded_load_factor <= 1:

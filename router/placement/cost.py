@@ -201,6 +201,30 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     return weighed
 
 
+def within_level(
+    candidates: Sequence[Candidate],
+    own_s: Sequence[float],
+    prompt_tokens: int,
+    left_s: float,
+    settings: PolicySettings,
+) -> list[bool]:
+    """Return for each candidate whether the first token is predicted in at most ``left_s``.
+
+    ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
+    """
+    found: list[bool] = []
+    for candidate, extra_s in zip(candidates, own_s, strict=True):
+        hit = candidate.hit
+        cached = min(hit.whole_tokens, prompt_tokens - 1)
+        first_s = max(candidate.queue_s, candidate.room_s) + extra_s
+        first_s += candidate.prefill_s_per_token * (prompt_tokens - cached)
+        first_s += candidate.decode_interference_s * candidate.running
+        if cached > hit.soon_tokens:
+            first_s += _load_s(hit, cached, settings)
+        found.append(first_s <= left_s)
+    return found
+
+
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
     """Return the price of computing ``uncached`` tokens where prompts wait for pages.
 

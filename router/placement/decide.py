@@ -28,7 +28,8 @@ from router.pd.settings import PdSettings
 from router.pd.stats import PdStats
 from router.placement.affinity import text_tokens
 from router.placement.askable import NO_PARTY, Askable, Parties, Party
-from router.placement.candidate import Ask, PolicySettings, ask
+from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.placement.cost import Choice, within_level
 from router.placement.engine import (
     NO_LOOK,
     Accounts,
@@ -54,6 +55,7 @@ from router.proxy.attempt import Fields
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
+_NONE_SKIPPED: Sequence[Candidate] = ()
 
 
 class Planner:
@@ -281,10 +283,48 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            return Decision(read, asked.tokens, engines, found, choice, look.problem, order=order)
+            due_s, skipped = request.claim.due_s, _NONE_SKIPPED
+            if due_s is not None:
+                level = self._within_level(engines, found, choice, asked.tokens, due_s - now)
+                if level is not None:
+                    engines, found, skipped = level
+                    choice = self._policy(found, question, self._settings, state)
+            return Decision(
+                read, asked.tokens, engines, found, choice, look.problem, order=order, skipped=skipped
+            )
         able = Answerers(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
+
+    def _within_level(
+        self,
+        engines: Sequence[Engine],
+        found: Sequence[Candidate],
+        choice: Choice,
+        tokens: int,
+        left_s: float,
+    ) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
+        """Leave out the engines predicted to give the first token later than in ``left_s``.
+
+        Returns the engines that remain, their candidates, and the candidates left out. None: the engine
+        chosen by cost makes it, or none does.
+        """
+        stats, engine = self._accounts.slo_stats, engines[choice.index]
+        stats.decisions += 1
+        candidate = found[choice.index]
+        own_s = _own_s(engine) + candidate.decode_interference_s * candidate.running
+        if choice.cost.first_token_s + own_s <= left_s:
+            return None
+        met = within_level(found, [_own_s(one) for one in engines], tokens, left_s, self._settings)
+        if not any(met):
+            stats.hopeless += 1
+            return None
+        stats.engines_skipped += len(met) - sum(met)
+        return (
+            [engine for engine, good in zip(engines, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if good],
+            [candidate for candidate, good in zip(found, met, strict=True) if not good],
+        )
 
     def _picking(self, question: Ask, state: ArmState) -> Pick:
         """The policy, for some of the candidates."""
@@ -365,3 +405,8 @@ class Planner:
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)
+
+
+def _own_s(engine: Engine) -> float:
+    """Return what is added to each prediction: the engine's overhead, and the margin for errors."""
+    return engine.rates.overhead_s + (engine.receipts.first_tokens.margin_s or 0.0)

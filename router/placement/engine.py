@@ -29,6 +29,7 @@ from router.index.base import Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
+from router.observe.first_token import SloStats
 from router.observe.hot_prefixes import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
@@ -109,6 +110,7 @@ class Accounts:
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
+        self.slo_stats = SloStats()
         self.room: WaitingRoom | None = None
         """Where requests wait for engines; None where they do not."""
 

@@ -36,6 +36,9 @@ from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.paths import CACHE_RESETS
 
+_CLASSES = ("high", "normal", "low")
+"""By the number that a claim has."""
+
 
 class Split(msgspec.Struct, frozen=True, gc=False):
     """What was decided on computing a prompt on one engine for another. ``why``: it is not, for this."""
@@ -67,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Explained: the request would have to wait in the queue now."""
     split: Split | None = None
     """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
+    skipped: Sequence[Candidate] = ()
+    """Engines left out, since they are predicted to miss the request's service level."""
     order: EngineOrder | None = None
     """The request's place in the engine's own order, where engines have one."""
 
@@ -84,6 +89,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
         chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
         most = max(tokens)
+        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
+            return late, "slo"
         if most <= chosen.hit.whole_tokens:
             return most, ""
         holder = self.candidates[tokens.index(most)]
@@ -182,7 +189,8 @@ class Placement(Attempt):
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
-            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size)
+            held = decision.candidate.hit.whole_tokens
+            self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -284,6 +292,11 @@ class Placement(Attempt):
             return  # only a stream's first byte tells when the prefill was over
         self._prefilled = True
         self._ttft_s = now - self.asked_s
+        due_s = self.request.claim.due_s
+        if due_s is not None and self._is_answer:
+            stats = self._accounts.slo_stats
+            counts, name = stats.met if now <= due_s else stats.missed, _CLASSES[self.request.claim.priority]
+            counts[name] = counts.get(name, 0) + 1
         sample = engine.load.first_token(self._ticket, now)
         if sample is not None and not engine.closed:
             engine.rates.observe(sample, now)
@@ -348,7 +361,7 @@ class Placement(Attempt):
         room.changed()
 
     def usage_facts(self) -> PlacementFacts:
-        """See ``Attempt``."""
+        """Describe the prompt and the predicted hit."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
             return PlacementFacts(
@@ -392,7 +405,7 @@ class Placement(Attempt):
         fallback = decision.index_problem and not known
         parts = self._first_token
         held, missed = decision.most_held() if predicted else (0, "")
-        read_s, asked_s = request.read_s, self.asked_s
+        read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
@@ -419,6 +432,7 @@ class Placement(Attempt):
             load_s=0.0 if parts is None else parts.load_s,
             prefill_s=0.0 if parts is None else parts.prefill_s,
             engine_s=0.0 if parts is None else parts.engine_s,
+            slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
             router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,
             gap_s=self._gap_s,

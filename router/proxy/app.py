@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import TenantRules
-from router.admission.queue.claims import capped, lowest_priority, read_claim
+from router.admission.queue.claims import Targets, capped, lowest_priority, read_claim
 from router.admission.tenants import TenantRequest
 from router.fleet.response_holders import ResponseHolders
 from router.http.client.pool import UpstreamClient
@@ -85,6 +85,7 @@ class ProxyApp:
         aliases: Aliases | None = None,
         tls: ssl.SSLContext | None = None,
         claims: bool = False,
+        targets: Targets | None = None,
         responses: ResponseHolders | None = None,
         pd: PdSettings | None = None,
         pd_stats: PdStats | None = None,
@@ -105,17 +106,24 @@ class ProxyApp:
             pd=pd,
             pd_stats=self.pd_stats,
         )
-        self.configure(settings, pd, aliases, claims=claims)
+        self.configure(settings, pd, aliases, claims=claims, targets=targets)
 
     def configure(
-        self, settings: ProxySettings, pd: PdSettings, aliases: Aliases | None, *, claims: bool
+        self,
+        settings: ProxySettings,
+        pd: PdSettings,
+        aliases: Aliases | None,
+        *,
+        claims: bool,
+        targets: Targets | None = None,
     ) -> None:
         """What holds for requests from now on, and for connections made from now on."""
         self.settings = settings
         self._forwarder.configure(settings, pd)
         self.client.configure(settings)
         self._aliases = aliases
-        self._claims = claims
+        self._claims = claims or targets is not None
+        self._targets = targets
         self._rules = Rules(not settings.trust_client_kv_transfer_params, settings.kv_cache_report_mode)
 
     def close(self) -> None:
@@ -246,6 +254,7 @@ class ProxyApp:
                 arrived_s=record.arrived_s,
                 tenant=record.tenant,
                 rules=None if entry is None else entry.tenant.rules,
+                targets=self._targets,
             )
         record.model, record.streams = model or "", look.stream
         carrier = scope.get("extensions", _NONE).get(CARRIER)

@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from router.admission.queue.claims import ENGINE_PRIORITY
+from router.observe.usage import PlacementFacts
 from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
 from router.pd.handoff import Handoff, NotFetchedError
@@ -123,9 +124,9 @@ class Attempt:
         """Why this engine, for a trace: attribute -> value."""
         return {}
 
-    def usage_facts(self) -> Any:
-        """What was known when it was placed, for its usage record (``PlacementFacts``); None: nothing."""
-        return None
+    def usage_facts(self) -> PlacementFacts:
+        """What was known when it was placed, for its usage record."""
+        return PlacementFacts(prefill_engine="" if self.handoff is None else self.handoff.source)
 
     def next_best(self, count: int) -> tuple[str, ...]:
         """Base URLs of up to so many engines that would have been chosen after this one, in order."""

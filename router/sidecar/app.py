@@ -77,7 +77,7 @@ class Sidecar:
         requests = RequestTracker(
             clock, here=lambda _: True, log=config.server.log_requests, traces=self._traces
         )
-        self.usage = UsageLog(config.usage) if config.usage.path else None
+        self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
         if self.usage is not None:
             requests.on_end = self.usage.add
         placer = SidecarPlacer(
@@ -181,6 +181,7 @@ class Sidecar:
             yield from of_stats("traces", self._traces.stats)
         if self.usage is not None:
             yield from of_stats("usage", self.usage.stats)
+            yield from of_stats("usage_export", self.usage.export_stats)
 
 
 def _passing(proxy: ProxySettings) -> ProxySettings:

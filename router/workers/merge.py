@@ -18,7 +18,12 @@ from prometheus_client.samples import Sample
 _ALIKE = (
     *("kvatlas_build_info", "kvatlas_tokenizer_info"),
     *("kvatlas_engine_", "kvatlas_feed_", "kvatlas_index_", "kvatlas_source_"),
-    *("kvatlas_queue_ahead_seconds", "kvatlas_prefill_seconds_per_token", "kvatlas_prediction_drifting"),
+    *(
+        "kvatlas_queue_ahead_seconds",
+        "kvatlas_prefill_seconds_per_token",
+        "kvatlas_prediction_drifting",
+        "kvatlas_cache_reports_doubtful",
+    ),
     "kvatlas_time_to_first_token_margin_seconds",
     *("kvatlas_inflight_prompts", "kvatlas_inflight_blocks", "kvatlas_lease_replicas"),
     *("kvatlas_lease_wanted", "process_max_fds", "process_start_time_seconds"),

@@ -20,6 +20,7 @@ from router.api.views import LATEST_SHOWN, OwnView
 from router.http.server.stats import ListenStats
 from router.observe.histogram import Histogram
 from router.observe.history import RecentHistory
+from router.observe.receipts import EVIDENCE_KEPT
 from router.openai.members import at_leisure, at_once
 from router.workers.calls import SiblingCalls
 from router.workers.gossip import WorkerGossipStats
@@ -27,7 +28,7 @@ from router.workers.merge import CountLedger, WorkerPage, family_of, merged
 from router.workers.seat import WorkerSeat
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
-_OWN = frozenset({"load", "receipts", "drifting", "first_tokens"})
+_OWN = frozenset({"load", "receipts", "drifting", "contradicting", "first_tokens"})
 """Of an engine: counted by each worker for its own requests."""
 
 
@@ -146,6 +147,7 @@ def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
     for outcome, count in other["receipts"].items():
         view["receipts"][outcome] = view["receipts"].get(outcome, 0) + count
     view["drifting"] = view["drifting"] or other["drifting"]
+    view["contradicting"] = [*view["contradicting"], *other["contradicting"]][-EVIDENCE_KEPT:]
     view["first_tokens"] = _joined(view["first_tokens"], other["first_tokens"])
 
 

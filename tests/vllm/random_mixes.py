@@ -42,6 +42,10 @@ class Mix:
     extras: dict[str, float] = field(default_factory=dict)
     """Chance that a prompt has a "lora", a "salt" or "mm" items; 1.0: no request is without."""
     shortest: int = 1
+    longest: int = PROMPT_TOKENS_MAX
+    """Of a prompt; in some mixes hardly a block, so that most prompts are shorter than one."""
+    first_token: int = 0
+    """Added to token ids: large vocabularies, and beyond 16 bits."""
     arrival: float = 0.3
     probe: float = 0.4
     abort: float = 0.01
@@ -87,6 +91,8 @@ def _draw(rng: random.Random, name: str, *, v033: bool) -> Mix:
         shortest=rng.choice((1, 1, 1, 1, 64, 150)),
         arrival=rng.choice((0.1, 0.3, 0.6)),
         reset=rng.choice((0.0, 0.0, 0.02)),
+        longest=rng.choice((PROMPT_TOKENS_MAX,) * 11 + (min(group["block_size"] for group in groups) + 8,)),
+        first_token=rng.choice((0, 0, 0, 65_500, 262_000, (1 << 31) - VOCAB_TOKENS)),
     )
 
 
@@ -192,7 +198,7 @@ class Prompts:
         if kind > 0.25:
             tokens += self._tokens(rng.randint(1, 80))
         if kind > 0.92:
-            tokens[rng.randrange(len(tokens))] = rng.randrange(3, VOCAB_TOKENS)
+            tokens[rng.randrange(len(tokens))] = self._tokens(1)[0]
         return _with_tokens(base, self._long_enough(tokens))
 
     def _cut(self, length: int) -> int:
@@ -224,10 +230,11 @@ class Prompts:
 
     def _long_enough(self, tokens: list[int]) -> list[int]:
         missing = self._mix.shortest - len(tokens)
-        return (tokens + self._tokens(max(missing, 0)))[:PROMPT_TOKENS_MAX]
+        return (tokens + self._tokens(max(missing, 0)))[: self._mix.longest]
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(3, VOCAB_TOKENS) for _ in range(count)]
+        first = self._mix.first_token
+        return [first + self._rng.randrange(3, VOCAB_TOKENS) for _ in range(count)]
 
 
 def _with_tokens(ask: Ask, tokens: list[int]) -> Ask:

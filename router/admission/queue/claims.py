@@ -3,7 +3,8 @@
 The class is that of the tenant in the key file, or a lower one that the request asks for: by
 ``x-kvatlas-priority``, else by ``x-vllm-priority``, else by ``priority`` in its body. Engines with priority
 scheduling read the last two in this order too (vLLM: lower values go first). Without keys nobody is above
-another, and every request may say its class.
+another, and every request may say its class. With service levels it has a target for its first token: by
+``x-slo-ttft-ms``, else its tenant's, else its class's.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from router.admission.queue.fair import Priority
 from router.openai.errors import bad_request, echoed
 from router.openai.request import Claim
 
-PRIORITY, TIMEOUT = b"x-kvatlas-priority", b"x-request-timeout"
+PRIORITY, TIMEOUT, TARGET = b"x-kvatlas-priority", b"x-request-timeout", b"x-slo-ttft-ms"
 ENGINE_PRIORITY = b"x-vllm-priority"
 """vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32)."""
+Targets = tuple[float | None, float | None, float | None]
+"""Milliseconds until the first token, by class: high, normal, low; None: no target."""
 _CLASSES = {one.name.lower(): one for one in Priority}
 
 
@@ -28,10 +31,13 @@ def read_claim(
     arrived_s: float,
     tenant: str = "",
     rules: TenantRules | None = None,
+    targets: Targets | None = None,
 ) -> Claim:
-    """Of a request with these header fields, and this ``priority`` in its body. Raises ``ApiError`` (400)."""
+    """Of a request with these header fields, and this ``priority`` in its body. ``targets``
+    None: there are no service levels. Raises ``ApiError`` (400)."""
     asked: Priority | None = None
     until_s: float | None = None
+    target_ms: float | None = None
     for name, value in fields:
         if name == PRIORITY:
             asked = _class(value)
@@ -40,13 +46,18 @@ def read_claim(
             in_body = in_body if given is None else given
         elif name == TIMEOUT:
             until_s = arrived_s + _seconds(value)
+        elif name == TARGET and targets is not None:
+            target_ms = _milliseconds(value)
     if asked is None and in_body is not None:
         asked = Priority.HIGH if in_body < 0 else Priority.LOW if in_body else Priority.NORMAL
+    own = Priority.NORMAL if rules is None else _CLASSES[rules.priority]
+    priority = own if asked is None else asked if rules is None else max(own, asked)
+    if targets is not None and target_ms is None:
+        target_ms = targets[priority] if rules is None or rules.slo_ttft_ms is None else rules.slo_ttft_ms
+    due_s = None if target_ms is None else arrived_s + target_ms / 1000
     if rules is None:
-        return Claim(priority=Priority.NORMAL if asked is None else asked, until_s=until_s)
-    own = _CLASSES[rules.priority]
-    priority = own if asked is None else max(own, asked)
-    return Claim(tenant=tenant, weight=rules.weight, priority=priority, until_s=until_s)
+        return Claim(priority=priority, until_s=until_s, due_s=due_s)
+    return Claim(tenant=tenant, weight=rules.weight, priority=priority, until_s=until_s, due_s=due_s)
 
 
 def lowest_priority(rules: TenantRules) -> int | None:
@@ -95,3 +106,14 @@ def _seconds(value: bytes) -> float:
         text = echoed(value.decode("latin-1"))
         raise bad_request("invalid_timeout", f"x-request-timeout: {text} is no number of seconds above 0.")
     return seconds
+
+
+def _milliseconds(value: bytes) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        text = echoed(value.decode("latin-1"))
+        raise bad_request("invalid_slo", f"x-slo-ttft-ms: {text} is no number of milliseconds above 0.")
+    return found

@@ -79,7 +79,8 @@ class WaitingRoom:
         now = self._clock()
         ticket: Ticket = Waiting(
             asyncio.get_running_loop().create_future(),
-            arrived_s=now,
+            # By deadline; without one, as if due when the longest wait is over, so that nothing starves.
+            arrived_s=now if claim.due_s is None else min(now, claim.due_s - self.settings.wait_s_max),
             work_s=work_s,
             tenant=claim.tenant,
             weight=claim.weight,

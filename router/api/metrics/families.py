@@ -47,7 +47,13 @@ GAUGES = frozenset(
     }
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
-_LABELS = {"config_reloads": ["outcome"], "epp_picks": ["mode"], "prompts_reads": ["api", "how"]}
+_LABELS = {
+    "config_reloads": ["outcome"],
+    "epp_picks": ["mode"],
+    "prompts_reads": ["api", "how"],
+    "slo_met": ["priority"],
+    "slo_missed": ["priority"],
+}
 """Labels of numbers that are counted by other words than a reason."""
 _UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
 _NOT_NUMBERS = frozenset({"state", "reason"})

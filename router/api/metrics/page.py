@@ -114,6 +114,7 @@ class RouterCollector:
         yield _first_token_errors(receipts)
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats("load", s.accounts.load_stats)
+        yield from of_stats("slo", s.accounts.slo_stats)
         yield from of_stats("proxy", s.proxy)
         listen = s.listen()
         if listen is not None:
@@ -124,6 +125,7 @@ class RouterCollector:
         yield from of_stats("shadow", s.accounts.shadow_stats)
         if s.usage is not None:
             yield from of_stats("usage", s.usage.stats)
+            yield from of_stats("usage_export", s.usage.export_stats)
         yield from self._options()
         yield from s.more()
 

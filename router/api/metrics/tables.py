@@ -180,6 +180,17 @@ RECEIPTS: tuple[Column[EngineReceipts], ...] = (
         "Prompts whose token count the engine reports differently: tokenizer or template differ",
         lambda r: r.prompt_mismatches,
     ),
+    counter(
+        "cache_report_contradictions",
+        "Reported cached tokens that contradict the engine's own events: more, fewer, or impossible",
+        lambda r: r.contradictions,
+        "kind",
+    ),
+    gauge(
+        "cache_reports_doubtful",
+        "1 if more than a quarter of the latest cached tokens the engine reported contradict its events",
+        lambda r: bool(r.contradicting),
+    ),
     gauge(
         "prediction_drifting",
         "1 if more than a quarter of the latest predictions for the engine were wrong",

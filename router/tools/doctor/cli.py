@@ -1,4 +1,4 @@
-"""The ``doctor`` subcommand's arguments. Light to import: the work is loaded when it runs."""
+"""The arguments of ``doctor`` and ``certify``. Light to import: the work is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -54,3 +54,38 @@ def doctor(
         settings=settings,
         as_json=json,
     )
+
+
+def certify(
+    *,
+    engine: Annotated[
+        str,
+        Parameter(
+            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank all are.",
+        ),
+    ],
+    tokenizer: TokenizerFlag = None,
+    config: Annotated[
+        Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
+    ] = None,
+    model: Annotated[str, Parameter(help="Name that the engine must serve; otherwise any.")] = "",
+    seconds: Annotated[float, Parameter(help="Seconds after which the load sends no more requests.")] = 40.0,
+    timeout: Annotated[float, Parameter(help="Seconds to wait for each answer that takes no prefill.")] = 5.0,
+    json: Annotated[
+        bool, Parameter(help="One JSON object with every property and its evidence.", negative="")
+    ] = False,
+) -> int:
+    """A verdict on one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
+    from router.tools.doctor.certify import run_certify
+    from router.tools.doctor.examine import ExamineSettings
+    from router.tools.doctor.gather.load import LoadPlan
+
+    settings = ExamineSettings(
+        seconds=0.5,
+        timeout_s=timeout,
+        probe_timeout_s=20.0,
+        probe=True,
+        model=model,
+        load=LoadPlan(seconds_max=seconds),
+    )
+    return run_certify(engine=engine, tokenizer=tokenizer, config=config, settings=settings, as_json=json)

@@ -16,7 +16,8 @@ from router.prompts.origin.problem import TokenizerProblem
 from router.tools.doctor.gather.event_counts import EventCounts
 from router.tools.doctor.gather.gauges import EngineGauges
 from router.tools.doctor.gather.http import HttpAnswer
-from router.tools.doctor.gather.observation import Observation
+from router.tools.doctor.gather.observation import Observation, ReplayComparison, ReplayState
+from router.tools.doctor.gather.stores import StoredOf
 from router.tools.doctor.versions import Version, parse_version
 
 
@@ -79,7 +80,13 @@ class ProbeRequest(msgspec.Struct, frozen=True):
     """As computed here, or by the engine's endpoint."""
     reported_prompt_tokens: int | None = None
     events_came: bool = False
-    """Whether a batch arrived after it within the time allowed."""
+    """Whether an event arrived after it within the time allowed."""
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether the engine counts other tokens than are counted here."""
+        known = None not in {self.prompt_tokens, self.reported_prompt_tokens}
+        return known and self.prompt_tokens != self.reported_prompt_tokens
 
 
 class ProbeEvidence(msgspec.Struct):
@@ -87,6 +94,39 @@ class ProbeEvidence(msgspec.Struct):
 
     requests: list[ProbeRequest] = []
     problem: str = ""
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """One request of the load, and the blocks that the engine stored for it."""
+
+    kind: str
+    request: ProbeRequest
+    stored: StoredOf | None = None
+    """None where prompt, hash scheme or groups are not known."""
+
+
+class LoadEvidence(msgspec.Struct):
+    """A small generated load on one engine, request by request in the order they were sent."""
+
+    requests: list[LoadRequest] = msgspec.field(default_factory=list)
+    uncompared: int = 0
+    """Requests sent at once, whose hits depend on each other."""
+    uncompared_cached_tokens: int = 0
+    """As their answers reported."""
+    filled_tokens: int = 0
+    """Prompt tokens sent to fill the pool; 0: it is too large, or its size is not known."""
+    evicted: bool = False
+    """Whether that made the engine remove blocks."""
+    out_of_time: bool = False
+    problem: str = ""
+    replay: ReplayComparison | None = None
+    before: EngineGauges = EngineGauges()
+    after: EngineGauges = EngineGauges()
+
+    @property
+    def sent(self) -> int:
+        """All requests of the load."""
+        return len(self.requests) + self.uncompared
 
 
 class EngineEvidence(msgspec.Struct):
@@ -115,6 +155,13 @@ class EngineEvidence(msgspec.Struct):
     unreadable: str | None = None
     """Why chats of this model cannot be rendered here, and what to do about it."""
     probe: ProbeEvidence | None = None
+    expected_model: str = ""
+    """The served name asked for by the user; empty: any."""
+    load: LoadEvidence | None = None
+    """None: no load was sent."""
+    removals: dict[str, int] = {}
+    """Copies of GPU blocks, by what events did: ``stored``, ``removed``, ``unknown`` (removed without a
+    store)."""
     router_tokenizers: dict[str, str] | None = None
     """Of a running router: the library by configured model; None where no router was asked, or it does not
     say."""
@@ -132,6 +179,14 @@ class EngineEvidence(msgspec.Struct):
         source = sources.get(str(self.engine.dp_rank or 0)) if len(sources) > 1 else None
         only = next(iter(sources.values()), None) if len(sources) == 1 else source
         return None if only is None else only.endpoint
+
+    @property
+    def history_complete(self) -> bool:
+        """Whether every batch since the engine's start was heard."""
+        seen = self.sockets
+        if seen is None or seen.replay_state is not ReplayState.COMPLETE or seen.missing:
+            return False
+        return not seen.restarts and not seen.first_seq
 
     @property
     def base_model(self) -> str | None:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from router.http.reasons import reason_of
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
+from router.index.media import GPU
 from router.index.models import Scopes
 from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.origin.locate import Locator
@@ -39,19 +41,28 @@ from router.tools.doctor.evidence import (
     EngineEvidence,
     EventSource,
     Evidence,
+    LoadEvidence,
     ProbeEvidence,
     PromptParity,
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gather.gauges import read_engine_gauges, series
+from router.tools.doctor.gather.asker import Asker
+from router.tools.doctor.gather.gauges import EngineGauges, read_engine_gauges, series
 from router.tools.doctor.gather.http import Http, HttpAnswer
-from router.tools.doctor.gather.listener import EventListener
+from router.tools.doctor.gather.listener import EventListener, replay_comparison
+from router.tools.doctor.gather.load import Load, LoadPlan
+from router.tools.doctor.gather.observation import ReplayComparison
 from router.tools.doctor.gather.parity import compare
-from router.tools.doctor.gather.probe import Prober
+from router.tools.doctor.gather.probe import probe
 from router.tools.ops_client import ops_headers
+from router.tools.replay.ledger import Ledger
 
 _DETECTION_S_MAX = 20.0
+_PROBE_QUIET_S = 0.3
+_GAUGES_INTERVAL_S = 0.2
+_LOAD_OVERTIME = 1.25
+"""When a load is cut off, as a multiple of the time after which it begins no request."""
 _ENGINES_MAX = 256
 
 
@@ -65,6 +76,10 @@ class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
     probe_timeout_s: float = 60.0
     """For one completion of the probe."""
     probe: bool = False
+    model: str = ""
+    """The served name that is expected; empty: any."""
+    load: LoadPlan | None = None
+    """None: no load is sent. With one, ``probe`` must be set."""
 
 
 class _Models(msgspec.Struct):
@@ -89,7 +104,9 @@ async def examine(
         say(f"asking {len(engines)} engine(s)")
         seen = await _ask_servers(http, config, engines)
         seen.router, seen.probed, seen.seconds = router, settings.probe, settings.seconds
+
         for engine in seen.engines:
+            engine.expected_model = settings.model
             engine.router_tokenizers = None if router is None else router.tokenizers
         examination = _Examination(seen, http, settings, say)
         try:
@@ -208,7 +225,8 @@ class _Examination:
         self._http = http
         self._settings = settings
         self._say = say
-        self._scopes = Scopes(self._facts)
+        self._ledgers: dict[str, Ledger] = {}
+        self._scopes = Scopes(self._facts, self._new_ledger)
         self._listeners: dict[str, EventListener] = {}
         self._probed_url: str | None = None
         self._reader = self._make_reader()
@@ -227,8 +245,11 @@ class _Examination:
             await asyncio.gather(self._hear(), self._compare())
             if self._settings.probe:
                 await self._probe_all()
+            if self._settings.load is not None:
+                await self._load_all(self._settings.load)
         for engine in self._seen.engines:
             engine.residency = self._scopes.engine(engine.engine_id)
+            engine.removals = self._removals(engine)
 
     @asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
@@ -274,6 +295,63 @@ class _Examination:
             engine.probe = await self._probe(engine)
         await self._finish_detection()
 
+    async def _load_all(self, settings: LoadPlan) -> None:
+        """One engine after another, those that answered the probe."""
+        for engine in self._seen.engines:
+            if engine.probe is None or engine.probe.problem or any(r.status for r in engine.probe.requests):
+                continue
+            self._say(f"sending a small load to {engine.engine_id}")
+            self._probed_url = engine.engine.base_url
+            engine.load = LoadEvidence(before=await self._gauges(engine))
+            scope = self._scopes.scope(_scope_name(engine))
+            load = Load(
+                self._asker(engine, settings.quiet_s),
+                partial(scope.engine, engine.engine_id),
+                engine.tally,
+                settings,
+                engine.gauges.pool_tokens,
+                engine.load,
+            )
+            try:
+                async with asyncio.timeout(settings.seconds_max * _LOAD_OVERTIME):
+                    await load.run()
+            except TimeoutError:
+                engine.load.out_of_time = True
+            except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
+                engine.load.problem = reason_of(problem)
+            engine.load.after = await self._gauges_after(engine, engine.load)
+            engine.load.replay = await self._replayed(engine)
+
+    async def _replayed(self, engine: EngineEvidence) -> ReplayComparison | None:
+        """Ask the replay socket for everything, and compare with what was heard live."""
+        heard = self._listeners.get(engine.engine_id)
+        if heard is None or engine.engine.events is None or engine.engine.replay is None:
+            return None
+        scopes = Scopes(self._facts)
+        scopes.assign(engine.engine_id, _scope_name(engine))
+        again = EventListener(
+            engine.engine_id,
+            engine.engine.events,
+            engine.engine.replay,
+            scopes,
+            replay_timeout_s=self._settings.timeout_s,
+        )
+        return await replay_comparison(heard, again)
+
+    async def _gauges_after(self, engine: EngineEvidence, load: LoadEvidence) -> EngineGauges:
+        """Once the engine has counted all requests; its counters come some steps after its answers."""
+        deadline = time.monotonic() + self._settings.timeout_s
+        while True:
+            found = await self._gauges(engine)
+            counted = found.requests - load.before.requests >= load.sent
+            if counted or not found.requests or time.monotonic() >= deadline:
+                return found
+            await asyncio.sleep(_GAUGES_INTERVAL_S)
+
+    async def _gauges(self, engine: EngineEvidence) -> EngineGauges:
+        answer = await self._http.get(f"{engine.engine.base_url}/metrics")
+        return read_engine_gauges(answer.body if answer.ok else b"", engine.engine.dp_rank)
+
     async def _finish_detection(self) -> None:
         deadline = time.monotonic() + _DETECTION_S_MAX
         while self._searching() and time.monotonic() < deadline:
@@ -288,21 +366,40 @@ class _Examination:
         model = engine.base_model
         if model is None:
             return ProbeEvidence(problem="the engine names no model")
-        card = next(card for card in engine.server.models if card.id == model)
-        prober = Prober(
+        try:
+            return await probe(self._asker(engine, _PROBE_QUIET_S))
+        except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
+            return ProbeEvidence(problem=reason_of(problem))
+
+    def _asker(self, engine: EngineEvidence, quiet_s: float) -> Asker:
+        card = next(card for card in engine.server.models if card.id == engine.base_model)
+        return Asker(
             engine.engine,
-            model=model,
+            model=card.id,
             scope=self._scopes.scope(_scope_name(engine)),
             reader=self._reader,
             http=self._http,
             listener=self._listeners.get(engine.engine_id),
             max_tokens=card.max_model_len,
             request_timeout_s=self._settings.probe_timeout_s,
+            quiet_s=quiet_s,
         )
-        try:
-            return await prober.run()
-        except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
-            return ProbeEvidence(problem=reason_of(problem))
+
+    def _removals(self, engine: EngineEvidence) -> dict[str, int]:
+        counts = [
+            count
+            for (engine_id, plane), count in self._ledger(engine).counts.items()
+            if engine_id == engine.engine_id and plane.medium == GPU
+        ]
+        names = {"stored": "stored", "removed": "removed", "unknown": "unknown_removals"}
+        return {name: sum(getattr(count, field) for count in counts) for name, field in names.items()}
+
+    def _ledger(self, engine: EngineEvidence) -> Ledger:
+        return self._ledgers[_scope_name(engine)]
+
+    def _new_ledger(self, scope_name: str) -> Ledger:
+        ledger = self._ledgers[scope_name] = Ledger()
+        return ledger
 
     async def _find_tokenizers(self) -> None:
         """As the router would, for each base model: what its engines name, or what is configured."""

@@ -14,7 +14,7 @@ from router.tools.doctor.findings import FLEET, CheckResult, Finding, Severity
 EngineCheck = Callable[[EngineEvidence], Iterator[CheckResult]]
 FleetCheck = Callable[[Evidence], Iterator[CheckResult]]
 
-_AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "fleet", "router")
+_AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "load", "fleet", "router")
 """First part of a check's id: the order in which they are shown."""
 
 _ENGINE_CHECKS: dict[str, EngineCheck] = {}
@@ -55,6 +55,11 @@ def run_checks(seen: Evidence) -> list[Finding]:
     for name, fleet in sorted(_FLEET_CHECKS.items(), key=_area):
         findings += _run(name, FLEET, fleet(seen))
     return findings
+
+
+def engine_checks() -> list[str]:
+    """Ids of the checks that look at one engine."""
+    return list(_ENGINE_CHECKS)
 
 
 def _area(entry: tuple[str, object]) -> int:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from publisher.simulator.request import SimRequest
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
+from router.fleet.identity import EngineAddress, endpoint_of
+from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.simulate.fetch import fetch_usage
 from router.simulate.workload.usage import read_capture
+from tests.support.pairs import busy, connected
+from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
@@ -162,6 +170,33 @@ def test_a_request_that_moves_has_one_line_of_where_it_went(tmp_path: Path) -> N
     assert lines[1]["status"] == 200
 
 
+def test_a_prompt_computed_on_another_engine_is_one_line_at_router_and_at_sidecar(tmp_path: Path) -> None:
+    router, beside = tmp_path / "router.jsonl", tmp_path / "sidecar.jsonl"
+    body = completion(1)
+
+    async def main() -> tuple[str, str]:
+        async with connected("nixl") as (p, d, pd):
+            addresses = (EngineAddress(one.base_url, role=one.settings.role) for one in (p, d))
+            config = configure(*addresses, pd=pd, usage=UsageSettings(path=str(router)))
+            async with routing(config) as rig:
+                with busy(rig):
+                    assert (await rig.ask("POST", "/v1/completions", body))[0] == 200
+                await written(rig, 1)
+            async with sidecar(d, p, pd=pd, usage=UsageSettings(path=str(beside))) as side:
+                assert (await side.ask(completion(2), endpoint(p)))[0] == 200
+                assert (await side.ask([], endpoint(p)))[0] == 400
+            return p.base_url, d.base_url
+
+    prefill, decode = run(main())
+    (line,) = lines_of(router)
+    assert (line["engine"], line["prefill_engine"], line["status"]) == (decode, prefill, 200)
+    assert line["cached_tokens"] == line["predicted_tokens"] == 0, "the prefill engine's hit"
+    assert (line["computed_tokens"], line["verified"]) == (len(body["prompt"]), True)
+    split, refused = lines_of(beside)
+    assert (split["engine"], split["prefill_engine"]) == (decode, endpoint_of(prefill))
+    assert (split["attempts"], refused["status"]) == (2, 400)
+
+
 def test_the_record_can_be_had_from_the_router(tmp_path: Path) -> None:
     path, copy = tmp_path / "usage.jsonl", tmp_path / "copy.jsonl"
     for number in (1, 2):
@@ -221,3 +256,79 @@ def test_no_record_unless_asked_for() -> None:
             assert "kvatlas_usage" not in page
 
     run(main())
+
+
+def test_an_engine_that_reports_wrong_cached_tokens_is_shown_with_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, begin = tmp_path / "usage.jsonl", SimRequest.__init__
+
+    def lies(self: SimRequest, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.reported_hit = 16
+
+    monkeypatch.setattr(SimRequest, "__init__", lies)
+
+    async def main() -> tuple[dict[str, Any], Any, str]:
+        async with running({}) as engines:
+            config = configure(*engines, usage=UsageSettings(path=str(path)))
+            async with routing(config) as rig:
+                for _ in range(20):
+                    await rig.chat(TEXT * 5)
+                    await rig.caught_up(*engines)
+                _, (view,) = await rig.ask("GET", "/kvatlas/engines")
+                _, problems = await rig.ask("GET", "/kvatlas/problems")
+                _, page = await rig.ask("GET", "/metrics")
+                await written(rig, 20)
+                return view, problems, page
+
+    view, problems, page = run(main())
+    lines = {line["request_id"]: line for line in lines_of(path)}
+    assert len(view["contradicting"]) == 4
+    for one in view["contradicting"]:
+        line = lines[one["request_id"]]
+        assert (line["cached_tokens"], line["verified"]) == (one["reported_tokens"], False)
+        assert line["predicted_tokens"] == one["predicted_tokens"] > 16
+    assert any("contradict its own events" in str(each) for each in problems.values())
+    (row,) = [row for row in page.splitlines() if row.startswith("kvatlas_cache_reports_doubtful{")]
+    assert row.endswith(" 1.0")
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_lines_go_to_a_collector_too_where_traces_are_on(tmp_path: Path, status: int) -> None:
+    path, bodies = tmp_path / "usage.jsonl", list[bytes]()
+
+    async def takes(request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.path == "/v1/logs":
+            bodies.append(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
+        return web.Response(status=status)
+
+    async def main() -> tuple[int, int, int]:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", takes)
+        collector = TestServer(app)
+        await collector.start_server()
+        async with collector, running({}) as engines:
+            config = configure(
+                *engines,
+                usage=UsageSettings(path=str(path)),
+                traces=TraceSettings(endpoint=str(collector.make_url("")).rstrip("/"), sample_ratio=0.0),
+            )
+            async with routing(config) as rig:
+                await rig.chat(TEXT)
+                log = rig.router.usage
+                assert log is not None
+                await written(rig, 1)
+            stats = log.export_stats
+            return stats.records, stats.exported, stats.failures
+
+    sent = run(main())
+    assert len(lines_of(path)) == 1, "the file has it whatever the collector does"
+    assert sent[0] == 1
+    if status == 200:
+        assert sent == (1, 1, 0)
+        (body,) = bodies
+        for word in (b"kvatlas.usage.generated_tokens", b"kvatlas.usage.verified", MODEL.encode()):
+            assert word in body
+        assert b"hash_ids" not in body

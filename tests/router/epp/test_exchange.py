@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from router.epp.wire import messages as m
 from router.epp.wire.grpc import GrpcReader, message_frame
 from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
+from router.observe.usage import UsageSettings
+from router.placement.candidate import PolicySettings
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import PB, read
@@ -112,6 +115,53 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
             assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
             await until(lambda: rig.idle, "the receipt is written")
             assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+
+    run(main())
+
+
+def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+
+    async def main() -> str:
+        async with gateway(usage=UsageSettings(path=str(path))) as (rig, peer, engine):
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told, and the body given back")
+            answer = b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
+            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+            await peer.until_over(number)
+            broken = peer.open(PROCESS)
+            await peer.send(broken, POST + body(REQUEST_BODY, b"{", ends=True))
+            assert (await error_of(peer, broken))[0] == 400
+            log = rig.router.usage
+            assert log is not None
+            await until(lambda: log.stats.written == 2, "both lines are written")
+            return engine.base_url
+
+    url = run(main())
+    served, refused = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (served["status"], served["engine"], served["generated_tokens"]) == (200, url, 3)
+    assert (refused["status"], refused["engine"]) == (400, "")
+
+
+@pytest.mark.parametrize(("value", "refused"), [(b"60000", False), (b"soon", True)])
+def test_a_service_level_is_read_from_a_gateways_request(value: bytes, *, refused: bool) -> None:
+    async def main() -> None:
+        async with gateway(policy=PolicySettings(service_levels=True)) as (rig, peer, _):
+            fields = {b":method": b"POST", b":path": CHAT, b":authority": b"a", b"x-slo-ttft-ms": value}
+            number = peer.open(PROCESS)
+            sent = body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
+            await peer.send(number, head(REQUEST_HEADERS, fields) + sent)
+            if refused:
+                assert await error_of(peer, number) == (400, "invalid_slo")
+                return
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            assert rig.router.accounts.slo_stats.decisions == 1
+            answer = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}'
+            await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
+            await peer.until_over(number)
+            await until(lambda: rig.idle, "the receipt is written")
+            assert 0 < (rig.router.accounts.receipts.latest[-1].slo_ttft_s or 0) <= 60
 
     run(main())
 

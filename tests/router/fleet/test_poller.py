@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.gauges import read_asleep, read_emptied, read_gauges, read_transfers
+from router.fleet.gauges import read_asleep, read_emptied, read_gauges, read_started, read_transfers
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
 from router.fleet.settings import FleetSettings
@@ -341,6 +341,22 @@ def test_gauges_that_are_no_number_are_left_out(value: str) -> None:
     gauges = read_gauges(text, None)
     assert gauges == {"num_requests_waiting": 2.0}
     assert all(math.isfinite(number) for number in gauges.values())
+
+
+def test_names_of_gauges_count_at_the_start_of_a_line_only() -> None:
+    text = b"""# HELP vllm:num_requests_running
+vllm:num_requests_running{engine="0"} 3.0
+# HELP vllm:num_requests_waiting 7 requests wait.
+other{text="vllm:num_requests_waiting 8"} 1
+ vllm:num_requests_waiting 9
+vllm:num_requests_waiting\t2.0
+process_start_time_seconds_more 5
+# process_start_time_seconds 6
+process_start_time_seconds 7.0
+"""
+    assert read_gauges(text, None) == {"num_requests_running": 3.0, "num_requests_waiting": 2.0}
+    assert read_started(text) == 7.0
+    assert read_started(b"# process_start_time_seconds 6") is None
 
 
 def test_an_engine_that_sleeps_gets_nothing_until_it_wakes() -> None:

@@ -19,6 +19,7 @@ from router.observe.receipts import (
     RECEIPTS_KEPT,
     WINDOW,
     CacheFunnel,
+    Contradiction,
     EngineReceipts,
     Outcome,
     Receipt,
@@ -100,6 +101,45 @@ def test_the_bucket_of_zero_holds_the_exact_ones_alone() -> None:
         book.add(receipt(100 + error, 100))
     at_zero = ERROR_BUCKETS.index(0)
     assert book.engines[ENGINE].errors[at_zero - 1 : at_zero + 2] == [1, 1, 1]
+
+
+def test_reports_that_contradict_the_engines_events_are_shown_with_evidence() -> None:
+    sums = EngineReceipts()
+    for number in range(DRIFT_MIN):
+        sums.add(
+            msgspec.structs.replace(receipt(512, 0 if number % 3 == 0 else 512), request_id=f"r{number}")
+        )
+    assert sums.contradictions == {"fewer": 7}
+    assert [one.request_id for one in sums.contradicting] == ["r9", "r12", "r15", "r18"]
+    assert sums.contradicting[0] == Contradiction(
+        request_id="r9", kind="fewer", predicted_tokens=512, reported_tokens=0, prompt_tokens=1000
+    )
+    for _ in range(WINDOW):
+        sums.add(receipt(512, 512))
+    assert sums.contradicting == []
+
+
+def test_more_cached_tokens_than_the_prompt_has_are_evidence_at_once() -> None:
+    sums = EngineReceipts()
+    sums.add(msgspec.structs.replace(receipt(512, 900), reported_prompt_tokens=800, mode="learned"))
+    assert [one.kind for one in sums.contradicting] == ["impossible"]
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        {"mode": "assumed"},
+        {"mode": "shadow"},
+        {"feed": "replaying"},
+        {"storage_tokens": 16},
+        {"reported_prompt_tokens": 999},
+    ],
+)
+def test_what_may_be_the_routers_fault_is_no_evidence(doubt: dict[str, Any]) -> None:
+    sums = EngineReceipts()
+    for _ in range(WINDOW):
+        sums.add(msgspec.structs.replace(receipt(512, 0), **doubt))
+    assert (sums.contradicting, sums.contradictions) == ([], {})
 
 
 def test_an_engine_drifts_when_too_many_of_its_latest_predictions_are_wrong() -> None:

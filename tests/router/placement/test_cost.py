@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
-from router.placement.cost import choose, cost, within_bound
+from router.placement.cost import choose, cost, within_bound, within_level
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
 
@@ -413,3 +413,35 @@ def test_queues_never_drift_apart_by_more_than_the_bound(
         choice = choose(engines, prompt_tokens, knobs, prompt_key=prompt_tokens)
         queues[choice.index] += choice.uncached_tokens * RATE
         assert max(queues) - min(queues) <= bound + 1e-9
+
+
+TIMES = st.floats(0, 30)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    hits=st.tuples(*[st.integers(0, 9000)] * 3),
+    queue_s=TIMES,
+    room_s=TIMES,
+    running=st.integers(0, 50),
+    own_s=TIMES,
+    left_s=st.floats(-5, 60),
+)
+def test_an_engine_is_within_the_service_level_by_the_predicted_first_token(
+    hits: tuple[int, int, int], queue_s: float, room_s: float, running: int, own_s: float, left_s: float
+) -> None:
+    gpu, cpu, storage = hits
+    candidate = make_candidate(
+        "e",
+        hit_tokens=gpu,
+        cpu_tokens=cpu,
+        storage_tokens=storage,
+        queue_s=queue_s,
+        room_s=room_s,
+        running=running,
+        prefill_s_per_token=RATE,
+        decode_interference_s=0.002,
+    )
+    predicted_s = cost(candidate, 8000, DEFAULTS).first_token_s + 0.002 * running + own_s
+    if abs(predicted_s - left_s) > 1e-6:
+        assert within_level([candidate], [own_s], 8000, left_s, DEFAULTS) == [predicted_s < left_s]

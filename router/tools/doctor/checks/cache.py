@@ -10,6 +10,7 @@ from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
+from router.index.media import GPU
 from router.prompts.origin.model_config import ModelConfigFile
 from router.tools.doctor.evidence import EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
@@ -258,6 +259,25 @@ def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
     elif layout.alignment * 4 > mean:
         yield info(
             seen, "up to a quarter of a prompt and more is lost to rounding", "try a smaller --block-size"
+        )
+    else:
+        yield ok(seen)
+
+
+@engine_check("cache.pool")
+def pool(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """An engine cannot hold more blocks than its pool has."""
+    residency, blocks = engine.residency, engine.gauges.pool_blocks
+    if residency is None or blocks is None or not engine.tally.stored:
+        return
+    held = residency.index.physical(engine.engine_id, GPU)
+    seen = f"by its events it holds {held} of its {blocks} blocks"
+    if held > blocks:
+        yield error(
+            seen,
+            "removals are not published, stores are published twice (kv_cache_report_mode=full), or several "
+            "engines publish to one address",
+            "let the engine publish one removal for each copy of a block; give every engine its own address",
         )
     else:
         yield ok(seen)

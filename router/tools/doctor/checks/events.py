@@ -116,11 +116,13 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
         return
     probed = engine.probe is not None and any(not r.status for r in engine.probe.requests)
     heard = f"{sockets.live_batches} live and {sockets.replayed_batches} replayed batches"
-    if sockets.live_batches:
+    tally = engine.tally
+    came = tally.events or tally.rejected or tally.unknown_types
+    if sockets.live_batches and (came or not probed):
         yield ok(heard)
     elif probed:
         yield error(
-            f"{heard}, although the engine answered the probe",
+            f"{heard} without an event, although the engine answered the probe",
             "prefix caching or events are off, the endpoint belongs to another engine, or its blocks are "
             "larger than the probe",
             "start the engine with prefix caching on and enable_kv_cache_events; check events=",
@@ -134,10 +136,42 @@ def flow(engine: EngineEvidence) -> Iterator[CheckResult]:
             "try --probe, which sends two small requests",
         )
     if sockets.missing or sockets.restarts:
-        yield info(
+        tell = info if engine.load is None else error
+        yield tell(
             f"{sockets.missing} batch number(s) missing, {sockets.restarts} restart(s) of the numbering",
             "the connection lost messages, or the engine restarted while the doctor listened",
             "repeat; if it persists, several publishers may share the address",
+        )
+
+
+@engine_check("events.removals")
+def removals(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """Whether every block removed was stored before."""
+    stored, removed, unknown = (engine.removals.get(name, 0) for name in ("stored", "removed", "unknown"))
+    if engine.sockets is None or not stored + removed + unknown:
+        return
+    seen = f"{stored} block(s) stored, {removed} of them removed"
+    if unknown and engine.history_complete:
+        yield error(
+            f"{seen}; {unknown} removal(s) of blocks that are not stored",
+            "stores were not published, removals were published twice, or hashes of removals differ",
+            "report it to the maintainers of the engine: its events cannot be counted",
+        )
+    elif unknown:
+        yield info(
+            f"{seen}; {unknown} removal(s) of blocks stored before the history begins",
+            "older batches have left the engine's buffer, or some were missed",
+            "check a freshly started engine",
+        )
+    elif removed:
+        yield ok(f"{seen}, none that was not stored")
+    elif engine.load is not None:
+        yield info(
+            f"{seen}: nothing was evicted",
+            "the pool is too large to be filled by a small load"
+            if not engine.load.filled_tokens
+            else "the load did not fill the pool",
+            "start the engine with a small pool (vLLM: --num-gpu-blocks-override) to have this checked",
         )
 
 

@@ -61,6 +61,13 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
             "the server is not an OpenAI-compatible engine, or still loads its model",
             "correct the URL (without /v1), or wait until the model is loaded",
         )
+    wanted = engine.expected_model
+    if engine.server.models and wanted and wanted not in {card.id for card in engine.server.models}:
+        yield error(
+            f"does not serve {wanted!r}",
+            "the engine was started with another model, or under another --served-model-name",
+            "start it with that model, or correct --model",
+        )
     if engine.server.models and engine.base_model is None:
         yield error(
             "every model listed is a LoRA adapter",

@@ -241,6 +241,7 @@ _ELSEWHERE = {
     "load": "its queue was longer",
     "pages": "prompts wait there for KV cache pages",
     "choice": "other costs decided",
+    "slo": "it was predicted to miss the request's service level",
 }
 
 

@@ -11,17 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from publisher.events import DecodedBatch
+from publisher.events import BlockStored, DecodedBatch
 from router.feeds.sockets import MessageReader, Slice
 from router.feeds.wire import Frame, WireError, parse_live, parse_replay
+from router.index.media import ON_GPU
 from router.tools.doctor.gather.event_counts import EventCounts
-from router.tools.doctor.gather.observation import Connectivity, Observation, ReplayState
+from router.tools.doctor.gather.observation import (
+    Connectivity,
+    Observation,
+    ReplayComparison,
+    ReplayState,
+)
 
 _HELD_MAX = 20_000
 _STRANGE_MAX = 16
@@ -54,6 +61,8 @@ class EventListener:
     ) -> None:
         self.seen = Observation()
         self.tally = EventCounts()
+        self.recent: deque[BlockStored] = deque(maxlen=_HELD_MAX)
+        """Blocks stored on the GPU lately; emptied by its reader."""
         self.settled = asyncio.Event()
         """Set once the history has been heard, or is not to be had."""
         self._engine_id = engine_id
@@ -213,10 +222,31 @@ class EventListener:
         self.tally.add(frame, payload)
         if frame.batch is None:
             return
+        self.recent.extend(e for e in frame.batch.events if isinstance(e, BlockStored) and e.medium in ON_GPU)
         try:
             self._sink.apply(self._engine_id, frame.batch)
         except Exception as problem:  # noqa: BLE001  strange events must not end the examination
             seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
+
+
+async def replay_comparison(heard: EventListener, again: EventListener) -> ReplayComparison:
+    """Ask for the history with ``again``, a listener that has not run, and compare it with ``heard``."""
+    live = dict(heard.tally.digests)
+    running = asyncio.create_task(again.run(), name="replay asked again")
+    try:
+        await again.settled.wait()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    replayed = dict(again.tally.digests)
+    first = min(replayed, default=0)
+    expected = {seq: digest for seq, digest in live.items() if seq >= first}
+    return ReplayComparison(
+        again.seen.replay_state,
+        len(expected),
+        sum(seq not in replayed for seq in expected),
+        sum(replayed.get(seq, digest) != digest for seq, digest in expected.items()),
+    )
 
 
 def _connect(

@@ -54,3 +54,13 @@ class Observation(msgspec.Struct):
     """Why a batch could not be applied to the index."""
     lags_s: list[float] = msgspec.field(default_factory=list)
     """Our clock minus the time stamp of live batches."""
+
+
+class ReplayComparison(msgspec.Struct, frozen=True):
+    """Batches heard live, asked for again from the replay socket; sequence numbers."""
+
+    state: ReplayState
+    heard: int = 0
+    missing: int = 0
+    """Heard live and not in the answer, although older ones are."""
+    different: int = 0

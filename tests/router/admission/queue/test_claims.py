@@ -77,3 +77,34 @@ def test_what_cannot_be_understood_is_refused_by_name(name: bytes, value: bytes)
 )
 def test_the_bodys_priority_is_read_where_it_is_a_whole_number(body: bytes, expected: int | None) -> None:
     assert peek(body).priority == expected
+
+
+TARGETS = (500.0, 2000.0, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules", "due_s"),
+    [
+        ([], None, 12.0),
+        ([(b"x-kvatlas-priority", b"high")], None, 10.5),
+        ([(b"x-kvatlas-priority", b"low")], None, None),
+        ([(b"x-slo-ttft-ms", b"250")], None, 10.25),
+        ([(b"x-slo-ttft-ms", b"250.0")], TenantRules(slo_ttft_ms=4000), 10.25),
+        ([], TenantRules(slo_ttft_ms=4000), 14.0),
+        ([], TenantRules(priority="high"), 10.5),
+        ([(b"x-kvatlas-priority", b"high")], TenantRules(), 12.0),
+    ],
+)
+def test_the_target_is_the_requests_else_its_tenants_else_its_classs(
+    fields: list[tuple[bytes, bytes]], rules: TenantRules | None, due_s: float | None
+) -> None:
+    claim = read_claim(fields, in_body=None, arrived_s=10.0, tenant="acme", rules=rules, targets=TARGETS)
+    assert claim.due_s == due_s
+    assert read_claim(fields, in_body=None, arrived_s=10.0, tenant="acme", rules=rules).due_s is None
+
+
+@pytest.mark.parametrize("value", [b"soon", b"0", b"-5", b"nan", b"inf", b""])
+def test_a_target_that_is_no_time_is_refused(value: bytes) -> None:
+    with pytest.raises(ApiError, match="x-slo-ttft-ms") as refused:
+        read_claim([(b"x-slo-ttft-ms", value)], in_body=None, arrived_s=0.0, targets=TARGETS)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_slo")

@@ -128,6 +128,22 @@ def router(**changes: Any) -> Answers:
         ({"available": False}, "router.engines", Severity.WARNING, "breaker is open"),
         ({"drifting": True}, "router.predictions", Severity.WARNING, "drift"),
         (
+            {
+                "contradicting": [
+                    {
+                        "request_id": "r9",
+                        "kind": "fewer",
+                        "predicted_tokens": 512,
+                        "reported_tokens": 0,
+                        "prompt_tokens": 700,
+                    }
+                ]
+            },
+            "router.predictions",
+            Severity.WARNING,
+            "contradict its own events (request r9: 0 reported of 700, 512 by its events)",
+        ),
+        (
             {"first_tokens": {"held": 30, "compared": 100}},
             "router.predictions",
             Severity.WARNING,

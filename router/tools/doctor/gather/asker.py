@@ -1,0 +1,189 @@
+"""One request to one engine: read and predicted by the parts that serve traffic, sent, its events awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from publisher.events import BlockStored
+from router.fleet.identity import EngineAddress
+from router.index.learn.hash_scheme import Detection
+from router.index.model import FleetResidency
+from router.index.seats import EngineHit
+from router.openai.errors import ApiError
+from router.prompts.origin.probes import probe_path
+from router.prompts.prompt import Prompt
+from router.prompts.reader import PromptReader
+from router.tools.doctor.evidence import ProbeRequest
+from router.tools.doctor.gather.http import Http, HttpAnswer
+from router.tools.doctor.gather.listener import EventListener
+from router.tools.doctor.gather.parity import inbound
+
+_TOKENS_MAX = 8192
+MARGIN_TOKENS = 16
+_SETTLED = 4
+"""How long events that are not expected are waited for, as a multiple of ``quiet_s``."""
+_POLL_S = 0.02
+_SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Completion(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class ProbeAnswer(msgspec.Struct):
+    """One request, its answer, and the blocks that the engine stored from then on."""
+
+    request: ProbeRequest
+    prompt: Prompt | None
+    stored: list[BlockStored]
+    awaited_events: bool
+
+
+class Asker:
+    """Asks one engine. ``model`` is the name to ask for, ``max_tokens`` the longest prompt it takes,
+    ``quiet_s`` how long events must be silent after an answer before all of them are here."""
+
+    def __init__(
+        self,
+        engine: EngineAddress,
+        *,
+        model: str,
+        scope: FleetResidency,
+        reader: PromptReader,
+        http: Http,
+        listener: EventListener | None,
+        max_tokens: int | None,
+        request_timeout_s: float,
+        quiet_s: float,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._scope = scope
+        self._reader = reader
+        self._http = http
+        self._listener = listener
+        self.max_tokens = min(_TOKENS_MAX, (max_tokens or _TOKENS_MAX) - 4 * MARGIN_TOKENS)
+        self._timeout_s = request_timeout_s
+        self._quiet_s = quiet_s
+        self.rng = random.Random(secrets.randbits(64))
+
+    @property
+    def alignment(self) -> int | None:
+        """Tokens that a hit is a multiple of; None before the groups are known."""
+        layout = self._scope.engine(self._engine.engine_id).layout
+        return None if layout is None else layout.alignment
+
+    async def text(self, num_tokens: int, begin: str = "") -> str:
+        """``begin`` with words added until it has about so many tokens (by its letters where unreadable)."""
+        text = begin
+        while True:
+            prompt = await self.read({"prompt": text}) if text else None
+            have = len(text) // 3 if prompt is None else prompt.num_tokens
+            missing = num_tokens - have
+            if missing <= 0 and text:
+                return text
+            words = ("".join(self.rng.choices(_SYLLABLES, k=3)) for _ in range(max(1, missing // 8)))
+            text = " ".join((text, *words)).lstrip()
+
+    async def read(self, body: dict[str, Any]) -> Prompt | None:
+        """The prompt as the router reads it; None where its tokens cannot be had."""
+        try:
+            read = await self._reader.read(inbound(self._model, body))
+        except ApiError:
+            return None
+        return read if isinstance(read, Prompt) else None
+
+    async def detect(self) -> None:
+        """Let a running search for the hash seed come to its end (a few seconds at most)."""
+        residency = self._scope.engine(self._engine.engine_id)
+        while residency.detection is Detection.SEARCHING:
+            residency.advance_detection()
+            await asyncio.sleep(0)
+
+    async def send(self, body: dict[str, Any], *, await_events: bool | None = True) -> ProbeAnswer:
+        """Predict, ask for one token, and wait for its events. None: for long only if it fills new blocks."""
+        prompt = await self.read(body)
+        hit = EngineHit("unknown", why_unknown="its tokens could not be had")
+        if prompt is not None:
+            hit = self._scope.predict(prompt, [self._engine.engine_id])[self._engine.engine_id]
+        settle = (
+            await_events is None and prompt is not None and self._fills(prompt.num_tokens) <= hit.hit_tokens
+        )
+        waits = await_events is not False
+        heard = self._heard()
+        if self._listener is not None:
+            self._listener.recent.clear()
+        whole = {"model": self._model, "max_tokens": 1, "temperature": 0, **body}
+        rank = self._engine.dp_rank
+        headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
+        url = self._engine.base_url + probe_path(body)
+        answer = await self._http.post(url, whole, headers=headers, timeout_s=self._timeout_s)
+        wait_s = _SETTLED * self._quiet_s if settle else self._http.timeout_s
+        came = waits and answer.ok and await self._await_events(heard, wait_s)
+        stored = [] if self._listener is None else list(self._listener.recent)
+        awaited = waits and answer.ok and not settle
+        return ProbeAnswer(_request(answer, prompt, hit, events_came=came), prompt, stored, awaited)
+
+    def _fills(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % (self.alignment or 1)
+
+    def _heard(self) -> int:
+        """Events so far; batches without any are a publisher's heartbeat."""
+        return 0 if self._listener is None else self._listener.tally.events
+
+    async def _await_events(self, before: int, wait_s: float) -> bool:
+        """Wait for an event beyond ``before``, and then for a short silence; False where none comes."""
+        if self._listener is None:
+            return False
+        deadline = time.monotonic() + wait_s
+        if not await _until(lambda: self._heard() > before, deadline):
+            return False
+        last, quiet_since = self._heard(), time.monotonic()
+        while time.monotonic() < min(deadline, quiet_since + self._quiet_s):
+            await asyncio.sleep(_POLL_S)
+            if self._heard() != last:
+                last, quiet_since = self._heard(), time.monotonic()
+        return True
+
+
+async def _until(condition: Callable[[], bool], deadline: float) -> bool:
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
+def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, events_came: bool) -> ProbeRequest:
+    completion = answer.json(_Completion) if answer.ok else None
+    usage = None if completion is None else completion.usage
+    details = None if usage is None else usage.prompt_tokens_details
+    status = "" if answer.ok else answer.what
+    if answer.ok and completion is None:
+        status = "an answer that is no completion"
+    return ProbeRequest(
+        status=status,
+        predicted=None if hit.mode == "unknown" else hit.hit_tokens,
+        mode=hit.mode,
+        why_unknown=hit.why_unknown,
+        cached=None if details is None else details.cached_tokens,
+        prompt_tokens=None if prompt is None else prompt.num_tokens,
+        reported_prompt_tokens=None if usage is None else usage.prompt_tokens,
+        events_came=events_came,
+    )

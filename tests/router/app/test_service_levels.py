@@ -1,0 +1,104 @@
+"""Service levels: an engine predicted to miss a request's target is skipped while another one is not."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+
+from router.placement.candidate import PolicySettings
+from router.serve.reload import apply
+from tests.router.app.test_queue import asks, busy, crowded, ended, waits
+from tests.support.waiting import run, until
+from tests.support.whole_router import TEXT, Rig, configure, routing, running
+
+LEVELS = PolicySettings(service_levels=True)
+LONG = TEXT * 800
+"""13,600 tokens: 1.7 s of prefill at the rate that is assumed at first."""
+QUEUED_TOKENS = 19_200
+"""2.4 s of prefill before it."""
+
+
+async def placed(rig: Rig, holder: Any, target_ms: int | None = None) -> str:
+    """The engine that a request goes to while the one that holds its prompt has a queue."""
+    ticket = holder.load.admit(uncached_tokens=QUEUED_TOKENS, now=rig.router.clock())
+    headers = {} if target_ms is None else {"x-slo-ttft-ms": str(target_ms)}
+    try:
+        stream = await rig.chat(LONG, stream=True, extra_headers=headers)
+        async for _ in stream.parse():
+            pass
+        await until(lambda: rig.idle, "its end")
+    finally:
+        holder.load.fail(ticket, rig.router.clock())
+    return str(stream.headers["x-kvatlas-engine"])
+
+
+def test_an_engine_predicted_to_miss_the_target_is_skipped_while_another_one_is_not() -> None:
+    async def main() -> None:
+        async with (
+            running(*[{"groups": "full"}] * 2) as engines,
+            routing(configure(*engines, policy=LEVELS)) as rig,
+        ):
+            await rig.ready()
+            first = await rig.chat(LONG)
+            holder = rig.router.fleet.get(first.headers["x-kvatlas-engine"])
+            assert holder is not None
+            await rig.caught_up(*engines)
+            stats = rig.router.accounts.slo_stats
+            assert await placed(rig, holder) == holder.engine_id, "the cost decides without a target"
+            assert stats.decisions == 0
+            assert await placed(rig, holder, 500) == holder.engine_id, "no engine is predicted to make it"
+            assert (stats.decisions, stats.hopeless, stats.engines_skipped) == (1, 1, 0)
+            assert await placed(rig, holder, 2_100) != holder.engine_id
+            assert (stats.decisions, stats.hopeless, stats.engines_skipped) == (2, 1, 1)
+            latest = rig.router.accounts.receipts.latest[-1]
+            assert latest.missed == "slo"
+            assert latest.held_tokens > 13_000
+            assert latest.slo_ttft_s is not None
+            assert sum(stats.met.values()) + sum(stats.missed.values()) == 2
+            page = (await rig.ask("GET", "/metrics"))[1]
+            assert "kvatlas_slo_engines_skipped_total 1.0" in page
+
+    run(main())
+
+
+def test_targets_are_read_only_with_service_levels_and_a_reload_switches_them_on() -> None:
+    async def main() -> None:
+        async with running({}) as engines, routing(configure(*engines)) as rig:
+            await rig.ready()
+            wrong = {"x-slo-ttft-ms": "soon"}
+            await rig.chat(TEXT, extra_headers=wrong)
+            await apply(rig.router, configure(*engines, policy=LEVELS))
+            with pytest.raises(openai.BadRequestError, match="x-slo-ttft-ms: 'soon'"):
+                await rig.chat(TEXT, extra_headers=wrong)
+            levels = PolicySettings(service_levels=True, slo_ttft_ms_normal=60_000.0)
+            await apply(rig.router, configure(*engines, policy=levels))
+            await rig.chat(TEXT, stream=True)
+            assert rig.router.accounts.slo_stats.decisions == 1
+
+    run(main())
+
+
+def test_the_queue_goes_by_deadline_within_a_class() -> None:
+    async def main() -> None:
+        async with crowded(policy=LEVELS) as (rig, _, room):
+            order: list[str] = []
+            async with busy(rig):
+                waiting = []
+                for name, headers in (
+                    ("none", {}),
+                    ("later", {"x-slo-ttft-ms": "100000"}),
+                    ("sooner", {"x-slo-ttft-ms": "50000"}),
+                    ("high", {"x-kvatlas-priority": "high"}),
+                ):
+                    one = asks(rig, name, extra_headers=headers)
+                    one.add_done_callback(partial(ended, order, name))
+                    waiting.append(one)
+                    await waits(room, len(waiting))
+            await asyncio.gather(*waiting)
+            assert order == ["high", "sooner", "later", "none"]
+
+    run(main())
