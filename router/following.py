@@ -165,7 +165,9 @@ class Following:
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:
             self._compare_layout(engine.base_model, engine, layout)
-        engine.load.pages.configure(engine.pool_blocks or 0, () if layout is None else layout.groups)
+        groups = () if layout is None else layout.groups
+        engine.load.pages.configure(engine.pool_blocks or 0, groups)
+        engine.evictions.configure(engine.pool_blocks or 0, groups)
         engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
 
     def _learn_setup(self, engine: Engine) -> None:

@@ -92,6 +92,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
         "inflight_tokens": hit.common_tokens,
         "coming_tokens": hit.coming_tokens,
         "facts": [] if engine.residency is None else msgspec.to_builtins(engine.residency.writer.found_facts),
+        "evicted_tokens": hit.evicted_tokens,
         "by_class": [] if held is None else msgspec.to_builtins(held.by_class),
         "ended_by": None if held is None else ended_by(held, prompt_tokens),
         "load": {

@@ -13,7 +13,7 @@ Always true for every backend (one contract suite checks them all):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -130,6 +130,17 @@ class IndexStats(NamedTuple):
     """Removals of blocks that were not present: history is missing or the publisher's counts differ."""
     patterns: int
     """Distinct bit rows kept."""
+
+
+class PoolListener(NamedTuple):
+    """Follows the blocks of one engine's GPU pool, in the order of its events."""
+
+    stored: Callable[[Sequence[BlockHash], BlockHash | None], None]
+    """Stored blocks, and the block before them."""
+    removed: Callable[[Sequence[BlockHash]], None]
+    """Evicted blocks."""
+    clear: Callable[[], None]
+    """All blocks are gone."""
 
 
 class Index(Protocol):

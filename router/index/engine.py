@@ -23,7 +23,7 @@ from publisher.events import (
     to_block_hash,
 )
 from publisher.groups import GroupSpec
-from router.index.base import Index, Plane
+from router.index.base import Index, Plane, PoolListener
 from router.index.learn.budget import LearningBudget
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.knowledge import EngineKnowledge
@@ -63,6 +63,8 @@ class EngineResidency(EngineKnowledge):
         self.unknown_types: Counter[str] = Counter()
         """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
         self.budget = LearningBudget()
+        self.pool: PoolListener | None = None
+        """Told of each block stored and removed on the GPU."""
         self._outside = Outside(engine_id, index, self.rejected)
         self._reset(expected=(), inside_seen=False)
 
@@ -104,6 +106,7 @@ class EngineResidency(EngineKnowledge):
         What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
         """
         self._inherit(old)
+        self.pool = old.pool
         self.removals = old.removals  # what was learned of the publisher; it is the same
         self.index.adopt(self.engine_id, old.engine_id)
         self.engine_id = self._outside.engine_id = old.engine_id
@@ -117,11 +120,15 @@ class EngineResidency(EngineKnowledge):
     def forget(self) -> None:
         """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
         self.index.forget(self.engine_id)
+        if self.pool is not None:
+            self.pool.clear()
         self._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
 
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
         self.index.clear(self.engine_id, GPU)
+        if self.pool is not None:
+            self.pool.clear()
         self._outside.gpu_cleared()
 
     def age(self, now_s: float) -> None:
@@ -187,7 +194,10 @@ class EngineResidency(EngineKnowledge):
             self.re_reports += 1
             return
         if event.block_hashes:
-            self._store(plane, _hashes(event.block_hashes))
+            hashes, parent = _hashes(event.block_hashes), event.parent_block_hash
+            self._store(plane, hashes)
+            if self.pool is not None:
+                self.pool.stored(hashes, None if parent is None else to_block_hash(parent))
 
     def _store(self, plane: Plane, hashes: list[BlockHash]) -> None:
         if self.removals.watching:
@@ -229,6 +239,8 @@ class EngineResidency(EngineKnowledge):
             self._outside.removed(event)
             return
         plane, hashes = self._plane(event.group_idx), _hashes(event.block_hashes)
+        if self.pool is not None:
+            self.pool.removed(hashes)
         counts = event.remaining_copy_counts
         if counts is None or len(counts) != len(hashes):
             self._remove(plane, hashes)

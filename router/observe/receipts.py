@@ -67,6 +67,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cpu_tokens: int = 0
     storage_tokens: int = 0
     trunk_tokens: int = 0
+    evicted_tokens: int = 0
+    """What was there or coming when the request was sent, but expected to be evicted for prompts ahead of it;
+    no part of ``predicted_tokens``."""
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
     api: str = ""

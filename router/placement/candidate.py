@@ -54,6 +54,9 @@ class Hit(msgspec.Struct, gc=False):
     whole_tokens: int = 0
     replay_tokens: int = 0
     """Tokens of the hit that the engine computes again (bounded replay)."""
+    evicted_tokens: int = 0
+    """Of what is there or coming, what the engine will have evicted when the prompt's turn comes: it has been
+    taken off."""
 
     def __post_init__(self) -> None:
         # Plain comparisons: this runs once per engine and request, and max() costs four times as much.

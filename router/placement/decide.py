@@ -200,7 +200,8 @@ class Planner:
             return
         problems = self._accounts.inflight.check_integrity() + self._scopes.check_integrity()
         for engine in self._fleet:
-            problems += [f"{engine.engine_id}: {problem}" for problem in engine.load.check_integrity()]
+            found = engine.load.check_integrity() + engine.evictions.check_integrity()
+            problems += [f"{engine.engine_id}: {problem}" for problem in found]
         self._accounts.integrity_problems += len(problems)
         for problem in problems:
             _log.error("the router's accounts contradict themselves", problem=problem)
@@ -372,7 +373,7 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
-        return PromptView(tokens, held, common, coming, look.load, shadows)
+        return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
     def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""

@@ -25,7 +25,7 @@ from router.feeds.trust import expected_hit
 from router.fleet.identity import EngineAddress, EngineId
 from router.fleet.response_holders import ResponseHolders
 from router.fleet.status import EngineStatus
-from router.index.base import Rows
+from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
@@ -36,6 +36,7 @@ from router.placement.affinity import AffinityMap
 from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
 from router.placement.load.account import LoadAccount, LoadStats
+from router.placement.load.evictions import EvictionForecast
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
 from router.placement.order import EngineOrder
@@ -140,6 +141,8 @@ class PromptView(msgspec.Struct, gc=False):
     shadows: ShadowPrompt | None = None
     order: EngineOrder | None = None
     """Its place in the engines' own order, where they have one."""
+    prompt: HashedPrompt | None = None
+    """The prompt itself; None where its tokens are not known."""
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
     """Those worked out so far, by what is held (its id), common and coming."""
 
@@ -149,8 +152,8 @@ class Engine(EngineStatus):
 
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving"),
-        *("breaker", "closed", "feed", "load", "rates", "receipts", "residency", "rests_until", "shadow"),
-        *("takes_order", "waiting"),
+        *("breaker", "closed", "evictions", "feed", "load", "rates", "receipts", "residency"),
+        *("rests_until", "shadow", "takes_order", "waiting"),
     )
 
     def __init__(
@@ -167,6 +170,8 @@ class Engine(EngineStatus):
         self.breaker = Breaker()
         self.rates = accounts.rates.engine()
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
+        self.evictions = EvictionForecast()
+        """What its pool will evict for prompts in flight."""
         self.receipts = EngineReceipts()
         self.residency: Residency | None = None
         """What it holds, by its events; None before its model is known."""
@@ -245,6 +250,11 @@ class Engine(EngineStatus):
         """What it holds is kept there from now on (None: nowhere yet). ``shadow``: it publishes no events, so
         a shadow of this kind stands in for them, or the one that it has already."""
         self.residency = residency
+        if residency is None:
+            self.evictions.clear()
+        else:
+            pool = self.evictions
+            residency.writer.pool = PoolListener(pool.stored, pool.removed, pool.clear)
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:
@@ -318,6 +328,24 @@ class Engine(EngineStatus):
             coming = 0  # the engine would compute all of it again
         return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held, replay_tokens=replay)
 
+    def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
+        """Lower a hit by what this engine will evict for prompts in flight before it looks up this one."""
+        prompt, held = asked.prompt, hit.held
+        gpu, coming, soon = hit.gpu_tokens, hit.coming_tokens, hit.soon_tokens
+        if prompt is None or held is None or held.mode != "native" or hit.whole_tokens > soon:
+            return hit  # not of known blocks; or what the GPU loses may be loaded
+        scheme = self.scheme
+        unit = scheme.hash_block_size
+        if unit != self.evictions.block_size:
+            return hit
+        hashes = prompt.hashes(scheme)
+        left = self.evictions.at_lookup(hashes, asked.tokens, gpu // unit, coming // unit) * unit
+        if left >= soon:
+            return hit
+        lowered = Hit(min(gpu, left), 0, 0, hit.trunk_tokens, min(coming, left), hit.confidence)
+        lowered.common_tokens, lowered.held, lowered.evicted_tokens = hit.common_tokens, held, soon - left
+        return lowered
+
     @property
     def _known_empty(self) -> bool:
         """Its history is known and it never stored a block: it cannot hit (unless chunk starts do)."""
@@ -343,6 +371,8 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
             key = id(held), common(name, 0), coming(name, 0)
             known = hits.get(key)
             hit = known if known is not None else hits.setdefault(key, engine.hit(asked))
+            if engine.evictions.crowded and hit.soon_tokens:
+                hit = engine.after_evictions(hit, asked)
         rate, interference_s = engine.rates.at(now)
         if told:
             others = told.get(name, NO_OTHERS)

@@ -30,6 +30,7 @@ from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
+from router.placement.load.evictions import PooledPrompt
 from router.placement.order import EngineOrder
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
@@ -127,6 +128,7 @@ class Placement(Attempt):
         "_cost",
         "_first_token",
         "_flying",
+        "_pooled",
         "_prefilled",
         "_rank_s",
         "_seen_tokens",
@@ -182,6 +184,7 @@ class Placement(Attempt):
         if accounts.room is not None:
             self._charge(accounts.room)
         self._flying: InflightPrompt | None = None
+        self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
         read = decision.read
         if isinstance(read, Prompt):
@@ -189,6 +192,8 @@ class Placement(Attempt):
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
+            limit = 1 if self._leg == "prefill" else read.answer_tokens_max
+            self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
             held = decision.candidate.hit.whole_tokens
             self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
@@ -210,6 +215,11 @@ class Placement(Attempt):
             prompt_tokens=self.decision.prompt_tokens,
             rank_s=self._rank_s,
         )
+
+    def streamed(self, events: int) -> None:
+        """See ``Attempt``."""
+        if self._pooled is not None:
+            self._pooled.answered_tokens += events
 
     def order_refused(self) -> None:
         """See ``Attempt``."""
@@ -302,6 +312,8 @@ class Placement(Attempt):
             engine.rates.observe(sample, now)
         if self._flying is not None:
             self._accounts.inflight.prefilled(self._flying, now)
+        if self._pooled is not None:
+            engine.evictions.start(self._pooled)
         self._served()
         if self._accounts.room is not None:
             self._accounts.room.changed()
@@ -327,6 +339,9 @@ class Placement(Attempt):
                 accounts.inflight.end(self._flying, now)
             else:  # refused or failed: the engine computed nothing
                 accounts.inflight.drop(self._flying)
+        if self._pooled is not None:
+            tokens = None if usage is None else usage.completion_tokens
+            engine.evictions.end(self._pooled, tokens, computed=self._answered)
         if not self._answered:
             return
         if not engine.closed and isinstance(self.decision.read, Prompt):
@@ -345,8 +360,8 @@ class Placement(Attempt):
         predicted, reported = receipt.predicted_tokens, receipt.reported_prompt_tokens
         if receipt.mode == "native" and receipt.feed == "ready" and engine.residency is not None:
             same = reported in {None, receipt.prompt_tokens}
-            loads = receipt.cpu_tokens or receipt.storage_tokens
-            if same and not loads and predicted is not None and receipt.actual_tokens is not None:
+            sure = not (receipt.cpu_tokens or receipt.storage_tokens or self._reported_hit.evicted_tokens)
+            if same and sure and predicted is not None and receipt.actual_tokens is not None:
                 engine.residency.writer.learn_receipt(predicted, receipt.actual_tokens)
         if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
             engine.residency.writer.doubt()
@@ -418,6 +433,7 @@ class Placement(Attempt):
             cpu_tokens=near - soon if predicted else 0,
             storage_tokens=whole - near if predicted else 0,
             trunk_tokens=hit.trunk_tokens,
+            evicted_tokens=hit.evicted_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
             api=PROMPT_APIS.get(request.path, ""),

@@ -88,6 +88,16 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     return Peek(chat.model, chat.stream is True, priority=priority, prioritized=prioritized, prompt=chat)
 
 
+def answer_tokens_max(parsed: Parsed) -> int:
+    """Return the limit that a request sets to its answer, in tokens; 0 where it sets none."""
+    given: Any = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        limit = given.get(name) if isinstance(given, dict) else getattr(parsed, name, None)
+        if type(limit) is int and limit > 0:
+            return limit
+    return 0
+
+
 def pieces_of(parsed: Parsed) -> Iterator[bytes]:
     """The text of the (first) prompt, in order. Raises ``ApiError`` 400 for a wrong type."""
     if isinstance(parsed, ChatBody):

@@ -32,6 +32,8 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     by: str = ""
     num_prompts: int = 1
     skips_cache: bool = False
+    answer_tokens_max: int = 0
+    """Limit that the request sets to its answer; 0: none."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     @property

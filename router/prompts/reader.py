@@ -26,7 +26,7 @@ from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
-from router.prompts.bodies import Converted, Parsed, decode_body, pieces_of, prompt_field
+from router.prompts.bodies import Converted, Parsed, answer_tokens_max, decode_body, pieces_of, prompt_field
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.conversions import Conversions, InlineConversions, Memory, TooManyValuesError
 from router.prompts.config import ModelPrompts, PromptSettings
@@ -313,6 +313,7 @@ class PromptReader:
             by=by,
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
+            answer_tokens_max=answer_tokens_max(parsed),
         )
 
     async def _converted(self, parsed: Converted, local: LocalModel, *, long: bool) -> tuple[ChatBody, bool]:
@@ -392,6 +393,7 @@ class PromptReader:
             by=by,
             num_prompts=found.num_prompts,
             skips_cache=parsed is not None and parsed.skips_cache(),
+            answer_tokens_max=0 if parsed is None else answer_tokens_max(parsed),
         )
 
 

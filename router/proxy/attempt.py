@@ -160,6 +160,9 @@ class Attempt:
             if self._open and 200 <= status < 300:
                 self._begun(now)
 
+    def streamed(self, events: int) -> None:
+        """Note events of the answer that came: about one for each token."""
+
     def gave_up(self) -> bool:
         """The client left. Returns whether that counts against the engine, which has answered nobody."""
         if self._heard or not self._open:

@@ -105,6 +105,7 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._begin(events.first)
         if self._begun and self._success:
             record.piece()
+            self._attempt.streamed(data.count(b"\n\n"))
         if not out and self._more:
             return
         record.bytes_out += len(out)

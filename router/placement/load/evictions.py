@@ -1,0 +1,538 @@
+"""What an engine will evict for the prompts in flight there, before it looks up the next one.
+
+The index says what an engine holds now. vLLM looks a prompt up when it schedules it, and takes blocks for the
+prompts ahead of it first: from the front of its free queue, where the block that was freed longest ago stands
+(``BlockPool.get_new_blocks``, ``free_blocks``, ``touch``, vLLM 0.32). Events show which blocks exist; the
+router's own requests show when blocks are hit and freed, and in which order prompts wait. From both the free
+queue is modelled here, and run forward over the prompts in flight (``_Projection``):
+
+* first come, first served: the front prompt starts when free blocks cover all of it, its cached blocks
+  included; until then running prompts end, the one with the fewest tokens to generate first;
+* a prompt that starts takes its cached prefix out of the queue and evicts the front for the rest;
+* a running prompt grows by a block now and then, and frees its blocks last to first, so that the start of a
+  prompt outlives its end.
+
+A forecast only lowers a hit. Most are answered without running anything: the last block of a hit is the first
+of it to be evicted, so a hit is safe if that block stands behind all that the prompts in flight can take.
+
+Holds for layouts of one full-attention group and pools of at most ``POOL_BLOCKS_MAX`` blocks; others have no
+forecast. Requests of others are seen by the events of their blocks only.
+
+Always true: queued blocks and blocks in use are disjoint; no more are queued than the pool has.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from publisher.events import BlockHash
+from publisher.groups import Family, GroupSpec
+from router.placement.load.others import NEWS
+
+POOL_BLOCKS_MAX: Final = 4_096
+"""Blocks of a pool that is modelled, about 150 bytes each. Larger pools are rarely short, and each request
+pays for the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md)."""
+PROMPTS_BLOCKS_MAX: Final = 8_192
+"""Blocks of waiting prompts that are run forward; with more in flight nothing is forecast."""
+_ANSWER_TOKENS: Final = 64
+"""Length of an answer, until answers were seen."""
+
+
+class PooledPrompt(msgspec.Struct, eq=False, gc=False):
+    """A prompt in flight on one engine, and what it takes of the pool."""
+
+    hashes: Sequence[BlockHash]
+    """Of its full blocks."""
+    tokens: int
+    blocks: int
+    """Of the whole prompt, the last one that is not full included."""
+    hit_max: int
+    """Blocks that can be hit: the last token is always computed."""
+    answer_tokens: int
+    """Expected length of the answer."""
+    answer_tokens_max: int
+    """Its limit; 0: none is known."""
+    answered_tokens: int = 0
+    """Tokens of the answer so far."""
+    generated: list[BlockHash] = []
+    """Full blocks of the answer, by the engine's events."""
+    started: bool = False
+
+
+class EvictionForecast:
+    """The free queue of one engine's pool, as events and the router's own requests show it."""
+
+    __slots__ = (
+        "_answer_blocks",
+        "_answer_tokens",
+        "_copies",
+        "_endangered",
+        "_limited",
+        "_projected",
+        "_prompts",
+        "_queue",
+        "_records",
+        "_stamp",
+        "_started",
+        "_tails",
+        "_unstored",
+        "_used",
+        "_waiting_blocks",
+        "block_size",
+        "blocks",
+        "crowded",
+    )
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        """Blocks of the pool without the null block; 0: no forecast."""
+        self.crowded = False
+        """Prompts in flight may take more blocks than are empty: one look for every engine and decision."""
+        self.block_size = 1
+        """Tokens of a block."""
+        self._records = True  # until the layout shows that nothing can be forecast
+        self._queue: dict[BlockHash, int] = {}
+        """Free cached blocks, the next to be evicted first, with the stamp of their release."""
+        self._stamp = 0
+        self._copies: dict[BlockHash, int] = {}
+        """Further copies of blocks: vLLM does not merge equal ones."""
+        self._used: dict[BlockHash, int] = {}
+        """Blocks of started prompts -> how many of them use it."""
+        self._unstored: set[BlockHash] = set()
+        """Of those, the blocks whose events have not come yet."""
+        self._prompts: dict[PooledPrompt, None] = {}
+        """All in flight, in the order in which they were sent."""
+        self._started = 0
+        self._waiting_blocks = 0
+        self._answer_blocks = 0  # that answers in flight will take, at most
+        self._tails: dict[BlockHash, PooledPrompt] = {}
+        """Last hash of a prompt and its answer so far: where its next block goes on."""
+        self._answer_tokens = 0.0  # mean length of answers
+        self._limited = 1.0  # share of answers that ended at their limit
+        self._projected: _Projection | None = None  # as long as nothing changes
+        self._endangered: float | None = None  # the last stamp that may be evicted; likewise
+
+    def configure(self, pool_blocks: int, groups: Sequence[GroupSpec]) -> None:
+        """Set the size of the pool, the null block included, and the layout; 0 or no groups: unknown."""
+        if not pool_blocks or not groups:
+            return
+        modelled = len(groups) == 1 and groups[0].family is Family.FULL and pool_blocks <= POOL_BLOCKS_MAX
+        blocks, size = (pool_blocks - 1, groups[0].block_size) if modelled else (0, 1)
+        if (blocks, size) != (self.blocks, self.block_size):
+            self._records = modelled
+            self.blocks, self.block_size = blocks, size
+            if not modelled:
+                self.clear()
+
+    def stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+        """Count blocks that events report as stored; ``parent`` is the block before them."""
+        if not self._records or not hashes:
+            return
+        owner = None if parent is None else self._tails.get(parent)
+        if owner is not None and parent is not None:
+            self._start(owner)
+            del self._tails[parent]
+            self._tails[hashes[-1]] = owner
+            owner.generated.extend(hashes)
+            self._use(hashes)
+        queue, used, unstored, copies = self._queue, self._used, self._unstored, self._copies
+        for block in hashes:
+            if block in unstored:
+                unstored.remove(block)
+            elif block in queue or block in used:
+                copies[block] = copies.get(block, 0) + 1
+            else:
+                self._stamp += 1
+                queue[block] = self._stamp
+        owner = self._tails.get(hashes[-1])
+        if owner is not None:  # all of the prompt is computed
+            self._start(owner)
+        limit = self.blocks or POOL_BLOCKS_MAX
+        while len(queue) > limit:
+            del queue[next(iter(queue))]
+        while len(copies) > limit:
+            del copies[next(iter(copies))]
+        self._changed()
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """Take out blocks that events report as evicted."""
+        if not self._records:
+            return
+        copies = self._copies
+        for block in hashes:
+            more = copies.pop(block, 0)
+            if more > 1:
+                copies[block] = more - 1
+            elif not more:
+                if block in self._used:
+                    self._preempted(block)
+                self._queue.pop(block, None)
+        self._changed()
+
+    def clear(self) -> None:
+        """Forget the contents, and what is in flight: the engine restarted or its pool was reset."""
+        self._queue.clear()
+        self._copies.clear()
+        self._used.clear()
+        self._unstored.clear()
+        self._tails.clear()
+        self._prompts.clear()
+        self._started = self._waiting_blocks = self._answer_blocks = 0
+        self._changed()
+
+    def admit(
+        self, hashes: Sequence[BlockHash], tokens: int, answer_tokens_max: int = 0
+    ) -> PooledPrompt | None:
+        """Add a prompt that is sent; None where nothing is forecast.
+
+        ``answer_tokens_max`` is the limit of its answer, 0 where none is known.
+        """
+        if not self.blocks or not tokens:
+            return None
+        size = self.block_size
+        full = min(len(hashes), tokens // size)
+        answer_tokens = round(self._answer_tokens) or _ANSWER_TOKENS
+        if answer_tokens_max and (self._limited > 0.5 or answer_tokens > answer_tokens_max):
+            answer_tokens = answer_tokens_max
+        prompt = PooledPrompt(
+            hashes[:full],
+            tokens,
+            -(-tokens // size),
+            min(full, (tokens - 1) // size),
+            answer_tokens,
+            answer_tokens_max,
+        )
+        self._prompts[prompt] = None
+        self._waiting_blocks += prompt.blocks
+        self._answer_blocks += answer_tokens // size + 1
+        self._set_tail(prompt)
+        self._changed()
+        return prompt
+
+    def start(self, prompt: PooledPrompt) -> None:
+        """Note a first token: the prompt uses all its blocks."""
+        if prompt in self._prompts and not prompt.started:
+            self._start(prompt)
+            self._changed()
+
+    def end(self, prompt: PooledPrompt, answer_tokens: int | None = None, *, computed: bool = True) -> None:
+        """Take out a prompt whose answer ended; its blocks are freed.
+
+        ``answer_tokens`` is the length of the answer, where it is known. ``computed``: the engine answered.
+        """
+        if prompt not in self._prompts:
+            return
+        if computed:
+            self._start(prompt)
+        self._unset_tail(prompt)
+        del self._prompts[prompt]
+        self._answer_blocks -= prompt.answer_tokens // self.block_size + 1
+        if prompt.started:
+            self._started -= 1
+            self._release(prompt)
+        else:
+            self._waiting_blocks -= prompt.blocks
+        if answer_tokens:
+            news = NEWS if self._answer_tokens else 1.0
+            self._answer_tokens += news * (answer_tokens - self._answer_tokens)
+            if prompt.answer_tokens_max:
+                self._limited += NEWS * ((answer_tokens >= prompt.answer_tokens_max) - self._limited)
+        self._changed()
+
+    def at_lookup(self, hashes: Sequence[BlockHash], tokens: int, held: int, coming: int) -> int:
+        """Return how many blocks of a prompt sent now the engine will hit when it looks the prompt up.
+
+        ``held`` are its leading blocks there now, ``coming`` those that prompts ahead of it will have left.
+        """
+        depth = coming if coming > held else held  # noqa: FURB136
+        if not self.crowded or not depth or depth > len(hashes) or self._is_safe(hashes[depth - 1]):
+            return depth
+        last = hashes[depth - 1]
+        if depth == held and last not in self._queue and last not in self._used:
+            return depth  # stored before the router followed the engine: its age is not known
+        projected = self._project()
+        if projected is None:
+            return depth
+        blocks = -(-tokens // self.block_size)
+        return projected.hit_with_room(PooledPrompt(hashes, tokens, blocks, depth, 0, 0))
+
+    @property
+    def _empty(self) -> int:
+        """Blocks that hold nothing; of those in use beyond full ones each started prompt has one."""
+        cached = len(self._queue) + len(self._used) + len(self._copies)
+        return max(0, self.blocks - cached - self._started)
+
+    def _changed(self) -> None:
+        self._projected = self._endangered = None
+        self.crowded = bool(self._prompts) and self._waiting_blocks + self._answer_blocks > self._empty
+
+    def _is_safe(self, block: BlockHash) -> bool:
+        """Whether the prompts in flight cannot take enough to reach the block."""
+        endangered = self._endangered
+        if endangered is None:
+            endangered = self._endangered = self._find_endangered()
+        # Blocks in use or yet to be computed are freed behind all that stand in the queue now.
+        return self._queue.get(block, self._stamp + 1) > endangered
+
+    def _find_endangered(self) -> float:
+        """Return the stamp of the last block that the prompts in flight can evict."""
+        queue = self._queue
+        taken = self._waiting_blocks + self._answer_blocks - self._empty
+        if taken >= len(queue):
+            return math.inf
+        return next(islice(queue.values(), taken, None)) if taken > 0 else 0
+
+    def _project(self) -> _Projection | None:
+        """The pool when all prompts in flight will have started; None where too much is in flight."""
+        if self._projected is None and self._waiting_blocks <= PROMPTS_BLOCKS_MAX:
+            started = [prompt for prompt in self._prompts if prompt.started]
+            projected = _Projection(self._queue, self._used, self._empty, self.block_size)
+            for prompt in started:
+                projected.resume(prompt)
+            for prompt in self._prompts:
+                if not prompt.started:
+                    projected.start(prompt)
+            self._projected = projected
+        return self._projected
+
+    def _start(self, prompt: PooledPrompt) -> None:
+        if prompt.started:
+            return
+        prompt.started = True
+        self._started += 1
+        self._waiting_blocks -= prompt.blocks
+        self._use(prompt.hashes)
+
+    def _use(self, blocks: Sequence[BlockHash]) -> None:
+        used, leave = self._used, self._queue.pop
+        for block in blocks:
+            if block in used:
+                used[block] += 1
+            else:
+                used[block] = 1
+                if leave(block, 0) == 0:
+                    self._unstored.add(block)
+
+    def _release(self, prompt: PooledPrompt) -> None:
+        """Free its blocks, the last one first (``KVCacheManager.free``, vLLM 0.32)."""
+        queue, used, unstored, stamp = self._queue, self._used, self._unstored, self._stamp
+        for blocks in (prompt.generated, prompt.hashes):
+            for block in reversed(blocks):
+                users = used.pop(block)
+                if users > 1:
+                    used[block] = users - 1
+                elif unstored and block in unstored:
+                    unstored.remove(block)
+                else:
+                    stamp += 1
+                    queue[block] = stamp
+        self._stamp = stamp
+
+    def _preempted(self, block: BlockHash) -> None:
+        """Put back the newest started prompt with this block: only blocks that are not in use are evicted."""
+        for prompt in reversed(self._prompts):
+            if prompt.started and (block in prompt.hashes or block in prompt.generated):
+                self._unset_tail(prompt)
+                self._release(prompt)
+                prompt.started, prompt.generated = False, []
+                self._started -= 1
+                self._waiting_blocks += prompt.blocks
+                self._set_tail(prompt)
+                return
+
+    def _set_tail(self, prompt: PooledPrompt) -> None:
+        if prompt.hashes:
+            self._tails[prompt.hashes[-1]] = prompt
+
+    def _unset_tail(self, prompt: PooledPrompt) -> None:
+        blocks = prompt.generated or prompt.hashes
+        if blocks and self._tails.get(blocks[-1]) is prompt:
+            del self._tails[blocks[-1]]
+
+    def check_integrity(self) -> list[str]:
+        """Return one sentence per contradiction."""
+        problems: list[str] = []
+        if self._queue.keys() & self._used.keys():
+            problems.append("blocks are both free and in use")
+        if self._waiting_blocks != sum(p.blocks for p in self._prompts if not p.started):
+            problems.append(f"blocks of waiting prompts, {self._waiting_blocks}, are not their sum")
+        uses = sum(len(p.hashes) + len(p.generated) for p in self._prompts if p.started)
+        if uses != sum(self._used.values()):
+            problems.append("blocks in use are not those of the started prompts")
+        if not all(prompt in self._prompts for prompt in self._tails.values()):
+            problems.append("a prompt that ended is waited for")
+        return problems
+
+
+class _Running(msgspec.Struct, order=True, gc=False):
+    """A started prompt: ends at the moment ``end``, in tokens generated since now by every running one."""
+
+    end: int
+    order: int
+    held: int
+    """Blocks that it holds."""
+    prompt: PooledPrompt
+
+
+class _Projection:
+    """The pool at a later moment, as differences to the queue that it came from."""
+
+    __slots__ = (
+        "_empty",
+        "_free",
+        "_front",
+        "_left",
+        "_moment",
+        "_names",
+        "_queue",
+        "_running",
+        "_size",
+        "_tail",
+        "_used",
+    )
+
+    def __init__(
+        self, queue: dict[BlockHash, int], used: dict[BlockHash, int], empty: int, block_size: int
+    ) -> None:
+        self._queue = queue
+        self._front: Iterator[BlockHash] = iter(queue)
+        self._left: set[BlockHash] = set()
+        """Blocks that stand in ``_queue`` no more: evicted, in use, or in ``_tail``."""
+        self._tail: OrderedDict[BlockHash, None] = OrderedDict()
+        """Blocks freed since."""
+        self._used = used.copy()
+        self._empty = empty
+        self._free = empty + len(queue)
+        self._size = block_size
+        self._running: list[_Running] = []  # a heap
+        self._moment = 0
+        self._names = 0  # of blocks whose hashes are not known yet: negative
+
+    def resume(self, prompt: PooledPrompt) -> None:
+        """Add a prompt that has started already."""
+        left = prompt.answer_tokens - prompt.answered_tokens
+        held = len(prompt.hashes) + len(prompt.generated) + 1
+        self._run(prompt, held, left if left > 1 else 1)  # noqa: FURB136
+
+    def start(self, prompt: PooledPrompt) -> None:
+        """Let the next prompt start, once there is room."""
+        hit = self._make_room(prompt)
+        used, hashes = self._used, prompt.hashes
+        for block in hashes[:hit]:
+            if block not in used:
+                self._unqueue(block)
+                self._free -= 1
+            used[block] = used.get(block, 0) + 1
+        self._take(prompt.blocks - hit)
+        for block in hashes[hit:]:
+            if block not in used:
+                self._unqueue(block)
+            used[block] = used.get(block, 0) + 1
+        self._run(prompt, prompt.blocks, max(1, prompt.answer_tokens - prompt.answered_tokens))
+
+    def hit_with_room(self, prompt: PooledPrompt) -> int:
+        """Return the leading blocks that a prompt hits once there is room for it; changes nothing."""
+        hit, need = self._need(prompt)
+        if need <= self._free or not self._running:
+            return hit
+        later = _Projection(self._queue, self._used, self._empty, self._size)
+        later._left, later._tail = self._left.copy(), self._tail.copy()
+        later._free, later._moment, later._names = self._free, self._moment, self._names
+        later._running = [_Running(r.end, r.order, r.held, r.prompt) for r in self._running]
+        return later._make_room(prompt)
+
+    def _run(self, prompt: PooledPrompt, held: int, tokens: int) -> None:
+        self._names += 1
+        heapq.heappush(self._running, _Running(self._moment + tokens, self._names, held, prompt))
+
+    def _make_room(self, prompt: PooledPrompt) -> int:
+        """Let running prompts end until this one fits; return its hit in blocks."""
+        hit, need = self._need(prompt)
+        while need > self._free and self._running:
+            self._end_next()
+            hit, need = self._need(prompt)
+        return hit
+
+    def _need(self, prompt: PooledPrompt) -> tuple[int, int]:
+        """Return the hit, and the free blocks that starting takes, free ones of the hit included."""
+        hashes, low, high = prompt.hashes, 0, prompt.hit_max
+        while low < high:  # a block is never evicted before one that goes on from it
+            middle = (low + high + 1) // 2
+            if self._holds(hashes[middle - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        used = self._used
+        return low, prompt.blocks - sum([block in used for block in hashes[:low]])
+
+    def _holds(self, block: BlockHash) -> bool:
+        return (
+            block in self._used or block in self._tail or (block in self._queue and block not in self._left)
+        )
+
+    def _end_next(self) -> None:
+        """Go on until the next running prompt ends; all grow until then."""
+        ending = heapq.heappop(self._running)
+        self._moment = ending.end
+        self._grow(ending)
+        for running in self._running:
+            self._grow(running)
+        prompt, used, tail = ending.prompt, self._used, self._tail
+        generated = list(prompt.generated)
+        full = (prompt.tokens + prompt.answer_tokens - 1) // self._size
+        for _ in range(min(full, ending.held) - len(prompt.hashes) - len(generated)):
+            self._names += 1
+            name = BlockHash(-self._names)
+            generated.append(name)
+            used[name] = 1
+        empty = max(0, ending.held - len(prompt.hashes) - len(generated))
+        self._free += empty
+        self._empty += empty
+        for blocks in (generated, prompt.hashes):
+            for block in reversed(blocks):
+                users = used[block] - 1
+                if users:
+                    used[block] = users
+                else:
+                    del used[block]
+                    tail[block] = None
+                    self._free += 1
+
+    def _grow(self, running: _Running) -> None:
+        """Take the blocks of what it has generated by now; the last token has no KV yet."""
+        prompt = running.prompt
+        tokens = prompt.tokens + prompt.answer_tokens - max(0, running.end - self._moment) - 1
+        more = min(-(-tokens // self._size) - running.held, self._free)
+        if more > 0:
+            running.held += more
+            self._take(more)
+
+    def _unqueue(self, block: BlockHash) -> None:
+        if block in self._tail:
+            del self._tail[block]
+        elif block in self._queue:
+            self._left.add(block)
+
+    def _take(self, count: int) -> None:
+        """Take free blocks: empty ones first, then those at the front of the queue, which are evicted."""
+        self._free -= count
+        empty = count if count < self._empty else self._empty  # noqa: FURB136
+        self._empty -= empty
+        count -= empty
+        left = self._left
+        while count > 0:
+            block = next(self._front, None)
+            if block is None:
+                break
+            if block not in left:
+                left.add(block)
+                count -= 1
+        for _ in range(min(count, len(self._tail))):
+            self._tail.popitem(last=False)
