@@ -37,6 +37,10 @@ _FAMILY_OF_KIND = {
 }
 
 
+_UNSEEN_HASH_BLOCKS = 1 << 20
+"""Hash blocks in a block that was never published whole: more than any prompt has."""
+
+
 class GroupSpec(msgspec.Struct, frozen=True):
     """One KV cache group; sizes in tokens. ``kind`` is vLLM's name for the spec kind."""
 
@@ -47,6 +51,14 @@ class GroupSpec(msgspec.Struct, frozen=True):
     attention_chunk_size: int | None = None
     mamba_cache_mode: str | None = None
     is_eagle: bool = False
+    partial_only: bool = False
+    """Nothing but parts of its blocks was published: ``block_size`` is that of a hash block, its blocks are
+    longer than any prefix stored there."""
+
+    @property
+    def lookup_block_size(self) -> int:
+        """The block size that look-ups reckon with."""
+        return self.block_size * _UNSEEN_HASH_BLOCKS if self.partial_only else self.block_size
 
     @property
     def family(self) -> Family:
@@ -69,14 +81,16 @@ class SpecClass(msgspec.Struct, frozen=True):
 
     @property
     def block_size(self) -> int:
-        return self.spec.block_size
+        return self.spec.lookup_block_size
 
     @property
     def label(self) -> str:
-        """Short name for tables and receipts, e.g. ``sliding_window/16 w128``, chunks as ``c8192``."""
+        """Short name for tables and receipts, e.g. ``sliding_window/16 w128``, chunks as ``c8192``; ``/>16``
+        where the blocks are longer than what was seen of them."""
+        more = ">" if self.spec.partial_only else ""
         window = f" w{self.spec.sliding_window}" if self.spec.sliding_window else ""
         chunk = f" c{self.spec.attention_chunk_size}" if self.spec.attention_chunk_size else ""
-        return f"{self.spec.kind}/{self.spec.block_size}{window}{chunk}"
+        return f"{self.spec.kind}/{more}{self.spec.block_size}{window}{chunk}"
 
 
 def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:
@@ -100,4 +114,4 @@ def _spec_class(spec: GroupSpec, members: list[GroupSpec]) -> SpecClass:
 
 def scheduler_block_size(groups: tuple[GroupSpec, ...]) -> int:
     """Alignment of a hit in tokens: the least common multiple of all block sizes."""
-    return math.lcm(*(group.block_size for group in groups))
+    return math.lcm(*(group.lookup_block_size for group in groups))

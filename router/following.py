@@ -8,7 +8,7 @@ address; what was known of it under another one is gone before it is followed an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +20,9 @@ from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager
 from router.fleet.identity import EngineAddress
+from router.fleet.statement import EngineStatement
 from router.fleet.status import Fleet
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.models import Scopes
 from router.placement.engine import Accounts, Engine
@@ -35,6 +37,8 @@ _log = structlog.get_logger()
 
 _WATCH_S = 1.0
 """How often engines at which requests wait are looked at."""
+_OF_FILE = ("attention_chunk_size", "kinds", "windows")
+"""Facts that a model's file may give in place of the configuration."""
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
@@ -115,6 +119,7 @@ class Following:
             self.scopes.remove(engine.engine_id)
         shadow = None if engine.publishes_events else self._config.model(base).shadow_spec()
         engine.learn_from(self.scopes.assign(engine.engine_id, base), shadow=shadow)
+        self._learn_setup(engine)
         if engine.publishes_events and not self._control.follows(address, base):
             self._control.follow(address, base, self._tasks)
 
@@ -156,6 +161,7 @@ class Following:
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
         """See ``FleetListener``."""
+        self._learn_setup(engine)
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:
             self._compare_layout(engine.base_model, engine, layout)
@@ -163,6 +169,16 @@ class Following:
         engine.load.pages.configure(engine.pool_blocks or 0, groups)
         engine.evictions.configure(engine.pool_blocks or 0, groups)
         engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
+
+    def _learn_setup(self, engine: Engine) -> None:
+        """What the engine states of itself and its model's file hints at."""
+        if engine.residency is None or engine.base_model is None:
+            return
+        model = engine.base_model
+        configured, facts = self._config.model(model).facts(), self._facts(model)
+        file = self._files.get(model, ModelConfigFile())
+        evidence = setup_evidence((engine.server_info, engine.stated), file, configured, facts)
+        engine.residency.writer.learn_setup(evidence)
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         """The one place where engines are made, and where it is said what they leave behind when they go."""
@@ -241,6 +257,9 @@ class Following:
         self._layouts.pop(model, None)
         if self._facts(model) != before:
             self._relearn({model})
+        for engine in self.fleet:
+            if engine.base_model == model:
+                self._learn_setup(engine)
 
     def _compare_layout(self, model: str, engine: Engine, layout: CacheLayout) -> None:
         """A model's file against groups as an engine's events show them. Kinds that these do not name (vLLM
@@ -290,6 +309,22 @@ def complete(facts: ModelFacts, file: ModelConfigFile, kinds: tuple[str, ...] = 
     slides = (idx for idx, kind in enumerate(kinds) if kind == "sliding_window")
     windows = {} if window is None else dict.fromkeys(slides, window)
     return msgspec.structs.replace(facts, kinds=dict(enumerate(kinds)), windows=windows | facts.windows)
+
+
+def setup_evidence(
+    statements: Iterable[EngineStatement | None],
+    file: ModelConfigFile,
+    configured: ModelFacts,
+    facts: ModelFacts,
+) -> SetupEvidence:
+    """Statements of an engine, the first before the next, with hints of its model's file; ``facts`` are the
+    configured ones, completed by it."""
+    return SetupEvidence(
+        statements=tuple(one for one in statements if one is not None),
+        drafter=file.drafter_kind,
+        replay_tokens=file.replay_window or 0,
+        from_file=frozenset(name for name in _OF_FILE if getattr(facts, name) != getattr(configured, name)),
+    )
 
 
 def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:

@@ -12,6 +12,7 @@ import asyncio
 import msgspec
 
 from publisher.block_hash import PromptExtras
+from publisher.groups import Family
 from publisher.simulator import stats
 from publisher.simulator.api.protocol import (
     COMPLETION_TOKENS_DEFAULT,
@@ -52,12 +53,14 @@ class Prepared(msgspec.Struct, frozen=True):
 
 def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
     groups = resolve_groups(settings)
+    sizes = {group.block_size for group in groups if group.family is Family.FULL}
     return stats.CacheConfig(
         block_size=min(group.block_size for group in groups),
         num_gpu_blocks=settings.num_blocks,
         prefix_caching_hash_algo=settings.hash_algo,
         prefix_cache_retention_interval=settings.retention_interval,
         mamba_cache_mode=next((g.mamba_cache_mode for g in groups if g.mamba_cache_mode), "none"),
+        effective_attention_block_size=sizes.pop() if len(sizes) == 1 else None,
     )
 
 
@@ -72,6 +75,7 @@ class EngineModel:
         self.release = release(settings.version)
         self._dp_rank = settings.dp_rank
         self._cache = _cache_config(settings)
+        self._drafts = any(group.is_eagle for group in resolve_groups(settings))
         self._turn = asyncio.Lock()
         self._tokenizer = shared_tokenizer(settings.tokenizer_dir)
         self._source = TextSource(
@@ -168,7 +172,13 @@ class EngineModel:
     ) -> bytes:
         """Body of GET /metrics."""
         return stats.render(
-            counted, gauges, self._cache, model=self.name, dp_rank=self._dp_rank, transfers=transfers
+            counted,
+            gauges,
+            self._cache,
+            model=self.name,
+            dp_rank=self._dp_rank,
+            transfers=transfers,
+            drafts=self._drafts,
         )
 
     async def _chat_tokens(self, request: ChatRequest) -> list[int]:

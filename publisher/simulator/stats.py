@@ -54,6 +54,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching_hash_algo: str
     prefix_cache_retention_interval: int | None
     mamba_cache_mode: str = "none"
+    effective_attention_block_size: int | None = None
     enable_prefix_caching: bool = True
 
     def labels(self) -> dict[str, str]:
@@ -78,9 +79,12 @@ class _Snapshot(Collector):
         cache: CacheConfig,
         labels: tuple[str, str],
         transfers: TransferStats | None,
+        *,
+        drafts: bool,
     ) -> None:
         self._stats, self._gauges, self._cache, self._labels = stats, gauges, cache, labels
         self._transfers = transfers
+        self._drafts = drafts
 
     def collect(self) -> Iterator[Metric]:
         stats, gauges = self._stats, self._gauges
@@ -90,6 +94,8 @@ class _Snapshot(Collector):
         yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 is full.", gauges.kv_cache_usage)
         yield self._counter("prefix_cache_queries", "Queried tokens.", stats.prefix_cache_queries)
         yield self._counter("prefix_cache_hits", "Cached tokens.", stats.prefix_cache_hits)
+        if self._drafts:
+            yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", 0)
         if self._transfers is not None:
             queries, hits = stats.external_prefix_cache_queries, stats.external_prefix_cache_hits
             yield self._counter("external_prefix_cache_queries", "Tokens asked of other engines.", queries)
@@ -145,8 +151,10 @@ def render(
     model: str,
     dp_rank: int,
     transfers: TransferStats | None = None,
+    drafts: bool = False,
 ) -> bytes:
-    """The body of ``GET /metrics``; ``transfers`` only where the engine has a connector."""
+    """The body of ``GET /metrics``; ``transfers`` only where the engine has a connector, ``drafts``: it has
+    the layers of a drafter (which drafts nothing here)."""
     registry = CollectorRegistry()
-    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers))
+    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers, drafts=drafts))
     return generate_latest(registry)

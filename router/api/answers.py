@@ -17,6 +17,7 @@ from router.feeds.base import FeedStats
 from router.fleet.identity import EngineId
 from router.fleet.sources.base import SourceStats
 from router.fleet.status import ModelCard
+from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
 from router.observe.first_token import FirstTokenSummary
 from router.observe.history import HistoryInterval, RecentHistory
@@ -95,6 +96,7 @@ class EngineView(msgspec.Struct, frozen=True):
     scheme: HashScheme | None
     assumed_scheme: HashScheme | None
     layout: CacheLayout | None
+    facts: list[Fact]
     shared_stores: list[str]
     rejected_events: dict[str, int]
     unknown_events: dict[str, int]

@@ -92,6 +92,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
         "trunk_tokens": hit.trunk_tokens,
         "inflight_tokens": hit.common_tokens,
         "coming_tokens": hit.coming_tokens,
+        "facts": [] if engine.residency is None else msgspec.to_builtins(engine.residency.writer.found_facts),
         "evicted_tokens": hit.evicted_tokens,
         "by_class": [] if held is None else msgspec.to_builtins(held.by_class),
         "ended_by": None if held is None else ended_by(held, prompt_tokens),
@@ -120,11 +121,14 @@ def ended_by(hit: EngineHit, prompt_tokens: int) -> dict[str, Any] | None:
     """Which spec class ended the match, and at which token; None where nothing could be looked up.
 
     A class alone reaches ``hit_tokens`` of its own; the one that reaches least ended the match. Where every
-    class alone reaches further than the joint hit, no boundary suits all of them: ``no common boundary``.
+    class alone reaches further than the joint hit, no boundary suits all of them: ``no common boundary``; or
+    all it reaches would be computed again: ``bounded replay``.
     """
     if not hit.by_class:
         return None
     least = min(hit.by_class, key=lambda c: c.hit_tokens)
+    if not hit.hit_tokens and 0 < least.hit_tokens <= hit.replay_tokens:
+        return {"spec_class": "bounded replay", "at_token": least.hit_tokens}
     if least.hit_tokens > hit.hit_tokens:
         return {"spec_class": "no common boundary", "at_token": hit.hit_tokens}
     if prompt_tokens - 1 - hit.hit_tokens < hit.alignment:

@@ -112,6 +112,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         scheme=None if engine is None else engine.scheme,
         assumed_scheme=None if engine is None else engine.assumed,
         layout=None if engine is None else engine.layout,
+        facts=[] if engine is None else list(engine.found_facts),
         shared_stores=[] if engine is None else sorted(engine.stores),
         rejected_events={} if engine is None else dict(engine.rejected),
         unknown_events={} if engine is None else dict(engine.unknown_types),

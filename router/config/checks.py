@@ -245,7 +245,11 @@ def _check_facts(name: str, model: ModelConfig) -> None:
         for size in tokens:
             if size is not None and not 0 < size <= _COUNT_MAX:
                 raise ConfigError(f"models.{name}.{key} = {size}: expected tokens, more than 0")
-    for group in model.eagle_groups:
+    if not 0 <= model.replay_tokens <= _COUNT_MAX:
+        raise ConfigError(
+            f"models.{name}.replay_tokens = {model.replay_tokens}: expected tokens, or 0 for no replay"
+        )
+    for group in () if model.eagle_groups == "all" else model.eagle_groups or ():
         if not 0 <= group <= _COUNT_MAX:
             raise ConfigError(f"models.{name}.eagle_groups: {group} is not the number of a group")
 

@@ -93,10 +93,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None
-    """The engines' Mamba cache mode, ``align`` or ``all``; set it where the model has Mamba layers."""
-    eagle_groups: tuple[int, ...] = ()
-    """Numbers of the KV cache groups whose look-up drops the last block: EAGLE or MTP drafter, in vLLM before
-    0.33, and in later ones with a KV connector or ``disable_lookahead_block_hashes``."""
+    """The engines' Mamba cache mode, ``align`` or ``all``, for models with Mamba layers. Not set: what the
+    engine's metrics or `/server_info` say."""
+    eagle_groups: tuple[int, ...] | Literal["all"] | None = None
+    """Numbers of the KV cache groups whose look-up drops the last block, in vLLM before 0.33, and in later
+    ones with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash, of
+    which vLLM marks all groups; for MTP that of the last layer. Not set: found out from the engine's own
+    statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings))."""
     partial_hash_hits: bool | None = None
     """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False
@@ -123,6 +126,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a block that was reported as written to a shared store is counted on (stores do not report
     evictions). A block may be dropped after half of this time. Set it to the age at which the store
     evicts."""
+    hidden_groups: bool = False
+    """Set if the engines have KV cache groups that publish nothing and whose numbers come after all others
+    (ring buffers): with EAGLE, vLLM then looks one block further. Gaps in the numbers are noticed."""
+    replay_tokens: int = 0
+    """Sliding window in tokens of layers with bounded replay (DeepSeek V4.1 with ``swa_bounded_replay``): so
+    much of a hit is computed again, and a hit of no more is none. 0: no such layers."""
     first_connector_loads: bool = False
     """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
     anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
@@ -145,6 +154,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             shared_stores=self.shared_stores,
             shared_store_ttl_s=self.shared_store_ttl_s,
             first_connector_loads=self.first_connector_loads,
+            hidden_groups=self.hidden_groups,
+            replay_tokens=self.replay_tokens,
         )
 
     def prompts(self) -> ModelPrompts:

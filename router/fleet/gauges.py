@@ -9,6 +9,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from router.fleet.statement import EngineStatement, metrics_statement
+
 _GAUGE_MAX = 1e9
 """Beyond this a gauge is nonsense; believing it would overflow the cost of its engine."""
 # Patterns begin with letters, which ``re`` finds ten times as fast as ``^`` (22 instead of 275 us in a page
@@ -21,6 +23,8 @@ _TRANSFERS = re.compile(
     rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S+)"
 )
 _POOL = re.compile(rb"vllm:cache_config_info\{([^}\n]*)\}")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]")
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
 _AWAKE = re.compile(rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="awake"[^}\n]*)\}[ \t]+(\S+)')
 _STARTED = re.compile(rb"process_start_time_seconds[ \t]+(\S+)")
@@ -47,6 +51,19 @@ def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
         if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
             sizes.append(int(blocks[1]))
     return max(sizes, default=None)
+
+
+def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
+    """What the page states of how this rank was set up; None where it states nothing."""
+    rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
+    labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
+    drafts = any(_is_of(match[1] or b"", dp_rank) for match in _samples_of(_DRAFTS, text))
+    return metrics_statement(labels, drafts=drafts)
+
+
+def _is_of(labels: bytes, dp_rank: int | None) -> bool:
+    rank = _RANK.search(labels)
+    return dp_rank is None or rank is None or int(rank[1]) == dp_rank
 
 
 def read_asleep(text: bytes, dp_rank: int | None) -> bool:

@@ -29,10 +29,12 @@ from router.fleet.gauges import (
     read_gauges,
     read_pool_blocks,
     read_started,
+    read_statement,
     read_transfers,
 )
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
+from router.fleet.statement import SERVER_INFO, server_info_statement
 from router.fleet.status import E, EngineStatus, Fleet, ModelCard, Reassigned
 from router.http.descriptors import ran_out
 from router.http.reasons import reason_of
@@ -108,6 +110,7 @@ class FleetPoller(Generic[E]):
         self._answers: dict[str, int] = {}  # answers to clients that each server had given at its last poll
         self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and said that they publish no events
+        self._informed: set[str] = set()  # servers that answered /server_info, whatever they said
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()  # servers whose first poll is not over
         self._all_asked = asyncio.Event()
@@ -165,6 +168,7 @@ class FleetPoller(Generic[E]):
         self._answers.pop(base_url, None)
         self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
+        self._informed.discard(base_url)
 
     def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
         try:
@@ -230,6 +234,8 @@ class FleetPoller(Generic[E]):
         changed = await self._discover_events(base_url) if models else []
         if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
             await self._ask_version(base_url)  # after the ranks are known: new ones have none yet
+        if models:
+            await self._ask_server_info(base_url)
         for status in self._fleet.ranks(base_url):
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
@@ -300,6 +306,22 @@ class FleetPoller(Generic[E]):
         for status in self._fleet.ranks(base_url):
             status.version = version
 
+    async def _ask_server_info(self, base_url: str) -> None:
+        """How the server was set up, where it says: once for each process of it."""
+        if not any(status.up for status in self._fleet.ranks(base_url)):
+            self._informed.discard(base_url)
+        if base_url in self._informed:
+            return
+        try:
+            stated = server_info_statement(await self._get(base_url + SERVER_INFO))
+        except _NO_ANSWER:
+            return  # asked again at the next poll
+        except _BadAnswerError:
+            stated = None
+        self._informed.add(base_url)
+        for status in self._fleet.ranks(base_url):
+            status.server_info = stated
+
     async def _discover_events(self, base_url: str) -> list[str]:
         """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""
         configured = self._fleet.configured(base_url)
@@ -334,12 +356,14 @@ class FleetPoller(Generic[E]):
         started = read_started(body)
         for status in self._fleet.ranks(base_url):
             if None not in (started, status.started) and started != status.started:
+                self._informed.discard(base_url)
                 _log.info("engine restarted", engine=status.engine_id)
                 self._listener.engine_restarted(status)
             status.started = started or status.started
             gauges = read_gauges(body, status.engine.dp_rank)
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
+            status.stated = read_statement(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
             self._note_sleep(

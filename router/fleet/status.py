@@ -14,6 +14,7 @@ import msgspec
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
+from router.fleet.statement import EngineStatement
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -39,7 +40,8 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
         *("engine", "engine_id"),
-        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "transfers", "version"),
+        *("emptied", "kv_usage", "pool_blocks", "problem", "server_info", "started", "stated", "transfers"),
+        "version",
     )
 
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
@@ -51,6 +53,10 @@ class EngineStatus:
         self.kv_usage: float | None = None
         self.pool_blocks: int | None = None
         """Blocks of its KV pool, as its metrics say."""
+        self.stated: EngineStatement | None = None
+        """What its metrics state of its set-up."""
+        self.server_info: EngineStatement | None = None
+        """The same from ``/server_info``, where that is enabled."""
         self.version: str | None = None
         """What it runs, as ``GET /version`` says; asked of engines with a role only."""
         self.started: float | None = None

@@ -25,6 +25,7 @@ from publisher.events import (
 from publisher.groups import GroupSpec
 from router.index.base import Index, Plane, PoolListener
 from router.index.learn.budget import LearningBudget
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.knowledge import EngineKnowledge
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.removals import RemovalEvidence, Removals
@@ -65,10 +66,10 @@ class EngineResidency(EngineKnowledge):
         self.pool: PoolListener | None = None
         """Told of each block stored and removed on the GPU."""
         self._outside = Outside(engine_id, index, self.rejected)
-        self._reset(expected=())
+        self._reset(expected=(), inside_seen=False)
 
-    def _reset(self, expected: tuple[GroupSpec, ...]) -> None:
-        self._unlearn(expected)
+    def _reset(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
+        self._unlearn(expected, inside_seen=inside_seen)
         self.removals = RemovalEvidence()
         self._planes: dict[int | None, Plane] = {}
         self._settled: dict[tuple[int | None, int], Plane] = {}
@@ -84,12 +85,20 @@ class EngineResidency(EngineKnowledge):
 
     def successor(self) -> EngineResidency:
         """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
+        name = f"{self.engine_id}{_STAGED}"
         staged = EngineResidency(
-            f"{self.engine_id}{_STAGED}", self.index, self.facts, self._known_schemes, self._shared_layouts
+            name, self.index, self._configured, self._known_schemes, self._shared_layouts
         )
-        staged._reset(expected=self._groups.known)
+        staged._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
         staged._lookahead = self._lookahead
         return staged
+
+    def learn_setup(self, evidence: SetupEvidence) -> None:
+        """See ``EngineKnowledge``."""
+        layout = self._layout
+        super().learn_setup(evidence)
+        if self._layout is not layout:
+            self._settled.clear()  # events of a group may prove something now that they did not
 
     def supersede(self, old: EngineResidency) -> None:
         """Take the place of ``old``, of the same process, in one step.
@@ -113,7 +122,7 @@ class EngineResidency(EngineKnowledge):
         self.index.forget(self.engine_id)
         if self.pool is not None:
             self.pool.clear()
-        self._reset(expected=self._groups.known)
+        self._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
 
     def clear(self) -> None:
         """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
@@ -209,12 +218,21 @@ class EngineResidency(EngineKnowledge):
 
     def _learn(self, event: BlockStored) -> Plane | None:
         """The plane of a stored event, its group learned; None where it makes no sense."""
-        if not self._learn_group(event):
+        plane, layout = self._plane(event.group_idx), self._layout
+        if not self._learn_group(event, lambda: self._holds_parent(plane, event)):
             return None
-        plane = self._plane(event.group_idx)
-        if not self._groups.expecting and len(self._settled) < _SETTLED_MAX:
+        if self._layout is not layout:
+            self._settled.clear()  # what one group shows may make the events of another worth a look
+        if not self._groups.watches(plane.group_idx) and len(self._settled) < _SETTLED_MAX:
             self._settled[event.group_idx, event.block_size] = plane
         return plane
+
+    def _holds_parent(self, plane: Plane, event: BlockStored) -> bool:
+        slot, parent = self.index.slot(self.engine_id), event.parent_block_hash
+        if slot is None or parent is None:
+            return False
+        held = self.index.lookup([to_block_hash(parent)]).plane(plane, slot.word)
+        return bool(int(held[0]) >> slot.bit & 1)
 
     def _removed(self, event: BlockRemoved) -> None:
         if event.medium not in ON_GPU:

@@ -52,6 +52,8 @@ class EngineHit(msgspec.Struct, frozen=True, gc=False):
     """A hit is a multiple of this."""
     by_class: tuple[ClassHit, ...] = ()
     why_unknown: str = ""
+    replay_tokens: int = 0
+    """Tokens of the hit that the engine computes again."""
     stale: bool = False
     """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
 
@@ -95,7 +97,9 @@ class _Row:
         self.layout, self.word, self._mode = first.layout, first.slot.word, first.mode
         self.seats = seats
         self._rule = WordRule(self.layout, self.word)
-        self._nothing = EngineHit(self._mode, alignment=self.layout.alignment)
+        self._nothing = EngineHit(
+            self._mode, alignment=self.layout.alignment, replay_tokens=self.layout.replay_tokens
+        )
         self._engine_ids = [seat.engine_id for seat in seats]
         self._by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
         self._bits = sum([1 << bit for bit in self._by_bit])
@@ -125,7 +129,9 @@ class _Row:
             self._share(answers, left, 0, trunk)
 
     def _share(self, answers: dict[str, EngineHit], alike: int, end: int, trunk: int) -> None:
-        hit, by_bit = EngineHit(self._mode, end, 0, 0, trunk, self.layout.alignment), self._by_bit
+        layout, by_bit = self.layout, self._by_bit
+        end = end if end > layout.replay_tokens else 0
+        hit = EngineHit(self._mode, end, 0, 0, trunk, layout.alignment, replay_tokens=layout.replay_tokens)
         while alike:
             bit = alike.bit_length() - 1
             answers[by_bit[bit]] = hit
@@ -178,6 +184,8 @@ def _loading(seat: Seat, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: b
     layout, bit = seat.layout, seat.slot.bit
     hit, its = gpu.hit[bit], usable(reaches, seat.stores)
     by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
+    if hit + sum(by_medium.values()) <= layout.replay_tokens:
+        hit, by_medium = 0, {}
     return EngineHit(
         seat.mode,
         hit,
@@ -186,6 +194,7 @@ def _loading(seat: Seat, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: b
         gpu.trunk[bit],
         layout.alignment,
         _class_hits(layout, gpu, its, bit) if detail else (),
+        replay_tokens=layout.replay_tokens,
     )
 
 

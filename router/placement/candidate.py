@@ -52,6 +52,8 @@ class Hit(msgspec.Struct, gc=False):
     soon_tokens: int = 0
     near_tokens: int = 0
     whole_tokens: int = 0
+    replay_tokens: int = 0
+    """Tokens of the hit that the engine computes again (bounded replay)."""
     evicted_tokens: int = 0
     """Of what is there or coming, what the engine will have evicted when the prompt's turn comes: it has been
     taken off."""

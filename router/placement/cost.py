@@ -175,6 +175,8 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             if cached > hit.soon_tokens:
                 loads, load_s = True, _load_s(hit, cached, settings)
             trunk = most if trunk > most else trunk  # noqa: FURB136
+            if hit.replay_tokens and cached > hit.replay_tokens:
+                cached, trunk = cached - hit.replay_tokens, trunk - hit.replay_tokens
             if trunk > cached:
                 by_rate = price * (prompt_tokens - cached - beta * (trunk - cached))
             else:

@@ -325,7 +325,10 @@ class Engine(EngineStatus):
         trunk, whole = held.trunk_tokens, gpu + cpu + storage
         trunk = common if trunk < common else trunk  # noqa: FURB136
         trunk = whole if trunk < whole else trunk  # noqa: FURB136
-        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held)
+        replay = held.replay_tokens
+        if coming <= replay:
+            coming = 0  # the engine would compute all of it again
+        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held, replay_tokens=replay)
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
         """Lower a hit by what this engine will evict for prompts in flight before it looks up this one."""

@@ -368,6 +368,12 @@ class Placement(Attempt):
         self._accounts.receipts.add(receipt)
         if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
             engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
+        predicted, reported = receipt.predicted_tokens, receipt.reported_prompt_tokens
+        if receipt.mode == "native" and receipt.feed == "ready" and engine.residency is not None:
+            same = reported in {None, receipt.prompt_tokens}
+            sure = not (receipt.cpu_tokens or receipt.storage_tokens or self._reported_hit.evicted_tokens)
+            if same and sure and predicted is not None and receipt.actual_tokens is not None:
+                engine.residency.writer.learn_receipt(predicted, receipt.actual_tokens)
         if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
             engine.residency.writer.doubt()
 

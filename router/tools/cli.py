@@ -133,6 +133,14 @@ def verify(
     json: Annotated[
         bool, Parameter(help="One JSON line per trace and a last one with the total.", negative="")
     ] = False,
+    cold: Annotated[
+        bool,
+        Parameter(
+            help="Predict each prompt from the events before it only; where nothing is known yet, nothing "
+            "need be predicted. Without it groups and hashes are learned from the whole trace first.",
+            negative="",
+        ),
+    ] = False,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
@@ -140,7 +148,7 @@ def verify(
     from router.tools.verify.command import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
-    return run_verify(list(paths), as_json=json, index=shared)
+    return run_verify(list(paths), as_json=json, index=shared, cold=cold)
 
 
 def engine(

@@ -12,7 +12,7 @@ from aiohttp import web
 from publisher.engine import SimulatedEngine
 
 Override = Callable[[], tuple[int, Any]]
-"""Status and JSON body of one path; status 0 breaks the connection."""
+"""Status and body of one path, JSON or bytes; status 0 breaks the connection."""
 
 
 class Front:
@@ -40,6 +40,8 @@ class Front:
             status, body = self.overrides[request.path]()
             if not status and request.transport is not None:
                 request.transport.abort()
+            if isinstance(body, bytes):
+                return web.Response(body=body, status=status or 500)
             return web.json_response(body, status=status or 500)
         engine = self.engines[int(headers.get("x-data-parallel-rank", "0"))]
         data = await request.read()

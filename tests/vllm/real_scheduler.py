@@ -38,11 +38,13 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -78,6 +80,8 @@ class Setup:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 8
     max_model_len: int = 4096
+    dcp: int = 1
+    """Ranks of decode context parallelism: a block of full attention is so much longer than a rank's."""
     lookahead_tokens: int = 0
     """Tokens after a block that its hash covers, as with an EAGLE or MTP drafter (vLLM 0.33)."""
 
@@ -179,7 +183,10 @@ class RealEngine:
         setup = self.setup
         return {
             "groups": [
-                {"group_idx": index, **_GROUP_DEFAULTS, **group} for index, group in enumerate(setup.groups)
+                {"group_idx": index, **_GROUP_DEFAULTS, **group, "block_size": manager.block_size}
+                for index, (group, manager) in enumerate(
+                    zip(setup.groups, self.manager.coordinator.single_type_managers, strict=True)
+                )
             ],
             "num_blocks": setup.num_blocks,
             "scheduler_block_size": self.scheduler_block_size,
@@ -231,12 +238,16 @@ class RealEngine:
 
     def hit(self, prompt: Prompt) -> int:
         """Tokens of ``prompt`` the manager would take from its cache now."""
-        return int(self.manager.get_computed_blocks(self._request(prompt, 1))[1])
+        return self._used(int(self.manager.get_computed_blocks(self._request(prompt, 1))[1]))
+
+    def _used(self, hit: int) -> int:
+        """What ``Scheduler.schedule`` uses of a hit: nothing of one that it would compute again whole."""
+        return hit if hit > getattr(self.scheduler, "prefix_replay_tokens", 0) else 0
 
     def probe(self, prompt: Prompt) -> tuple[int, list[int]]:
         """Tokens of ``prompt`` the manager would take from its cache now: reconciled, and per group."""
         request = self._request(prompt, 1)
-        _, hit, _ = self.manager.get_computed_blocks(request)
+        hit = self._used(int(self.manager.get_computed_blocks(request)[1]))
         coordinator = self.manager.coordinator
         if not hasattr(coordinator, "find_longest_cache_hit_per_group"):
             return hit, [hit]
@@ -303,6 +314,7 @@ def _vllm_config(setup: Setup, model: str) -> VllmConfig:
     if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # a property of the drafter's configuration
         VllmConfig.num_hash_lookahead_tokens = setup.lookahead_tokens
     modes = {group["mamba_cache_mode"] for group in setup.groups if group.get("mamba_cache_mode")}
+    config.parallel_config.decode_context_parallel_size = setup.dcp  # no ranks are started here
     cache.num_gpu_blocks = setup.num_blocks
     cache.block_size = max(group["block_size"] for group in setup.groups)
     cache.mamba_cache_mode = modes.pop() if modes else "none"
@@ -343,6 +355,12 @@ def _spec(group: Mapping[str, Any]) -> KVCacheSpec:
             return FullAttentionSpec(**attention)
         case "sliding_window":
             return SlidingWindowSpec(**attention, sliding_window=group["sliding_window"])
+        case "sliding_window_mla":
+            return SlidingWindowMLASpec(
+                **attention, sliding_window=group["sliding_window"], bounded_replay=not group["cacheable"]
+            )
+        case "circular_buffer":
+            return CircularBufferSpec(**attention)
         case "chunked_local_attention":
             return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group["attention_chunk_size"])
         case "mamba":

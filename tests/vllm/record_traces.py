@@ -47,6 +47,17 @@ def mamba(mode: str, block_size: int = 16) -> dict[str, Any]:
     return {"kind": "mamba", "block_size": block_size, "mamba_cache_mode": mode}
 
 
+def replayed(tokens: int, block_size: int = 16) -> dict[str, Any]:
+    """A sliding-window group that publishes nothing: its window is rebuilt by replay."""
+    kind = "sliding_window_mla"
+    return {"kind": kind, "block_size": block_size, "sliding_window": tokens, "cacheable": False}
+
+
+def ring(block_size: int = 16) -> dict[str, Any]:
+    """A ring buffer: a group that publishes nothing."""
+    return {"kind": "circular_buffer", "block_size": block_size, "cacheable": False}
+
+
 @dataclass(frozen=True)
 class Family:
     """A cache layout and the kind of load put on it. ``extras`` names what prompts carry besides tokens."""
@@ -126,6 +137,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "eagle_mamba_fine": _family((full(64, is_eagle=True), mamba("align", 64)), 50, prefix_match_unit=16),
     "eagle_mamba": _family((full(32, is_eagle=True), mamba("align", 32)), 70, retention_interval=None),
+    "short_prompts_fine": _family(
+        (mamba("align", 256), full(256)), 60, prefix_match_unit=16, prompt_tokens_max=100, output_tokens_max=8
+    ),
+    "mamba_align_long_full": _family((full(32), mamba("align", 16)), 60),
+    "mamba_align_long_full_dense": _family((mamba("align", 16), full(64)), 60, retention_interval=None),
+    "mamba_align_dcp2": _family((full(16), mamba("align", 16)), 60, dcp=2),
+    "mamba_align_dcp4": _family((mamba("align", 16), full(16)), 60, dcp=4),
+    "bounded_replay": _family((replayed(64), full(16), ring()), 90),
+    "eagle_one_visible": _family((full(is_eagle=True), ring()), 60),
     "lora": _family(_HYBRID, 90, extras=("lora",)),
     "cache_salt": _family(_HYBRID, 90, extras=("salt",)),
     "multimodal": _family(_HYBRID, 90, extras=("mm",)),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockStored
 from publisher.groups import Family, GroupSpec, scheduler_block_size
+from router.index.learn.facts import NO_EVIDENCE, DropReceipts, Fact, SetupEvidence, find_facts, level
 from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
 from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
 from router.index.learn.prefixes import LearnedKeys
@@ -35,7 +36,13 @@ class EngineKnowledge:
         shared_layouts: dict[CacheLayout, CacheLayout],
     ) -> None:
         self.engine_id = engine_id
+        self._configured = facts
         self.facts = facts
+        """The facts to predict with: configured or found."""
+        self.found_facts: tuple[Fact, ...] = ()
+        """Each of those with its source, and how certain it is."""
+        self._setup = NO_EVIDENCE
+        self._drop_receipts = DropReceipts()
         self.rejected: Counter[str] = Counter()
         self.changed: Callable[[], None] = _nobody
         """Told whenever layout, scheme, mode or stores may have changed."""
@@ -44,15 +51,17 @@ class EngineKnowledge:
         self._known_schemes = known_schemes
         self._shared_layouts = shared_layouts
 
-    def _unlearn(self, expected: tuple[GroupSpec, ...]) -> None:
-        """Nothing is known, but for the groups that it is expected to have."""
-        self._groups = GroupLearner(self.facts, expected)
+    def _unlearn(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
+        """Nothing is known, but for the groups that it is expected to have, and whether hits end inside a
+        block of them."""
+        self._groups = GroupLearner(self.facts, expected, inside_seen=inside_seen)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self.assumed: HashScheme | None = None
         self._learned: LearnedKeys | None = LearnedKeys()
         self._layout: CacheLayout | None = None
         self._lookahead = 0
+        self._find_facts()
 
     def _inherit(self, old: EngineKnowledge) -> None:
         """Of the same process: what is not known better here stays as it was known there."""
@@ -60,8 +69,42 @@ class EngineKnowledge:
             self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
             self.assumed = old.assumed
             self._relayout()
+        self._setup, self._drop_receipts = old._setup, old._drop_receipts
         if self._layout is None:
             self._groups, self._layout, self._lookahead = old._groups, old._layout, old._lookahead
+            self.facts, self.found_facts = old.facts, old.found_facts
+        else:
+            self._relayout()
+
+    def learn_setup(self, evidence: SetupEvidence) -> None:
+        """What the engine states of itself, and its model's file hints at, from now on."""
+        if evidence != self._setup:
+            self._setup = evidence
+            self._drop_receipts.restart()
+            self._relayout()
+
+    def learn_receipt(self, predicted: int, actual: int) -> None:
+        """The engine took ``actual`` tokens from its GPU cache where ``predicted`` were expected."""
+        layout = self._layout
+        if layout is None or layout.lookahead or self._configured.eagle_groups is not None:
+            return
+        if not predicted and not actual:
+            return
+        receipts = self._drop_receipts
+        agreed = receipts.agree
+        blocks = {layout.alignment, *(c.block_size for c in layout.classes if c.family is Family.FULL)}
+        change = receipts.add(predicted - actual, blocks, single=len(layout.classes) == 1)
+        if change and level(self._setup, receipts, layout.groups, change) is not None:
+            receipts.shifted(change)
+        elif agreed == receipts.agree:
+            return
+        self._relayout()
+
+    def _find_facts(self) -> None:
+        self.facts, self.found_facts = find_facts(
+            self._configured, self._setup, self._drop_receipts, self._groups.known, self._lookahead
+        )
+        self._groups.take_facts(self.facts)
 
     @property
     def detection(self) -> Detection:
@@ -158,12 +201,12 @@ class EngineKnowledge:
         self._detector.finish()
         self._after_detection()
 
-    def _learn_group(self, event: BlockStored) -> bool:
+    def _learn_group(self, event: BlockStored, held: Callable[[], bool]) -> bool:
         if event.num_tokens() < max(1, len(event.block_hashes)) * event.block_size or not event.block_size:
             self.rejected["tokens_do_not_fill_blocks"] += 1
             return False
         try:
-            changed = self._groups.observe(event)
+            changed = self._groups.observe(event, held)
         except ValueError:
             self.rejected["unknown_kind"] += 1
             return False
@@ -175,15 +218,23 @@ class EngineKnowledge:
         return True
 
     def _relayout(self) -> None:
+        self._find_facts()
         scheme = self._detector.scheme or self.assumed
-        unit = scheme.hash_block_size if scheme is not None else None
         if self._groups.groups:
-            layout = make_layout(self._groups.groups, self.facts, unit, self._lookahead)
+            unit = scheme.hash_block_size if scheme is not None else self._unit()
+            layout = make_layout(
+                self._groups.groups,
+                self.facts,
+                unit,
+                self._lookahead,
+                inside_seen=self._groups.inside_seen,
+            )
             self._layout = self._shared_layouts.setdefault(layout, layout)
         self._settle()
 
     def _unit(self) -> int:
-        return math.gcd(*(group.block_size for group in self._groups.groups))
+        sizes = (group.block_size for group in self._groups.groups)
+        return math.gcd(*sizes, *self._groups.part_sizes)
 
     def _usual_unit(self) -> int:
         """The hash block of an engine whose operator chose none: with Mamba states at every block it is that

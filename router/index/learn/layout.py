@@ -1,19 +1,23 @@
 """What an operator must say about a model, and the cache layout learned from an engine's events.
 
 Groups, kinds, block sizes and windows come from ``BlockStored`` events. What no event carries (attention
-chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``. A group's block size is the largest one seen in
-it: events of partial blocks carry the hash block size instead.
+chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``, as configured or found (``facts.py``). A group's
+block size is the largest one seen in it: events of partial blocks carry the hash block size instead
+(``partial.py``).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from publisher.events import BlockStored
 from publisher.groups import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+from router.index.learn.partial import PartialEvidence
 
 _SILENT_ROOTS_MAX = 16
 
@@ -22,19 +26,23 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Per model: what events do not tell. All sizes in tokens.
 
     ``attention_chunk_sizes`` gives the chunk by group where ``attention_chunk_size`` is not that of all.
-    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33);
+    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33),
+    None: to be found; ``attention_block_size`` is that of full attention where the engine states it;
     ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
     ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
     detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
     publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads from,
     whether it wrote to them or not; what was told of a store counts for ``shared_store_ttl_s`` at most.
     ``first_connector_loads``: of several connectors the first that has anything loads, not the one with most.
+    ``hidden_groups``: the engine has groups that publish nothing, though no number of a group is missing;
+    ``replay_tokens``: how many tokens of a hit it computes again for such groups (bounded replay).
     """
 
     attention_chunk_size: int | None = None
     attention_chunk_sizes: dict[int, int] = {}
     mamba_cache_mode: str | None = None
-    eagle_groups: tuple[int, ...] = ()
+    eagle_groups: tuple[int, ...] | Literal["all"] | None = None
+    attention_block_size: int | None = None
     partial_hash_hits: bool | None = None
     report_mode_full: bool = False
     hash_seeds: tuple[str, ...] = ()
@@ -44,6 +52,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared_stores: tuple[str, ...] = ()
     shared_store_ttl_s: float = 1800.0
     first_connector_loads: bool = False
+    hidden_groups: bool = False
+    replay_tokens: int = 0
+
+    def is_eagle(self, group_idx: int) -> bool:
+        """Whether the look-up of this group drops its last block."""
+        return self.eagle_groups == "all" or group_idx in (self.eagle_groups or ())
 
     @property
     def has_chunks(self) -> bool:
@@ -67,10 +81,17 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     alignment: int
     lookahead: int = 0
     first_connector_loads: bool = False
+    inside_seen: bool = False
+    """Whether events proved that hits end inside a block."""
+    hidden_groups: bool = False
+    """Whether the engine has groups that no event shows."""
+    replay_tokens: int = 0
+    """Tokens of a hit that are computed again; a hit of no more than these is none."""
 
     @property
     def single_group(self) -> bool:
-        return len(self.groups) == 1
+        """Whether the engine looks its only group up by itself, not class after class."""
+        return len(self.groups) == 1 and not self.hidden_groups
 
     @property
     def missing_facts(self) -> tuple[str, ...]:
@@ -86,28 +107,54 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 def make_layout(
-    groups: tuple[GroupSpec, ...], facts: ModelFacts, hash_block_size: int | None, lookahead: int = 0
+    groups: tuple[GroupSpec, ...],
+    facts: ModelFacts,
+    hash_block_size: int | None,
+    lookahead: int = 0,
+    *,
+    inside_seen: bool = False,
 ) -> CacheLayout:
     """The layout vLLM would derive from these groups (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
 
     ``hash_block_size`` is what was detected; None: the greatest common divisor of the block sizes.
+    ``inside_seen``: events proved hits inside a block (``partial.py``).
     """
     unit = hash_block_size or math.gcd(*(group.block_size for group in groups))
-    partial = _partial_hits(groups, unit)
+    partial = _partial_hits(groups, unit, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
         partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
     alignment = unit if partial else scheduler_block_size(groups)
-    if len(groups) == 1 and not partial:
-        alignment = groups[0].block_size
-    return CacheLayout(groups, spec_classes(groups), unit, alignment, lookahead, facts.first_connector_loads)
-
-
-def _partial_hits(groups: tuple[GroupSpec, ...], unit: int) -> bool:
-    """A Mamba align group with blocks larger than a hash block, every other group able to follow."""
-    align = any(
-        g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size > unit for g in groups
+    return CacheLayout(
+        groups,
+        spec_classes(groups),
+        unit,
+        alignment,
+        lookahead,
+        facts.first_connector_loads,
+        inside_seen=inside_seen,
+        hidden_groups=_has_hidden(groups, facts),
+        replay_tokens=facts.replay_tokens,
     )
-    return align and len(groups) > 1 and _can_end_inside(groups, unit)
+
+
+def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, *, inside_seen: bool) -> bool:
+    """A Mamba align group with blocks larger than a hash block, every other group able to follow. With decode
+    context parallelism blocks as long as a hash block will do (``partial_hash_hits_enabled``, vLLM 0.32);
+    which no event says, but stores inside a block prove it. A full-attention group of which nothing but parts
+    of blocks was seen proves it too."""
+    least = unit if inside_seen else unit + 1
+    align = any(
+        g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size >= least for g in groups
+    )
+    proven = align or any(group.partial_only for group in groups)
+    return proven and len(groups) > 1 and _can_end_inside(groups, unit)
+
+
+def _has_hidden(groups: tuple[GroupSpec, ...], facts: ModelFacts) -> bool:
+    """Ring buffers and windows that are rebuilt by replay publish nothing, but vLLM counts them when it
+    chooses how to look up (``get_kv_cache_coordinator``, vLLM 0.32). They may leave gaps in the numbers."""
+    missing = len(groups) < 1 + max(group.group_idx for group in groups)
+    return missing or facts.hidden_groups or bool(facts.replay_tokens)
 
 
 def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
@@ -124,8 +171,13 @@ class GroupLearner:
     others forbid would be predicted.
     """
 
-    def __init__(self, facts: ModelFacts, expected: tuple[GroupSpec, ...] = ()) -> None:
+    def __init__(
+        self, facts: ModelFacts, expected: tuple[GroupSpec, ...] = (), *, inside_seen: bool = False
+    ) -> None:
         self._facts = facts
+        self._partial = PartialEvidence(inside_seen=inside_seen)
+        self.part_sizes: set[int] = set()
+        """Sizes seen of blocks that are parts of longer ones, as the engine states."""
         self._groups: dict[int, GroupSpec] = {}
         self._expected = {group.group_idx: group for group in expected}
         self._started = False
@@ -145,35 +197,52 @@ class GroupLearner:
         return self.known if self._started else ()
 
     @property
-    def expecting(self) -> bool:
-        """Whether groups are expected that no event has confirmed yet."""
-        return bool(self._expected)
+    def inside_seen(self) -> bool:
+        """Whether events proved that hits end inside a block."""
+        return self._partial.inside_seen
+
+    def watches(self, group_idx: int) -> bool:
+        """Whether further events of this group may change what is known."""
+        return bool(self._expected) or self._partial.watches(self._groups.values(), group_idx)
+
+    def take_facts(self, facts: ModelFacts) -> None:
+        """The facts are these from now on, also of the groups known already."""
+        self._facts = facts
+        for groups in (self._groups, self._expected):
+            groups.update({idx: self._fitted(group) for idx, group in groups.items()})
 
     def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
         """Another engine of the same model has these; True when the groups changed."""
-        missing = {group.group_idx: group for group in groups} if self._started else {}
+        missing = {group.group_idx: self._fitted(group) for group in groups} if self._started else {}
         for idx in self._expected.keys() | self._groups.keys():
             missing.pop(idx, None)
         self._expected |= missing
         return bool(missing)
 
-    def observe(self, event: BlockStored) -> bool:
+    def observe(self, event: BlockStored, held: Callable[[], bool]) -> bool:
         """Learn from one GPU event with blocks of at least one token; True when the groups changed.
+        ``held``: whether its group holds the event's parent.
 
         Raises ``ValueError`` for a kind nobody has described.
         """
-        before = self.groups
+        before = self.groups, self.inside_seen
         idx = event.group_idx or 0
         known = self._groups.get(idx)
         if known is None or known.block_size < event.block_size:
             self._see(self._describe(idx, event), event)
+        if self._partial.watches(self._groups.values(), idx):
+            if (seen := self._groups.get(idx)) is not None:
+                self._groups[idx] = self._partial.sized(event, seen, known, held)
+            self._partial.prove_inside(event, self.known)
         if self._expected:
             self._count_silence(event)
         self._started = True
-        return self.groups != before
+        return (self.groups, self.inside_seen) != before
 
     def _see(self, seen: GroupSpec, event: BlockStored) -> None:
         expected = self._expected.get(seen.group_idx)
+        if expected is not None and expected.partial_only and expected.block_size == seen.block_size:
+            seen = replace(seen, partial_only=True)
         if expected is not None and seen != expected:
             partial = event.num_tokens() == event.block_size < expected.block_size
             if partial and replace(seen, block_size=expected.block_size) == expected:
@@ -197,14 +266,26 @@ class GroupLearner:
         if kind is None:
             kind = "full_attention"
             self.assumed_kinds.add(idx)
-        spec = GroupSpec(idx, kind, event.block_size)
-        family = spec.family
-        return GroupSpec(
+        chunked = GroupSpec(idx, kind, event.block_size).family is Family.CHUNKED
+        spec = GroupSpec(
             idx,
             kind,
             event.block_size,
             sliding_window=event.kv_cache_spec_sliding_window or self._facts.windows.get(idx),
-            attention_chunk_size=self._facts.chunk_size(idx) if family is Family.CHUNKED else None,
-            mamba_cache_mode=self._facts.mamba_cache_mode if family is Family.MAMBA else None,
-            is_eagle=idx in self._facts.eagle_groups,
+            attention_chunk_size=self._facts.chunk_size(idx) if chunked else None,
+        )
+        return self._fitted(spec)
+
+    def _fitted(self, group: GroupSpec) -> GroupSpec:
+        """The group with what the facts say of it. Sizes seen of its blocks are those of parts of blocks
+        where the engine states a multiple."""
+        facts, family, size = self._facts, group.family, group.block_size
+        stated = facts.attention_block_size if family is Family.FULL else None
+        if stated is not None and stated > size and stated % size == 0:
+            self.part_sizes.add(size)
+            group = replace(group, block_size=stated, partial_only=False)
+        return replace(
+            group,
+            mamba_cache_mode=facts.mamba_cache_mode if family is Family.MAMBA else None,
+            is_eagle=facts.is_eagle(group.group_idx),
         )

@@ -245,6 +245,7 @@ def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
 def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     """Full attention where a hit may end inside a block: per hash block, all before it resident and it,
     or (but for loads) a longer part of its block, resident too."""
+    per_block = min(per_block, max(len(units), 1))  # of a longer block no more than the prompt counts
     blocks = -(-len(units) // per_block)
     grid = np.zeros((blocks, per_block), np.uint64)
     grid.reshape(-1)[: len(units)] = units

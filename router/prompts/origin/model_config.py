@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -33,13 +33,10 @@ _ALIKE: Final = frozenset({"mistral", "mixtral"})
 _PADDING: Final = (1.5, 1.25)
 """Types of layers whose numbers differ by less than this factor are one group each, padded: vLLM
 ``_get_kv_cache_groups_uniform_page_size``, 1.5 in 0.32, 1.25 in earlier versions."""
-_DRAFTERS: Final = (
-    "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
-    "num_mtp_modules",
-    "eagle_config",
-    "speculators_config",
-)
+_MTP: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_DRAFTERS: Final = (*_MTP, "eagle_config", "speculators_config")
+_REPLAYS: Final = frozenset({"deepseek_v41"})
+"""Model types whose windows vLLM rebuilds by replay (models/deepseek_v41/attention.py, vLLM 0.32)."""
 
 
 class ModelConfigFile(msgspec.Struct, frozen=True):
@@ -50,6 +47,13 @@ class ModelConfigFile(msgspec.Struct, frozen=True):
     sliding_window: int | None = None
     layer_kinds: tuple[str, ...] = ()
     drafter: str = ""
+    replay_window: int | None = None
+    """Window of the layers that vLLM may rebuild by replay after a hit."""
+
+    @property
+    def drafter_kind(self) -> Literal["", "mtp", "eagle"]:
+        """Layers for multi-token prediction are the model's own; other drafters are of the EAGLE family."""
+        return "" if not self.drafter else "mtp" if self.drafter in _MTP else "eagle"
 
     def group_kinds(self, groups: int) -> tuple[str, ...]:
         """Kind of each KV cache group of an engine that has this number of groups; empty where these layers
@@ -91,6 +95,7 @@ def read_model_file(folder: Path) -> ModelConfigFile:
         window,
         _layer_kinds(text, window),
         next(drafters, ""),
+        window if text.get("model_type") in _REPLAYS else None,
     )
 
 

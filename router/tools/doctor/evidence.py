@@ -8,6 +8,7 @@ import msgspec
 
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
+from router.fleet.statement import EngineStatement
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
 from router.prompts.origin.model_config import ModelConfigFile
@@ -43,6 +44,8 @@ class ServerEvidence(msgspec.Struct):
     version_text: str = ""
     sources: dict[str, EventSource | None] | None = None
     """None where the answer is not understood or there was none."""
+    server_info: EngineStatement | None = None
+    """What ``/server_info`` states, where it is enabled."""
 
     @property
     def version(self) -> Version | None:

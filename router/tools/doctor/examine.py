@@ -22,9 +22,11 @@ from msgspec.structs import replace
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
+from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
-from router.following import complete
+from router.following import complete, setup_evidence
 from router.http.reasons import reason_of
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.media import GPU
@@ -166,11 +168,12 @@ async def _ask_servers(http: Http, config: Config, engines: tuple[EngineAddress,
 
 
 async def _ask_server(http: Http, url: str) -> ServerEvidence:
-    paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics")
-    health, models_answer, version_answer, sources, metrics = await asyncio.gather(
+    paths = ("/health", "/v1/models", "/version", "/kv_event_sources", "/metrics", SERVER_INFO)
+    health, models_answer, version_answer, sources, metrics, info = await asyncio.gather(
         *(http.get(url + path) for path in paths)
     )
-    seen = ServerEvidence(health, models_answer, version_answer, sources, metrics)
+    stated = server_info_statement(info.body) if info.ok else None
+    seen = ServerEvidence(health, models_answer, version_answer, sources, metrics, server_info=stated)
     models = seen.models_answer.json(_Models) if seen.models_answer.ok else None
     seen.models = tuple(models.data) if models is not None else ()
     version = seen.version_answer.json(dict[str, Any]) if seen.version_answer.ok else None
@@ -204,6 +207,14 @@ def _engine_seen(
     )
 
 
+def _setup(engine: EngineEvidence) -> SetupEvidence:
+    """As the router would learn it."""
+    configured, gauges = engine.model_config.facts(), engine.gauges
+    stated = metrics_statement(gauges.cache_config, drafts=gauges.speculates)
+    facts = complete(configured, engine.model_file)
+    return setup_evidence((engine.server.server_info, stated), engine.model_file, configured, facts)
+
+
 class _Examination:
     """The part that listens, tokenizes and probes."""
 
@@ -228,7 +239,8 @@ class _Examination:
         """Fill in ``Evidence``."""
         await self._find_tokenizers()
         for engine in self._seen.engines:
-            self._scopes.assign(engine.engine_id, _scope_name(engine))
+            residency = self._scopes.assign(engine.engine_id, _scope_name(engine))
+            residency.writer.learn_setup(_setup(engine))
         async with self._listening():
             await asyncio.gather(self._hear(), self._compare())
             if self._settings.probe:

@@ -87,10 +87,12 @@ def explain_engine(
     following = at_trunk = None
     last = 0
     if known.layout is not None and hit.mode != "unknown":
-        last = (prompt.num_tokens - 1) // known.layout.alignment * known.layout.alignment
+        step, replay = known.layout.alignment, known.layout.replay_tokens
+        last = (prompt.num_tokens - 1) // step * step
+        last = last if last > replay else 0
         if hit.hit_tokens < last:
-            following = known.boundary(hit.hit_tokens + known.layout.alignment)
-            if hit.trunk_tokens > hit.hit_tokens + known.layout.alignment:
+            following = known.boundary(max(hit.hit_tokens, replay // step * step) + step)
+            if hit.trunk_tokens > following.tokens:
                 at_trunk = known.boundary(hit.trunk_tokens)
     blocker = at_trunk or following
     return EngineExplanation(
@@ -131,7 +133,13 @@ def _layout(player: Player, source: str, scheme: HashScheme | None) -> CacheLayo
     layout = player.fleet.engine(source).layout
     if layout is None or scheme is None:
         return layout
-    return make_layout(layout.groups, player.fleet.facts, scheme.hash_block_size, layout.lookahead)
+    return make_layout(
+        layout.groups,
+        player.fleet.facts,
+        scheme.hash_block_size,
+        layout.lookahead,
+        inside_seen=layout.inside_seen,
+    )
 
 
 def _history(player: Player, source: str) -> str:

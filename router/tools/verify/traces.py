@@ -31,6 +31,10 @@ class TraceGroup(msgspec.Struct):
     attention_chunk_size: int | None = None
     mamba_cache_mode: str | None = None
     is_eagle: bool = False
+    cacheable: bool = True
+    """False: a group that publishes nothing and is never looked up."""
+    sliding_window: int | None = None
+    """Read of groups that publish nothing only: a window that is rebuilt by replay."""
 
 
 class TraceHeader(msgspec.Struct):
@@ -133,4 +137,6 @@ def trace_facts(path: Path) -> ModelFacts:
         partial_hash_hits=header.partial_hash_hits,
         report_mode_full=header.report_mode == "full",
         lora_paths=lora_paths,
+        hidden_groups=any(not g.cacheable for g in header.groups),
+        replay_tokens=max((g.sliding_window or 0 for g in header.groups if not g.cacheable), default=0),
     )

@@ -179,6 +179,8 @@ def test_seeds_with_which_python_does_not_start(seed: str) -> None:
         ({"attention_chunk_sizes": {"1": -5}}, "attention_chunk_sizes"),
         ({"windows": {"1": 0}}, "windows"),
         ({"eagle_groups": [-1]}, "eagle_groups"),
+        ({"eagle_groups": "some"}, "eagle_groups"),
+        ({"replay_tokens": -1}, "replay_tokens = -1"),
         ({"eagle_groups": ["one"]}, "expected a list of whole numbers"),
         ({"windows": {"1": "wide"}}, "expected a table of whole numbers"),
     ],

@@ -49,6 +49,18 @@ def test_cost_is_the_stated_formula() -> None:
     assert parts.uncached_tokens == 5000
 
 
+def test_what_is_computed_again_is_no_gain() -> None:
+    """Bounded replay: of a hit, a window is computed again."""
+    plain = make_candidate("e", hit_tokens=1000, trunk_tokens=3000, prefill_s_per_token=0.001)
+    replays = make_candidate("e", hit_tokens=1000, trunk_tokens=3000, prefill_s_per_token=0.001)
+    replays.hit.replay_tokens = 128
+    without, with_replay = (cost(candidate, 8000, DEFAULTS) for candidate in (plain, replays))
+    assert with_replay.uncached_tokens == without.uncached_tokens + 128
+    assert with_replay.prefill_s == pytest.approx(without.prefill_s + 0.128)
+    assert with_replay.credit_s == pytest.approx(without.credit_s)
+    assert with_replay.total_s > without.total_s
+
+
 def test_work_of_late_beyond_the_mean_has_a_price() -> None:
     """Two engines without a queue that hold as much: the one that was given less work of late."""
     busy, rested = fleet(2)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from publisher.block_hash import DEFAULT_SEED
 from publisher.groups import Family, GroupSpec
+from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
 from router.index.media import GPU
 from router.prompts.origin.model_config import ModelConfigFile
@@ -142,16 +145,35 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
             f"set models.NAME.{name} (the model's config.json has it)",
         )
     yield from _mamba(engine, layout.groups)
-    if engine.gauges.speculates and not engine.tally.lookahead:
-        eagle = any(group.is_eagle for group in layout.groups)
-        if not eagle:
-            yield warning(
-                "the engine decodes speculatively, and no group is marked as a drafter's"
-                + (f"; config.json has {drafter}" if (drafter := engine.model_file.drafter) else ""),
-                "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector), so with EAGLE "
-                "or MTP look-ups of some groups drop the last block",
-                "if the method is EAGLE or MTP, set models.NAME.eagle_groups; --probe shows if it is right",
-            )
+    yield from _drafter(engine, residency)
+
+
+@engine_check("cache.sources")
+def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """What was found of the engine beside its events, and from where."""
+    residency = engine.residency
+    if residency is None or residency.layout is None:
+        return
+    for fact in residency.found_facts:
+        source = "no source" if fact.source == "none" else fact.source
+        yield ok(f"{fact.name} = {msgspec.json.encode(fact.value).decode()} ({source}, {fact.certainty})")
+
+
+def _drafter(engine: EngineEvidence, residency: EngineResidency | None) -> Iterator[CheckResult]:
+    """Whether it is only assumed that look-ups drop a block for a drafter, or not."""
+    if not engine.gauges.speculates or engine.tally.lookahead or residency is None:
+        return
+    fact = next((f for f in residency.found_facts if f.name == "eagle_groups"), None)
+    if fact is None or fact.certainty not in {"assumed", "disputed"}:
+        return
+    yield info(
+        "the engine decodes speculatively, and its method is not known; look-ups are taken to drop the last "
+        f"block of {'all groups' if fact.value == 'all' else f'groups {list(fact.value)}'}",
+        "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector); EAGLE, EAGLE3 and "
+        "DFlash drop a block of all groups, MTP of the last layer's, n-gram and suffix of none",
+        "nothing: receipts show which (a running router's /kvatlas/engines); VLLM_SERVER_DEV_MODE=1 at the "
+        'engine, or models.NAME.eagle_groups ("all", [] or numbers of groups), would say so at once',
+    )
 
 
 def _mamba(engine: EngineEvidence, specs: tuple[GroupSpec, ...]) -> Iterator[CheckResult]:
@@ -159,19 +181,13 @@ def _mamba(engine: EngineEvidence, specs: tuple[GroupSpec, ...]) -> Iterator[Che
         return
     configured = engine.model_config.mamba_cache_mode
     said = engine.gauges.cache_config.get("mamba_cache_mode")
-    if configured is None and said not in {None, "none"}:
-        yield warning(
-            f"the engine's mamba_cache_mode is {said!r}, the configuration does not say",
-            "no event carries it",
-            f'set models.NAME.mamba_cache_mode = "{said}"',
-        )
-    elif configured is None:
+    if configured is None and said not in {"align", "all"}:
         yield warning(
             "the model has Mamba groups and mamba_cache_mode is not set",
             "no event carries it; with align, hits may end inside a block",
             "set models.NAME.mamba_cache_mode as the engine uses it",
         )
-    elif said not in {None, "none", configured}:
+    elif configured is not None and said not in {None, "none", configured}:
         yield warning(
             f"mamba_cache_mode: the engine says {said!r}, the configuration {configured!r}",
             "the configuration is not that of this engine",

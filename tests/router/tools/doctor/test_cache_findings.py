@@ -94,7 +94,6 @@ def test_an_attention_chunk_that_is_not_configured() -> None:
 @pytest.mark.parametrize(
     ("configured", "said", "words"),
     [
-        (None, "align", "does not say"),
         (None, None, "is not set"),
         ("all", "align", "the configuration 'all'"),
     ],
@@ -104,6 +103,13 @@ def test_a_mamba_mode_that_nobody_told(configured: str | None, said: str | None,
     model = ModelConfig(mamba_cache_mode=configured)
     found = run(heard(one(kv_cache_spec_kind="mamba", group_idx=1), model=model, **answers))
     found.expect("cache.facts", Severity.WARNING, words)
+
+
+def test_a_mamba_mode_that_the_engine_states() -> None:
+    states = one(kv_cache_spec_kind="mamba", group_idx=1)
+    found = run(heard(states, metrics=page(cache_config_info='mamba_cache_mode="align"')))
+    assert found.of("cache.facts") == []
+    found.expect("cache.sources", Severity.OK, 'mamba_cache_mode = "align" (metrics, certain)')
 
 
 def with_file(folder: Path, **content: Any) -> ModelConfig:
@@ -130,14 +136,19 @@ def test_config_json_beside_the_events(tmp_path: Path) -> None:
     assert Severity.ERROR not in {finding.severity for finding in found.of("cache.facts")}
     drafts = page(spec_decode_num_drafts_total=7)
     found = run(heard(one(), metrics=drafts, model=model))
-    found.expect("cache.facts", Severity.WARNING, "speculatively", "num_nextn_predict_layers")
+    assert found.of("cache.facts") == []
+    found.expect("cache.sources", Severity.OK, 'eagle_groups = "all" (config.json, likely)')
 
 
 @pytest.mark.long
 def test_speculation_without_a_marked_group() -> None:
     drafts = page(spec_decode_num_drafts_total=7.0)
     found = run(heard(one(), metrics=drafts))
-    found.expect("cache.facts", Severity.WARNING, "speculatively", "eagle_groups")
+    found.expect("cache.facts", Severity.INFO, "all groups", "eagle_groups")
+    stated = {"vllm_config": {"cache_config": {"block_size": 16}, "speculative_config": {"method": "ngram"}}}
+    known = run(heard(one(), metrics=drafts, server_info=stated))
+    assert known.of("cache.facts") == []
+    known.expect("cache.sources", Severity.OK, "eagle_groups = [] (server_info, certain)")
     told = run(heard(one(), metrics=drafts, model=ModelConfig(eagle_groups=(0,))))
     assert told.of("cache.facts") == []
     # From 0.33 on, hashes look ahead, but not with a KV connector: the events tell, not the version.
@@ -145,7 +156,7 @@ def test_speculation_without_a_marked_group() -> None:
     ahead = run(heard(one(lookahead_token_ids=[[16]]), metrics=drafts, version=newer))
     assert ahead.of("cache.facts") == []
     connector = run(heard(one(), metrics=drafts, version=newer))
-    connector.expect("cache.facts", Severity.WARNING, "KV connector", "eagle_groups")
+    connector.expect("cache.facts", Severity.INFO, "KV connector", "eagle_groups")
 
 
 WINDOW = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "group_idx": 1}
@@ -343,15 +354,17 @@ def test_a_probe_that_fails(answer: tuple[int, Any], check: str, severity: Sever
 
 
 def test_a_hit_that_was_not_foreseen() -> None:
-    """The engine keeps a drafter's block rule that nobody told: it reports less than is resident."""
+    """The engine keeps a drafter's block rule that the configuration denies: it reports less than is
+    resident. Without a setting its metrics tell of the drafter."""
 
     async def main() -> None:
         async with running({"groups": (msgspec.structs.replace(FULL, is_eagle=True),)}) as (engine,):
-            found = await look(engine.base_url, probe=True)
+            denied = msgspec.structs.replace(LOCAL, eagle_groups=())
+            found = await look(engine.base_url, model=denied, probe=True)
             found.expect("probe.exact", Severity.ERROR, "predicted", "a setting of the model is missing")
-            model = msgspec.structs.replace(LOCAL, eagle_groups=(0,))
-            found = await look(engine.base_url, model=model, probe=True)
-            found.expect("probe.exact", Severity.OK, "exact")
+            for model in (LOCAL, msgspec.structs.replace(LOCAL, eagle_groups=(0,))):
+                found = await look(engine.base_url, model=model, probe=True)
+                found.expect("probe.exact", Severity.OK, "exact")
 
     run(main())
 

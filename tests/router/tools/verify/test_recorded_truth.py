@@ -23,8 +23,17 @@ def test_every_probe_and_count_is_exact(path: Path) -> None:
     assert result.probes >= 20
 
 
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_nothing_is_promised_or_denied_before_it_is_known(path: Path) -> None:
+    """Each probe from the events before it: exact, or said to be unknown."""
+    result = verify_trace(path, cold=True)
+    assert (result.over, result.under) == (0, 0)
+    assert result.exact == result.probes - result.unknown
+    assert result.unknown <= result.probes * 0.4
+
+
 def test_no_family_is_missing() -> None:
-    assert len({path.name.split(".")[0] for path in TRACES}) == 49
+    assert len({path.name.split(".")[0] for path in TRACES}) == 53
 
 
 def _without_removals(batch: bytes) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from router.replication.settings import IndexSettings
 from router.tools.verify.command import run_verify
 from tests.support.paths import ROOT
 
@@ -41,23 +42,26 @@ def run_json(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> tuple[int
     return status, traces, last["total"]
 
 
-KNOWN_HOLES = {
-    *("min_dcp2_mamba.jsonl.gz", "qwen3_next_dcp2.1.jsonl.gz"),
-    *("min_bounded_replay.jsonl.gz", "X_dsv41.1.jsonl.gz"),
-    "min_one_visible_group_eagle.jsonl.gz",
-    "min_short_prompts_match_unit.jsonl.gz",
-}
-"""Recordings of rules that are missing (docs/exactness.md, "Known holes"); a closed one leaves the list."""
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_further_recorded_truth_is_predicted_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     if not MORE.is_dir():
         pytest.skip("no ../shared/traces beside this repository")
     _, traces, _ = run_json([MORE], capsys)
-    wrong = {trace["trace"] for trace in traces if trace["exact"] != trace["probes"]}
-    assert wrong == KNOWN_HOLES & {trace["trace"] for trace in traces}
+    assert [trace["trace"] for trace in traces if trace["exact"] != trace["probes"]] == []
+
+
+def test_a_cold_run_counts_what_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verify([RECORDED / "duplicates.1.jsonl.gz"], as_json=True, cold=True) == 0
+    trace, total = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert trace["unknown"] == total["total"]["unknown"] > 0
+    assert trace["exact"] + trace["unknown"] == trace["probes"]
+
+
+def test_a_cold_run_is_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = IndexSettings(url="redis://127.0.0.1:1/0")
+    assert run_verify(TRACES[:1], as_json=True, cold=True, index=shared) == 2
+    assert "--cold" in capsys.readouterr().err
 
 
 def test_the_command_line(kvatlas: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -1,0 +1,239 @@
+"""Facts about one engine that no event carries: the value of each, its source, and how certain it is.
+
+Sources by rank: configuration, the engine's own statement (``/server_info``, then its metrics), the model's
+``config.json``, and without any of these the receipts. A look-up that drops the last block (EAGLE, MTP) shows
+in receipts: predictions that leave it out promise one alignment unit too much, again and again. So receipts
+also revoke what was found, though not what is configured. Always true: a fact that only follows from a hint
+is never called certain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Container, Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from publisher.groups import Family, GroupSpec, spec_classes
+from router.fleet.statement import EngineStatement
+from router.index.learn.layout import ModelFacts
+
+Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
+Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]
+
+_DROPPING: Final = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
+"""Methods whose look-ups drop a block (``SpeculativeConfig.use_eagle``, vLLM 0.32)."""
+_RECEIPTS_KEPT: Final = 64
+_RECEIPTS_MIN: Final = 4
+_SHIFTS_MAX: Final = 3
+"""After so many changes by receipts the matter is disputed and stays as it is."""
+
+Drops = Literal["none", "last", "all"]
+_LEVELS: Final[tuple[Drops, ...]] = ("none", "last", "all")
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """``certainty``: ``certain`` (stated or proven), ``confirmed`` (receipts agree), ``likely`` (follows from
+    a hint), ``assumed`` (nothing speaks for it), ``disputed`` (receipts spoke for and against it)."""
+
+    name: str
+    value: Any
+    source: Source
+    certainty: Certainty
+
+
+class SetupEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Statements of the engine, the first before the next, and hints of its model's ``config.json``."""
+
+    statements: tuple[EngineStatement, ...] = ()
+    drafter: Literal["", "mtp", "eagle"] = ""
+    """The kind of drafter that the file tells of."""
+    replay_tokens: int = 0
+    """Window that such a model rebuilds by replay, if its engine does so."""
+    from_file: frozenset[str] = frozenset()
+    """Names of facts that are the file's, not configured."""
+
+
+NO_EVIDENCE: Final = SetupEvidence()
+
+
+class DropReceipts:
+    """What an engine's receipts say of dropped blocks: whether the latest were off by one block or more."""
+
+    def __init__(self) -> None:
+        self.shift = 0
+        """Levels of ``Drops`` that receipts put above (negative: below) what other evidence says."""
+        self.shifts = 0
+        self._errors: deque[int] = deque(maxlen=_RECEIPTS_KEPT)
+
+    def restart(self) -> None:
+        """Other evidence has changed."""
+        self.shift = self.shifts = 0
+        self._errors.clear()
+
+    @property
+    def agree(self) -> bool:
+        """Most of a good number of predictions were exact."""
+        exact = self._errors.count(0)
+        return exact >= 2 * _RECEIPTS_MIN and exact * 10 >= len(self._errors) * 9
+
+    @property
+    def disputed(self) -> bool:
+        return self.shifts >= _SHIFTS_MAX
+
+    def add(self, error: int, blocks: Container[int], *, single: bool) -> int:
+        """Count a prediction that was over by ``error`` tokens (negative: under); ``blocks``: how much is
+        dropped where a block is. Returns +1 or -1 where too
+        little or too much is taken to be dropped, else 0. ``single``: groups of one kind drop a block of
+        every hit, so that most are wrong; of several kinds, only hits that end there show it."""
+        sign = (error > 0) - (error < 0)
+        one = abs(error) in blocks
+        self._errors.append(sign if one else 2 * sign)
+        if self.disputed or not one:
+            return 0
+        seen = Counter(self._errors)
+        times, others = seen[sign], seen[-sign] + seen[-2 * sign]
+        # Evictions make a prediction too high by any amount, but nothing too low; a block that is not dropped
+        # may cost more than itself where the kinds have to agree.
+        others += seen[2] if sign > 0 else max(0, seen[-2] - times)
+        of_all = 8 if single else 1
+        proven = (
+            times >= _RECEIPTS_MIN << self.shifts
+            and times >= 9 * others
+            and times * 10 >= of_all * (times + seen[0])
+        )
+        return sign if proven else 0
+
+    def shifted(self, by: int) -> None:
+        """The level changed by so much: what was counted was counted under another one."""
+        self.shift += by
+        self.shifts += 1
+        self._errors.clear()
+
+
+def find_facts(
+    configured: ModelFacts,
+    evidence: SetupEvidence,
+    receipts: DropReceipts,
+    groups: tuple[GroupSpec, ...],
+    lookahead: int,
+) -> tuple[ModelFacts, tuple[Fact, ...]]:
+    """The facts to predict with, and each that had to be found, with where it is from."""
+    eagle = _eagle(configured, evidence, receipts, groups, lookahead)
+    mode = _mamba_mode(configured, evidence)
+    size = _block_size(evidence)
+    replay = _replay(configured, evidence, groups)
+    facts = replace(
+        configured,
+        eagle_groups=eagle.value,
+        mamba_cache_mode=None if mode is None else mode.value,
+        attention_block_size=None if size is None else size.value,
+        replay_tokens=replay.value,
+    )
+    mamba = any(group.family is Family.MAMBA for group in groups)
+    shown = [eagle, mode if mamba else None, size, replay if replay.value else None]
+    shown += _of_the_model(configured, evidence)
+    return facts, tuple(fact for fact in shown if fact is not None)
+
+
+def drops(evidence: SetupEvidence, groups: tuple[GroupSpec, ...]) -> tuple[Drops, Source, Certainty]:
+    """Which groups' look-ups drop their last block, by the evidence other than receipts."""
+    for statement in evidence.statements:
+        if statement.drafts is False or statement.keeps_last_block:
+            return "none", statement.source, "certain"
+        if statement.method:
+            if statement.method not in _DROPPING:
+                return "none", statement.source, "certain"
+            one = len(spec_classes(groups)) < 2
+            last = statement.method == "mtp" and not one
+            return "last" if last else "all", statement.source, "likely" if last else "certain"
+    drafting = next((s for s in evidence.statements if s.drafts), None)
+    if drafting is None:
+        return "none", "none", "assumed"
+    if evidence.drafter:
+        last = evidence.drafter == "mtp" and len(spec_classes(groups)) > 1
+        return "last" if last else "all", "config.json", "likely"
+    return "all", drafting.source, "assumed"
+
+
+def level(
+    evidence: SetupEvidence, receipts: DropReceipts, groups: tuple[GroupSpec, ...], change: int = 0
+) -> Drops | None:
+    """The level by all evidence, or the one ``change`` above; None: there is no such level."""
+    levels = [name for name in _LEVELS if name != "last" or _last_group(groups) is not None]
+    start = drops(evidence, groups)[0]
+    at = (levels.index(start) if start in levels else len(levels) - 1) + receipts.shift + change
+    return levels[at] if 0 <= at < len(levels) else None
+
+
+def _last_group(groups: tuple[GroupSpec, ...]) -> int | None:
+    """The group taken for that of the last layer, which is an MTP drafter's: of full attention with all
+    public models. vLLM drops the block of all groups alike (``HybridKVCacheCoordinator``, vLLM 0.32), so that
+    any of them will do. None where there is one kind of groups only."""
+    full = [group.group_idx for group in groups if group.family is Family.FULL]
+    return full[-1] if full and len(spec_classes(groups)) > 1 else None
+
+
+def _eagle(
+    configured: ModelFacts,
+    evidence: SetupEvidence,
+    receipts: DropReceipts,
+    groups: tuple[GroupSpec, ...],
+    lookahead: int,
+) -> Fact:
+    if configured.eagle_groups is not None:
+        return Fact("eagle_groups", configured.eagle_groups, "configuration", "certain")
+    if lookahead:
+        return Fact("eagle_groups", (), "events", "certain")
+    _, source, certainty = drops(evidence, groups)
+    if receipts.shift:
+        source = "receipts"
+    if receipts.disputed:
+        certainty = "disputed"
+    elif receipts.shift or (receipts.agree and certainty != "certain"):
+        certainty = "confirmed" if receipts.agree else "likely"
+    found = level(evidence, receipts, groups)
+    value = "all" if found == "all" else (_last_group(groups),) if found == "last" else ()
+    return Fact("eagle_groups", value, source, certainty)
+
+
+def _mamba_mode(configured: ModelFacts, evidence: SetupEvidence) -> Fact | None:
+    if configured.mamba_cache_mode is not None:
+        return Fact("mamba_cache_mode", configured.mamba_cache_mode, "configuration", "certain")
+    for stated in evidence.statements:
+        if stated.mamba_cache_mode:
+            return Fact("mamba_cache_mode", stated.mamba_cache_mode, stated.source, "certain")
+    return None
+
+
+def _block_size(evidence: SetupEvidence) -> Fact | None:
+    for stated in evidence.statements:
+        if stated.attention_block_size:
+            return Fact("attention_block_size", stated.attention_block_size, stated.source, "certain")
+    return None
+
+
+def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[GroupSpec]) -> Fact:
+    """Groups that are rebuilt by replay publish nothing: where windows of this size are published, there is
+    no replay, whatever the engine was asked for (vLLM turns it off where it cannot: models/deepseek_v41)."""
+    if configured.replay_tokens:
+        return Fact("replay_tokens", configured.replay_tokens, "configuration", "certain")
+    stated = any(statement.bounded_replay for statement in evidence.statements)
+    published = any(group.sliding_window == evidence.replay_tokens for group in groups)
+    if not evidence.replay_tokens or not stated or published:
+        return Fact("replay_tokens", 0, "events" if published else "none", "assumed")
+    return Fact("replay_tokens", evidence.replay_tokens, "config.json", "likely")
+
+
+def _of_the_model(configured: ModelFacts, evidence: SetupEvidence) -> list[Fact | None]:
+    """Facts that are configured, or the model's file has."""
+    found: list[Fact | None] = []
+    for name in ("attention_chunk_size", "attention_chunk_sizes", "kinds", "windows", "partial_hash_hits"):
+        value = getattr(configured, name)
+        if value:
+            file = name in evidence.from_file
+            source: Source = "config.json" if file else "configuration"
+            found.append(Fact(name, value, source, "likely" if file else "certain"))
+    return found

@@ -1,0 +1,89 @@
+"""Evidence of stores inside a block, which no event names as such.
+
+Where hits may end inside a block, vLLM publishes the end of a prompt as a block of one hash block, under that
+hash (``BlockPool.cache_partial_block``, vLLM 0.32). Two things follow from what comes with it:
+
+- *A block size not seen yet.* The parent of a whole block of full attention is the block before it, which the
+  same request still holds. So a block of one hash block whose parent the group does not hold is a part of a
+  longer one, and as long as no whole block came, every prefix stored there is shorter than a block.
+- *Hits inside a block under decode context parallelism (DCP)*, where a Mamba block is as long as a hash block
+  (``partial_hash_hits_enabled``). Without such hits a prefix is stored up to a multiple of all block sizes
+  (``HybridKVCacheCoordinator.get_num_cacheable_tokens``): a state that ends elsewhere proves them, and so
+  does a part right behind the whole blocks of its group. Groups with the EAGLE flag store one block more, and
+  prove nothing.
+
+Only models with Mamba groups in align mode do either. Nothing here is ever guessed from what did not come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from publisher.events import BlockStored
+from publisher.groups import Family, GroupSpec, scheduler_block_size
+
+
+class PartialEvidence:
+    """What the events of one engine proved so far."""
+
+    def __init__(self, *, inside_seen: bool = False) -> None:
+        self.inside_seen = inside_seen
+        """Whether hits inside a block are proven where the block sizes leave it open."""
+        self._whole: set[int] = set()
+        self._last: dict[int, int | bytes] = {}
+
+    def watches(self, groups: Iterable[GroupSpec], idx: int) -> bool:
+        """Whether further events of this group may prove something."""
+        known = tuple(groups)
+        if not _saves_states(known):
+            return False
+        group = next((g for g in known if g.group_idx == idx), None)
+        if group is None:
+            return True
+        unsized = group.family is Family.FULL and idx not in self._whole
+        return unsized or (not self.inside_seen and _is_open(known))
+
+    def sized(
+        self, event: BlockStored, group: GroupSpec, known: GroupSpec | None, held: Callable[[], bool]
+    ) -> GroupSpec:
+        """``group``, its blocks as long as ``event`` shows them. ``known`` is what was known of it before;
+        ``held``: whether it holds the event's parent."""
+        idx = group.group_idx
+        if group.family is not Family.FULL or event.block_size != group.block_size:
+            return group
+        grown = known is not None and known.block_size < group.block_size
+        if grown or event.num_tokens() > event.block_size:
+            self._whole.add(idx)
+        if idx in self._whole:
+            return replace(group, partial_only=False) if group.partial_only else group
+        part = event.parent_block_hash is not None and not held()
+        return replace(group, partial_only=True) if part else group
+
+    def prove_inside(self, event: BlockStored, groups: tuple[GroupSpec, ...]) -> None:
+        """Whether ``event`` shows that hits may end inside a block."""
+        idx = event.group_idx or 0
+        group = next((g for g in groups if g.group_idx == idx), None)
+        if group is None or group.is_eagle or self.inside_seen or not _is_open(groups):
+            return
+        if group.family is Family.MAMBA and event.parent_block_hash is None:
+            self.inside_seen = event.num_tokens() % scheduler_block_size(groups) != 0
+        elif group.family is Family.FULL and event.block_size < group.block_size:
+            parent = event.parent_block_hash
+            self.inside_seen = parent is not None and parent == self._last.get(idx)
+        elif group.family is Family.FULL and event.block_hashes:
+            self._last[idx] = event.block_hashes[-1]
+
+
+def _saves_states(groups: tuple[GroupSpec, ...]) -> bool:
+    return any(g.family is Family.MAMBA and g.mamba_cache_mode != "all" for g in groups)
+
+
+def _is_open(groups: tuple[GroupSpec, ...]) -> bool:
+    """Block sizes with which vLLM allows hits inside a block under DCP only."""
+    unit = math.gcd(*(g.block_size for g in groups))
+    states = [g.block_size for g in groups if g.family is Family.MAMBA and g.mamba_cache_mode == "align"]
+    longer = any(g.family is Family.FULL and g.lookup_block_size > unit for g in groups)
+    return longer and bool(states) and max(states) == unit

@@ -1,0 +1,112 @@
+"""What an engine states of its own set-up: its metrics page, and ``/server_info`` where that is enabled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from router.fleet.gauges import read_statement
+from router.fleet.statement import SERVER_INFO, EngineStatement, server_info_statement
+from tests.router.fleet.misbehaving import HANG, page, watching
+
+PAGE = b"""# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="544",effective_attention_block_size="544",engine="0",mamba_cache_mode="align",\
+prefix_match_unit="16",swa_bounded_replay="True"} 1.0
+vllm:cache_config_info{block_size="16",effective_attention_block_size="None",engine="1",mamba_cache_mode="none",\
+swa_bounded_replay="False"} 1.0
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0
+vllm:num_requests_running{engine="0"} 0.0
+vllm:num_requests_waiting{engine="0"} 0.0
+"""
+"""Labels as vLLM 0.32 writes them (``CacheConfig.metrics_info``); rank 1 is another kind of engine."""
+INFO = {
+    "vllm_config": {
+        "cache_config": {"effective_attention_block_size": 64, "mamba_cache_mode": "align"},
+        "speculative_config": {"method": "eagle3", "disable_eagle_block_drop": False},
+    }
+}
+
+
+def test_each_rank_states_its_own() -> None:
+    first, second = (read_statement(PAGE, rank) for rank in (0, 1))
+    assert first == EngineStatement(
+        source="metrics",
+        drafts=True,
+        attention_block_size=544,
+        mamba_cache_mode="align",
+        bounded_replay=True,
+    )
+    assert second == EngineStatement(source="metrics", drafts=False, bounded_replay=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"vllm:num_requests_running 1.0\n",
+        b'vllm:cache_config_info{effective_attention_block_size="\xff9e99"} 1.0\n',
+        b'vllm:cache_config_info{effective_attention_block_size="99999999999999999999"} 1.0\n',
+        b'vllm:cache_config_info{effective_attention_block_size="0",mamba_cache_mode="?"} 1.0\n',
+        b'vllm:cache_config_info{effective_attention_block_size="\xc2\xb2"} 1.0\n',
+    ],
+)
+def test_a_page_of_nonsense_states_no_size(text: bytes) -> None:
+    stated = read_statement(text, None)
+    assert stated is None or (stated.attention_block_size, stated.mamba_cache_mode) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b"[" * 20_000,
+        b'{"vllm_config": "VllmConfig(...)"}',
+        b'{"vllm_config": {"cache_config": []}}',
+        b'{"kv_events": {"block_size": 64}}',
+    ],
+)
+def test_a_body_of_another_kind_states_nothing(body: bytes) -> None:
+    assert server_info_statement(body) is None
+
+
+def test_values_of_another_shape_are_left_out() -> None:
+    cache = {"effective_attention_block_size": "64", "mamba_cache_mode": 1, "swa_bounded_replay": "yes"}
+    body = {"vllm_config": {"cache_config": cache, "speculative_config": {"method": ["eagle"]}}}
+    stated = server_info_statement(msgspec.json.encode(body))
+    assert stated == EngineStatement(source="server_info", drafts=True)
+
+
+def test_server_info_is_asked_once_for_each_process() -> None:
+    async def main() -> None:
+        async with watching(answers={SERVER_INFO: INFO, "/metrics": page(PAGE)}) as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up, "up")
+            assert status.server_info is not None
+            assert (status.server_info.method, status.server_info.attention_block_size) == ("eagle3", 64)
+            await watch.until(lambda: status.stated is not None, "metrics")
+            await watch.polls(count=4)
+            assert watch.server.count(SERVER_INFO) == 1
+            started = PAGE + b"process_start_time_seconds %d\n"
+            watch.server.answers["/metrics"] = page(started % 100)
+            await watch.until(lambda: status.started == 100, "started")
+            watch.server.answers[SERVER_INFO] = None
+            watch.server.answers["/metrics"] = page(started % 200)
+            await watch.until(lambda: status.server_info is None, "forgotten with the process")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answer", [None, page(b"{}", 403), b"", HANG, page(b"nonsense")])
+def test_without_server_info_an_engine_is_up_all_the_same(answer: object) -> None:
+    async def main() -> None:
+        async with watching(answers={SERVER_INFO: answer}) as watch:
+            (status,) = watch.fleet
+            await watch.until(lambda: status.up, "up")
+            assert status.server_info is None
+
+    asyncio.run(main())

@@ -1,0 +1,257 @@
+"""Facts that no event carries: from which source each is taken, and how receipts change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from publisher.block_hash import HashScheme
+from router.fleet.statement import EngineStatement, metrics_statement
+from router.index.learn.facts import DropReceipts, Fact, SetupEvidence
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.tools.verify.run import RECORDED, ProbePrompt, apply_line, learn_trace
+from router.tools.verify.traces import read_trace, trace_facts
+from tests.support.event_writer import Prompt, Writer, batch, tokens
+from tests.support.paths import ROOT
+
+TRACES = ROOT / "tests" / "data" / "traces"
+PROMPT = tokens(97)
+UNCONFIGURED = ModelFacts()
+DRAFTS = metrics_statement({"block_size": "16"}, drafts=True)
+PLAIN = metrics_statement({"block_size": "16"}, drafts=False)
+
+
+def writer(group: int, kind: str, size: int = 16, **more: Any) -> Writer:
+    return Writer(HashScheme(hash_block_size=16), group=group, kind=kind, size=size, **more)
+
+
+FULL = writer(0, "full_attention")
+STATES = writer(1, "mamba")
+
+
+def informed(*statements: EngineStatement | None, **hints: Any) -> SetupEvidence:
+    return SetupEvidence(statements=tuple(s for s in statements if s is not None), **hints)
+
+
+def info(method: str = "", **more: Any) -> EngineStatement:
+    return EngineStatement(source="server_info", drafts=bool(method), method=method, **more)
+
+
+def fleet_with(evidence: SetupEvidence, *writers: Writer, facts: ModelFacts = UNCONFIGURED) -> FleetResidency:
+    fleet = FleetResidency(facts)
+    fleet.engine("a").learn_setup(evidence)
+    fleet.apply("a", batch(*(one.stored(PROMPT[:96]) for one in writers)))
+    return fleet
+
+
+def fact(fleet: FleetResidency, name: str) -> Fact | None:
+    return next((f for f in fleet.engine("a").found_facts if f.name == name), None)
+
+
+def hit(fleet: FleetResidency, length: int = 97) -> int:
+    return fleet.predict(Prompt(PROMPT[:length]), ["a"])["a"].hit_tokens
+
+
+@pytest.mark.parametrize(
+    ("evidence", "one_kind", "two_kinds", "source", "certainty"),
+    [
+        (informed(), (), (), "none", "assumed"),
+        (informed(PLAIN), (), (), "metrics", "certain"),
+        (informed(DRAFTS), "all", "all", "metrics", "assumed"),
+        (informed(DRAFTS, drafter="mtp"), "all", (0,), "config.json", "likely"),
+        (informed(DRAFTS, drafter="eagle"), "all", "all", "config.json", "likely"),
+        (informed(PLAIN, drafter="mtp"), (), (), "metrics", "certain"),
+        (informed(info("eagle3"), DRAFTS), "all", "all", "server_info", "certain"),
+        (informed(info("ngram"), DRAFTS, drafter="mtp"), (), (), "server_info", "certain"),
+        (informed(info("eagle", keeps_last_block=True), DRAFTS), (), (), "server_info", "certain"),
+        (informed(info(), PLAIN), (), (), "server_info", "certain"),
+    ],
+)
+def test_which_look_ups_drop_a_block(
+    evidence: SetupEvidence, one_kind: object, two_kinds: object, source: str, certainty: str
+) -> None:
+    single = fleet_with(evidence, FULL)
+    assert fact(single, "eagle_groups") == Fact("eagle_groups", one_kind, source, certainty)  # type: ignore[arg-type]
+    assert hit(single) == (80 if one_kind else 96)
+    several = fleet_with(evidence, STATES, FULL)
+    found = fact(several, "eagle_groups")
+    assert found is not None
+    assert found.value == two_kinds
+
+
+def test_the_group_of_the_last_layer_is_only_likely() -> None:
+    fleet = fleet_with(informed(info("mtp")), STATES, FULL)
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (0,), "server_info", "likely")
+
+
+def test_what_is_configured_goes_before_all_evidence() -> None:
+    fleet = fleet_with(informed(info("eagle3")), FULL, facts=ModelFacts(eagle_groups=()))
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "configuration", "certain")
+    for _ in range(50):
+        fleet.engine("a").learn_receipt(96, 80)
+    assert hit(fleet) == 96
+
+
+def test_evidence_that_comes_later_costs_no_block() -> None:
+    fleet = fleet_with(informed(), FULL)
+    assert hit(fleet) == 96
+    fleet.engine("a").learn_setup(informed(info("eagle3")))
+    assert hit(fleet) == 80
+    fleet.forget("a")  # a restart: it is expected to be as before
+    fleet.apply("a", batch(FULL.stored(PROMPT[:96])))
+    assert hit(fleet) == 80
+    fleet.stage("a", batch(FULL.stored(PROMPT[:96])))
+    fleet.adopt("a")
+    assert hit(fleet) == 80
+
+
+def test_hashes_that_look_ahead_end_the_question() -> None:
+    ahead = Writer(HashScheme(hash_block_size=16, lookahead=1), group=0, kind="full_attention", size=16)
+    fleet = fleet_with(informed(info("eagle3")), ahead)
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "events", "certain")
+
+
+def test_receipts_find_and_revoke() -> None:
+    fleet = fleet_with(informed(), FULL)
+    engine = fleet.engine("a")
+    for _ in range(3):
+        engine.learn_receipt(96, 80)
+    assert hit(fleet) == 96
+    engine.learn_receipt(64, 48)
+    assert hit(fleet) == 80
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "receipts", "likely")
+    for _ in range(8):
+        engine.learn_receipt(80, 80)
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "receipts", "confirmed")
+    for _ in range(64):
+        engine.learn_receipt(80, 96)
+    assert hit(fleet) == 96
+    for _ in range(64):
+        engine.learn_receipt(96, 80)
+    found = fact(fleet, "eagle_groups")
+    assert found is not None
+    assert found.certainty == "disputed"
+    for _ in range(200):
+        engine.learn_receipt(80, 96)
+    assert hit(fleet) == 80
+
+
+def test_receipts_revoke_what_was_only_assumed() -> None:
+    """Drafts without KV of their own (n-gram): the metrics do not say."""
+    fleet = fleet_with(informed(DRAFTS), FULL)
+    assert hit(fleet) == 80
+    for _ in range(4):
+        fleet.engine("a").learn_receipt(80, 96)
+    assert hit(fleet) == 96
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", (), "receipts", "likely")
+    fleet.engine("a").learn_setup(informed(info("eagle3")))  # a new process says what it is
+    assert hit(fleet) == 80
+
+
+@given(st.lists(st.sampled_from([0, 16, 16, 32, -16]), min_size=30, max_size=100))
+def test_evictions_alone_are_no_evidence(errors: list[int]) -> None:
+    """Where a third of the hits are exact, one kind of groups cannot be dropping a block each time."""
+    receipts = DropReceipts()
+    for index, error in enumerate(errors):
+        assert receipts.add(0 if index % 3 == 0 else error, {16}, single=True) == 0
+
+
+def test_hits_of_nothing_say_nothing() -> None:
+    fleet = fleet_with(informed(DRAFTS), FULL)
+    for _ in range(50):
+        fleet.engine("a").learn_receipt(0, 0)
+    assert fact(fleet, "eagle_groups") == Fact("eagle_groups", "all", "metrics", "assumed")
+
+
+def test_a_stated_block_size_is_known_from_the_first_short_prompt() -> None:
+    """Without it a lone block of one hash block is taken for a whole one."""
+    long = metrics_statement(
+        {"effective_attention_block_size": "64", "mamba_cache_mode": "align"}, drafts=False
+    )
+    fleet = FleetResidency(ModelFacts())
+    fleet.engine("a").learn_setup(informed(long))
+    parts = writer(0, "full_attention"), writer(1, "mamba")
+    fleet.apply("a", batch(parts[0].stored(PROMPT, start=0, stop=1)))
+    alone = fleet.engine("a").layout
+    assert alone is not None
+    assert (alone.groups[0].block_size, alone.hash_block_size) == (64, 16)
+    fleet.apply("a", batch(parts[1].stored(PROMPT, start=0, stop=1)))
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    assert [group.block_size for group in layout.groups] == [64, 16]
+    assert layout.hash_block_size == 16
+    assert fact(fleet, "attention_block_size") == Fact("attention_block_size", 64, "metrics", "certain")
+    assert fact(fleet, "mamba_cache_mode") == Fact("mamba_cache_mode", "align", "metrics", "certain")
+
+
+def test_windows_that_are_published_are_not_replayed() -> None:
+    stated = informed(EngineStatement(source="metrics", bounded_replay=True), replay_tokens=64)
+    fleet = fleet_with(stated, FULL)
+    assert fact(fleet, "replay_tokens") == Fact("replay_tokens", 64, "config.json", "likely")
+    assert [hit(fleet, length) for length in (65, 97)] == [0, 96]
+    fleet.apply("a", batch(writer(1, "sliding_window", window=64).stored(PROMPT[:96])))
+    assert fact(fleet, "replay_tokens") is None
+    assert hit(fleet, 65) == 64
+    off = informed(EngineStatement(source="metrics", bounded_replay=False), replay_tokens=64)
+    assert fact(fleet_with(off, FULL), "replay_tokens") is None
+
+
+def replayed(path: Path, evidence: SetupEvidence, *, receipts: bool) -> list[int]:
+    """The error of each probe of a recording, none of its groups being marked by a setting."""
+    fleet = FleetResidency(replace(trace_facts(path), eagle_groups=None))
+    fleet.engine(RECORDED).learn_setup(evidence)
+    learn_trace(fleet, path)
+    errors = []
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.probe is not None and line.hit_tokens is not None:
+            found = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])[RECORDED].hit_tokens
+            errors.append(found - line.hit_tokens)
+            if receipts:
+                fleet.engine(RECORDED).learn_receipt(found, line.hit_tokens)
+    return errors
+
+
+RECORDED_MTP = [
+    f"{name}.jsonl.gz"
+    for name in ("eagle_full.1", "eagle_hybrid.1", "eagle_mamba_fine.41", "eagle_one_visible.51")
+]
+
+
+@pytest.mark.parametrize("name", RECORDED_MTP)
+def test_recorded_drafters_need_no_setting(name: str) -> None:
+    """The engine says that it drafts, ``config.json`` how: every probe of vLLM's scheduler is exact."""
+    assert not any(replayed(TRACES / name, informed(DRAFTS, drafter="mtp"), receipts=True))
+    assert any(replayed(TRACES / name, informed(), receipts=False))
+
+
+@pytest.mark.parametrize("name", RECORDED_MTP)
+def test_recorded_drafters_are_found_by_receipts_alone(name: str) -> None:
+    errors = replayed(TRACES / name, informed(), receipts=True)
+    assert sum(error != 0 for error in errors) <= 5
+    assert not any(errors[-len(errors) // 3 :])
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("*.jsonl.gz")), ids=lambda path: path.name)
+def test_receipts_of_other_recordings_find_no_drafter(path: Path) -> None:
+    if not path.name.startswith("eagle"):
+        assert not any(replayed(path, informed(), receipts=True))
+
+
+def test_parts_of_stated_blocks_show_the_hash_block() -> None:
+    """Also where the hashes cannot be computed (a random seed)."""
+    stated = metrics_statement({"effective_attention_block_size": "64"}, drafts=False)
+    fleet = FleetResidency(UNCONFIGURED)
+    fleet.engine("a").learn_setup(informed(stated))
+    strange = Writer(HashScheme(seed="drawn at random"), kind="full_attention")
+    fleet.apply("a", batch(*(strange.stored(tokens(16, seed=number)) for number in range(20))))
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    assert (layout.groups[0].block_size, layout.hash_block_size) == (64, 16)

@@ -1,0 +1,138 @@
+"""Stores inside a block: what their events prove of block sizes and hits, and what they do not."""
+
+from __future__ import annotations
+
+from publisher.block_hash import HashScheme
+from publisher.groups import GroupSpec
+from router.index.learn.layout import CacheLayout, ModelFacts
+from router.index.model import FleetResidency
+from tests.router.index.rules.layouts import full, hit, layout_of, mamba
+from tests.support.event_writer import Prompt, Writer, batch, tokens
+
+SCHEME = HashScheme(hash_block_size=16)
+PROMPT = tokens(300)
+ALIGN = ModelFacts(mamba_cache_mode="align")
+
+
+def writer(group: int, kind: str, size: int = 16) -> Writer:
+    return Writer(SCHEME, group=group, kind=kind, size=size)
+
+
+STATES, FULL = writer(0, "mamba"), writer(1, "full_attention")
+WHOLE = writer(1, "full_attention", 32)
+
+
+def groups_of(fleet: FleetResidency) -> tuple[GroupSpec, ...]:
+    return layout_seen(fleet).groups
+
+
+def layout_seen(fleet: FleetResidency) -> CacheLayout:
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    return layout
+
+
+def predicted(fleet: FleetResidency, prompt: list[int]) -> int:
+    return fleet.predict(Prompt(prompt), ["a"])["a"].hit_tokens
+
+
+def test_a_block_without_its_parent_is_a_part_of_a_longer_one() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT, start=9, stop=10), FULL.stored(PROMPT, start=9, stop=10)))
+    assert [group.partial_only for group in groups_of(fleet)] == [False, True]
+    assert predicted(fleet, PROMPT[:170]) == 160
+    assert predicted(fleet, PROMPT[:160]) == 0
+
+
+def test_several_blocks_at_once_show_their_size() -> None:
+    """An engine joined late: its first block came without the parent, and is whole all the same."""
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT, start=9, stop=10), FULL.stored(PROMPT, start=9, stop=10)))
+    fleet.apply("a", batch(FULL.stored(tokens(64, seed=1))))
+    assert not any(group.partial_only for group in groups_of(fleet))
+    assert predicted(fleet, PROMPT[:170]) == 0
+
+
+def test_a_longer_block_shows_its_size() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT, start=9, stop=10), FULL.stored(PROMPT, start=9, stop=10)))
+    fleet.apply("a", batch(WHOLE.stored(tokens(32, seed=1))))
+    assert [(group.block_size, group.partial_only) for group in groups_of(fleet)] == [
+        (16, False),
+        (32, False),
+    ]
+
+
+def test_without_states_every_block_is_whole() -> None:
+    fleet = FleetResidency(ModelFacts())
+    fleet.apply("a", batch(FULL.stored(PROMPT, start=9, stop=10)))
+    assert not any(group.partial_only for group in groups_of(fleet))
+
+
+def test_a_block_behind_its_parent_is_whole() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT, start=0, stop=1), FULL.stored(PROMPT, start=0, stop=1)))
+    fleet.apply("a", batch(FULL.stored(PROMPT, start=1, stop=2)))
+    assert not any(group.partial_only for group in groups_of(fleet))
+
+
+def test_a_part_right_behind_whole_blocks_proves_hits_inside_one() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT[:96], keep=[5]), WHOLE.stored(PROMPT[:96])))
+    assert layout_seen(fleet).alignment == 32
+    fleet.apply("a", batch(FULL.stored(PROMPT, start=6, stop=7)))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (16, True)
+
+
+def test_a_part_of_a_block_that_is_stored_whole_proves_nothing() -> None:
+    """vLLM stores it also where no hit ends inside a block, once the block around it is full."""
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT[:128], keep=[7]), WHOLE.stored(PROMPT[:128])))
+    fleet.apply("a", batch(FULL.stored(PROMPT, start=6, stop=7)))
+    assert layout_seen(fleet).alignment == 32
+
+
+def test_a_state_between_the_boundaries_proves_hits_inside_a_block() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[6])))
+    assert layout_seen(fleet).alignment == 16
+
+
+def test_a_restart_forgets_nothing_that_was_proven() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[6])))
+    fleet.forget("a")
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96])))
+    assert layout_seen(fleet).alignment == 16
+
+
+def test_a_group_that_publishes_nothing_makes_the_look_up_a_joint_one() -> None:
+    """With EAGLE the block to drop may then lie behind the prompt's last token but one."""
+    drops = ModelFacts(eagle_groups="all")
+    alone = layout_of(full(0, is_eagle=True), facts=drops)
+    assert hit(alone, 96, {0: range(6)}) == 64
+    assert hit(layout_of(full(1, is_eagle=True), facts=drops), 96, {1: range(6)}) == 80
+    said = layout_of(full(0, is_eagle=True), facts=ModelFacts(hidden_groups=True))
+    assert hit(said, 96, {0: range(6)}) == 80
+
+
+def test_all_groups_may_drop_their_last_block() -> None:
+    fleet = FleetResidency(ModelFacts(mamba_cache_mode="align", eagle_groups="all"))
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:96], keep=[5])))
+    assert all(group.is_eagle for group in groups_of(fleet))
+
+
+def test_a_hit_that_would_be_computed_again_is_none() -> None:
+    fleet = FleetResidency(ModelFacts(replay_tokens=64))
+    dense = writer(0, "full_attention")
+    fleet.apply("a", batch(dense.stored(PROMPT[:96])))
+    assert [predicted(fleet, PROMPT[:length]) for length in (65, 80, 81, 97)] == [0, 0, 80, 96]
+    detail = fleet.predict(Prompt(PROMPT[:80]), ["a"], detail=True)["a"]
+    assert (detail.hit_tokens, detail.by_class[0].hit_tokens, detail.replay_tokens) == (0, 64, 64)
+
+
+def test_blocks_of_an_unseen_size_are_shown_as_longer() -> None:
+    part = full(1, partial_only=True)
+    layout = layout_of(mamba(0, "align"), part, unit=16)
+    assert [spec_class.label for spec_class in layout.classes] == ["full_attention/>16", "mamba/16"]
+    assert layout.alignment == 16
