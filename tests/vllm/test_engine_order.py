@@ -76,11 +76,13 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
     said = [{"role": "user", "content": "hi"}]
     long = [rng.randrange(10, 1000) for _ in range(LONG_TOKENS)]
     asks: dict[str, Callable[[], Any]] = {
-        "long": lambda: api.completions.create(model="tiny", prompt=long, max_tokens=1),
-        "completions": lambda: api.completions.create(model="tiny", prompt="hi", max_tokens=8),
-        "chat": lambda: api.chat.completions.create(model="tiny", messages=said, max_tokens=8),  # type: ignore[call-overload]
-        "responses": lambda: api.responses.create(model="tiny", input="hi", max_output_tokens=8),
-        "messages": lambda: messages.messages.create(model="tiny", messages=said, max_tokens=8),  # type: ignore[arg-type]
+        "long": lambda: api.completions.create(  # its answer ends well after theirs have been read here
+            model="tiny", prompt=long, max_tokens=400, extra_body={"ignore_eos": True}
+        ),
+        "completions": lambda: api.completions.create(model="tiny", prompt="hi", max_tokens=100),
+        "chat": lambda: api.chat.completions.create(model="tiny", messages=said, max_tokens=100),  # type: ignore[call-overload]
+        "responses": lambda: api.responses.create(model="tiny", input="hi", max_output_tokens=100),
+        "messages": lambda: messages.messages.create(model="tiny", messages=said, max_tokens=100),  # type: ignore[arg-type]
     }
     ended: list[str] = []
     failed: list[str] = []
