@@ -231,7 +231,7 @@ class Router:
             gate=self.gate,
             aliases=self.aliases,
             tls=self._engine_tls,
-            claims=planner.hold is not None or self.config.policy.engine_priority > 0,
+            claims=planner.reads_claims,
             targets=self.config.policy.targets,
             responses=self.accounts.responses,
             pd=self.config.pd,

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
+from router.admission.wait_targets import WaitTargets
 from router.http.reasons import reason_of
 from router.http.watched_file import WatchedFile
 
@@ -39,8 +40,9 @@ class KeyFileError(ValueError):
     """A key file that cannot be used; the message names the setting, the file and the entry."""
 
 
-class TenantRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may do; what is not set is not limited."""
+class TenantRules(WaitTargets, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a tenant may do; what is not set is not limited. Its targets for waits count before those of
+    ``[queue]``; ``inf``: never refused."""
 
     models: tuple[str, ...] = ("*",)
     """Models it may name; ``*`` stands for any characters."""

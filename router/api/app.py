@@ -7,6 +7,7 @@ nothing of what clients send, and ``create_ops``, which has all of it (``api/ops
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
+from router.admission.queue.claims import read_claim
 from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
@@ -290,6 +292,8 @@ def _add_insight(
             )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
+        if planner.reads_claims:
+            inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=time.monotonic())
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
 
 

@@ -28,6 +28,7 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         },
         "index_problem": decision.index_problem,
         "waits": decision.waits,
+        "refused": None if decision.long_wait is None else msgspec.to_builtins(decision.long_wait),
         **({} if decision.split is None else {"split": _split(decision.split)}),
         "engines": _engines(decision),
     }

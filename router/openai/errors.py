@@ -280,8 +280,18 @@ def queue_timeout(waited_s: float, limit: str, ahead_s: float) -> ApiError:
     return ApiError(503, "queue_timeout", message, kind="service_unavailable_error", headers=headers)
 
 
+def predicted_wait(wait_s: float, target_s: float) -> ApiError:
+    """429: every engine is predicted to let the request wait longer than it should."""
+    message = (
+        f"All engines are busy: the predicted wait of {wait_s:.1f} s exceeds the target of {target_s:g} s; "
+        "retry later."
+    )
+    headers = _retry_in(wait_s - target_s)
+    return ApiError(429, "predicted_wait", message, kind="rate_limit_error", headers=headers)
+
+
 def _retry_in(seconds: float) -> Headers:
-    return ((b"retry-after", b"%d" % min(max(1, math.ceil(seconds)), _RETRY_S_MAX)),)
+    return ((b"retry-after", b"%d" % max(1, math.ceil(min(seconds, _RETRY_S_MAX)))),)
 
 
 _RETRY_S_MAX = 600

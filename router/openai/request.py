@@ -25,6 +25,8 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """Class: 0 is high, 1 normal, 2 low."""
     until_s: float | None = None
     """When its client gives up (monotonic seconds), if it said so."""
+    wait_target_s: float | None = None
+    """Longest predicted wait, where its tenant has a target of its own for the class."""
     due_s: float | None = None
     """When its first token is due (monotonic seconds), where it has a service level."""
 

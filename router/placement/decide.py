@@ -17,11 +17,13 @@ import structlog
 import xxhash
 
 from publisher.block_hash import HashScheme
+from router.admission.queue.fair import Priority
 from router.admission.queue.settings import QueueSettings
 from router.fleet.status import Fleet
 from router.index.models import Scopes
+from router.observe.log_throttle import LogThrottle
 from router.openai.apis import PROMPT_APIS
-from router.openai.errors import no_ready_engine
+from router.openai.errors import ApiError, no_ready_engine, predicted_wait
 from router.openai.request import InboundRequest
 from router.pd.course import Course
 from router.pd.settings import PdSettings
@@ -40,6 +42,7 @@ from router.placement.engine import (
     candidates,
 )
 from router.placement.holding.hold import Hold
+from router.placement.holding.wait import LongWait, long_wait
 from router.placement.order import order_of
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
@@ -55,6 +58,7 @@ from router.proxy.attempt import Fields
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
+_LOG_EVERY_S = 1.0
 _NONE_SKIPPED: Sequence[Candidate] = ()
 
 
@@ -94,6 +98,7 @@ class Planner:
         self._told = told
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
+        self._refusals_logged = LogThrottle(_LOG_EVERY_S)
         self.hold: Hold | None = None
         """Keeps requests while engines are saturated, where they are to wait, or once were."""
         self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
@@ -110,6 +115,7 @@ class Planner:
         """What holds from the next decision on. Raises ``ValueError`` for a policy that there is not."""
         self._policy = policy(settings.policy)
         self._settings = settings
+        self._queue = queue
         self._pd = pd
         self._expose = expose_decision
         self._check_every = check_every
@@ -123,12 +129,17 @@ class Planner:
         self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
     ) -> Placement:
         """Choose an engine, or two, and open their entries. Raises ``ApiError`` where nobody can be asked, or
-        not soon enough. Who is placed again has waited already."""
+        not soon enough. Who is placed again has waited already, and is not refused for another wait."""
         decision = await self._decide(request, exclude, course=course)
         if self._check_every:
             self._check()
         hold = self.hold
-        if hold is None or exclude or course is not None or not hold.holds(request, decision):
+        if exclude or course is not None:
+            return self._placed(request, decision, 0.0)
+        waits = hold is not None and hold.holds(request, decision)
+        if (long := self._long_wait(request, decision, waits=waits)) is not None:
+            raise self._refusal(request, long)
+        if hold is None or not waits:
             return self._placed(request, decision, 0.0)
         if request.trace is not None:
             request.trace.phase("queue")
@@ -209,9 +220,49 @@ class Planner:
     async def explain(self, request: InboundRequest) -> Decision:
         """The decision ``place`` would make now, with per-class detail; it leaves no trace."""
         decision = await self._decide(request, frozenset(), rehearsal=True)
-        if self.hold is not None and self.hold.holds(request, decision):
-            return msgspec.structs.replace(decision, waits=True)
-        return decision
+        waits = self.hold is not None and self.hold.holds(request, decision)
+        long = self._long_wait(request, decision, waits=waits)
+        if not waits and long is None:
+            return decision
+        return msgspec.structs.replace(decision, waits=waits and long is None, long_wait=long)
+
+    def _long_wait(self, request: InboundRequest, decision: Decision, *, waits: bool) -> LongWait | None:
+        """The refusal of a request for its predicted wait; ``waits``: it would wait in the queue first."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return None
+        claim = request.claim
+        target_s = claim.wait_target_s
+        if target_s is None:
+            target_s = self._queue.wait_target(claim.priority)
+        if target_s is None:
+            return None
+        queued_s = self.hold.queued_s(request, decision) if waits and self.hold is not None else 0.0
+        return long_wait(queued_s + decision.wait_s(), target_s)
+
+    def _refusal(self, request: InboundRequest, long: LongWait) -> ApiError:
+        """Count and log it; no account knows of the request yet."""
+        claim = request.claim
+        name = Priority(claim.priority).name.lower()
+        refused = self._accounts.admission_stats.refused
+        refused[name] = refused.get(name, 0) + 1
+        unlogged = self._refusals_logged.due(f"{claim.tenant} {name}", self._accounts.now())
+        if unlogged is not None:
+            _log.info(
+                "request refused for its predicted wait",
+                model=request.model,
+                tenant=claim.tenant,
+                priority=name,
+                wait_s=round(long.wait_s, 3),
+                target_s=long.target_s,
+                unlogged=unlogged,
+            )
+        return predicted_wait(long.wait_s, long.target_s)
+
+    @property
+    def reads_claims(self) -> bool:
+        """Whether the claims of all requests count (``router.admission.queue.claims``)."""
+        ordered = self._settings.engine_priority > 0
+        return self.hold is not None or ordered or self._queue.has_wait_targets
 
     async def _decide(
         self,

@@ -34,6 +34,7 @@ from router.observe.hot_prefixes import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog
 from router.placement.affinity import AffinityMap
 from router.placement.candidate import Candidate, Confidence, Hit
+from router.placement.holding.wait import AdmissionStats
 from router.placement.inflight import InflightPrefixes
 from router.placement.load.account import LoadAccount, LoadStats
 from router.placement.load.evictions import EvictionForecast
@@ -105,6 +106,7 @@ class Accounts:
         self.now = now
         self.rates = FleetRates()
         self.load_stats = LoadStats()
+        self.admission_stats = AdmissionStats()
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
         self.hot = HotPrefixes()

@@ -28,6 +28,7 @@ from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Hit
 from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine
+from router.placement.holding.wait import LongWait, predicted_wait_s
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
@@ -69,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
     waits: bool = False
     """Explained: the request would have to wait in the queue now."""
+    long_wait: LongWait | None = None
+    """Explained: the request would be refused for its predicted wait."""
     split: Split | None = None
     """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
     skipped: Sequence[Candidate] = ()
@@ -98,6 +101,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
             return most, "pages"
         return most, "load" if holder.queue_s > chosen.queue_s else "choice"
+
+    def wait_s(self) -> float:
+        """Return the predicted wait for an engine: where the prompt is computed apart, that for the engines
+        which compute it and that for those which answer, whichever is longer."""
+        wait_s, split = predicted_wait_s(self.candidates), self.split
+        if split is None or split.prefill is None:
+            return wait_s
+        return max(wait_s, predicted_wait_s(split.prefill.candidates))
 
     def first_token(self) -> FirstTokenParts | None:
         """Return the predicted time to first token; None without a prediction of the hit."""

@@ -247,7 +247,7 @@ class ProxyApp:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
         request.read_s = record.read_s
-        if self._claims:
+        if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(
                 scope["headers"],
                 in_body=look.priority,

@@ -189,7 +189,7 @@ async def apply(router: Router, config: Config) -> None:
         expose_decision=server.expose_decision,
         check_every=server.check_every,
     )
-    claims = router.planner.hold is not None or config.policy.engine_priority > 0
+    claims = router.planner.reads_claims
     router.proxy.configure(config.proxy, config.pd, aliases, claims=claims, targets=config.policy.targets)
     router.proxy.requests.log = server.log_requests
     if config.listen != before.listen:

@@ -30,7 +30,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int
     refused: int
-    """Requests that fit into no engine's cache; they are in no other number."""
+    """Requests that fit into no engine's cache, or that ``admit`` refused; they are in no other number but
+    ``within_1_s_share`` and ``within_3_s_share``."""
     hit_share: float
     host_share: float = 0.0
     """Of the prompt tokens, those of the hits that were loaded from host memory; ``store_share``: from the
@@ -58,6 +59,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """From the first arrival to the end of the last answer, of the whole run."""
     apart_share: float = 0.0
     """Of the requests, those whose prompt another engine computed."""
+    within_1_s_share: float = 0.0
+    """Of all requests, refused ones included, those whose first token came within 1 s; ``within_3_s_share``:
+    within 3 s."""
+    within_3_s_share: float = 0.0
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +118,8 @@ def result_of(run: FleetRun) -> Result:
         per_token_p99_s=float(np.percentile(paces, 99)),
         lasted_s=lasted_s,
         apart_share=sum(row.fetched > 0 for row in served) / len(served),
+        within_1_s_share=float((waits <= 1.0).sum() / len(rows)),
+        within_3_s_share=float((waits <= 3.0).sum() / len(rows)),
     )
     curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
     return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)

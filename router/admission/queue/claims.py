@@ -57,7 +57,14 @@ def read_claim(
     due_s = None if target_ms is None else arrived_s + target_ms / 1000
     if rules is None:
         return Claim(priority=priority, until_s=until_s, due_s=due_s)
-    return Claim(tenant=tenant, weight=rules.weight, priority=priority, until_s=until_s, due_s=due_s)
+    return Claim(
+        tenant=tenant,
+        weight=rules.weight,
+        priority=priority,
+        until_s=until_s,
+        wait_target_s=rules.wait_target(priority),
+        due_s=due_s,
+    )
 
 
 def lowest_priority(rules: TenantRules) -> int | None:

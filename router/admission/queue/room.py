@@ -135,6 +135,10 @@ class WaitingRoom:
         later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
         self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
 
+    def queued_s(self, priority: int, pool: str, engines: int) -> float:
+        """Seconds of work that wait here in this class and above, for each of the engines that share it."""
+        return self._queue.ahead_s(Priority(priority), pool) / max(1, engines)
+
     def charge(self, claim: Claim, pool: str, tokens: float) -> Charge | None:
         """Charge a tenant with computed tokens; None where no request waits, and it counts nowhere."""
         return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
@@ -171,7 +175,7 @@ class WaitingRoom:
 
     def _ahead_s(self, ticket: Ticket, engines: int) -> float:
         """Until a request like this one could be placed."""
-        waits_s = self._queue.ahead_s(ticket.priority, ticket.pool) / max(1, engines)
+        waits_s = self.queued_s(ticket.priority, ticket.pool, engines)
         gap_s = self._gap_s(ticket.lane)
         return waits_s + (gap_s if 0 < gap_s < math.inf else 0.0)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
+from router.admission.wait_targets import WaitTargets
 
 
-class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
+class QueueSettings(WaitTargets, frozen=True, kw_only=True):
     """Requests wait in the router while every engine that could take them is saturated, and tenants share
     what comes free ([tenants.md](tenants.md#the-queue)). Off by default: every request goes to an engine at
     once."""
@@ -33,5 +33,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sibling_share > 1:
             raise ValueError(f"sibling_share must be at most 1, got {self.sibling_share}")

@@ -48,6 +48,7 @@ GAUGES = frozenset(
 )
 """Numbers of the stats structs that may fall; every other one is a counter."""
 _LABELS = {
+    "admission_refused": ["priority"],
     "config_reloads": ["outcome"],
     "epp_picks": ["mode"],
     "prompts_reads": ["api", "how"],

@@ -114,6 +114,7 @@ class RouterCollector:
         yield _first_token_errors(receipts)
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats("load", s.accounts.load_stats)
+        yield from of_stats("admission", s.accounts.admission_stats)
         yield from of_stats("slo", s.accounts.slo_stats)
         yield from of_stats("proxy", s.proxy)
         listen = s.listen()

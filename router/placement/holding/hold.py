@@ -65,6 +65,10 @@ class Hold:
         )
         return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
 
+    def queued_s(self, request: InboundRequest, decision: Decision) -> float:
+        """Seconds that a request spends here before it is placed, by the work ahead of it."""
+        return self.room.queued_s(request.claim.priority, pool_of(decision), len(decision.engines))
+
     async def wait(self, request: InboundRequest, decision: Decision) -> Ticket:
         """Until it is its turn. Raises ``ApiError``."""
         engines = decision.engines

@@ -21,6 +21,7 @@ from publisher.groups import Family
 from router.admission.queue.fair import GENERATED_WORTH
 from router.placement.candidate import Ask, Candidate, Hit, ask
 from router.placement.cost import Choice, chosen, weigh
+from router.placement.holding.wait import long_wait, predicted_wait_s
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
@@ -174,8 +175,7 @@ class FleetSim:
         hashes = whole[: tokens // unit]
         order = order_of(_NORMAL, now, self._knobs.engine_priority)
         candidates = self._candidates(tokens, hashes, now, order)
-        wait_s = min([max(one.queue_s, one.room_s) for one in candidates])
-        if wait_s > self._arm.admit_s:
+        if long_wait(predicted_wait_s(candidates), self._arm.admit_s) is not None:
             self._rows[index] = Row(index, self._arrivals.arrived_s(index), 0, tokens, 0, 0, -1.0, 0.0, 0)
             self._arrivals.ended(index, now)
             return

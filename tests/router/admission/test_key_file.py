@@ -29,6 +29,7 @@ def entry(tenant: str, key: str) -> str:
     [
         ("[tenants.a]\nrequests_per_minute = 0\n", "$.tenants[...].requests_per_minute"),
         ("[tenants.a]\nrequest_per_minute = 5\n", "request_per_minute"),
+        ("[tenants.a]\nwait_target_low_s = 0.0\n", "wait_target_low_s = 0.0: expected seconds"),
         ('[tenants."a b"]\n', "'a b'"),
         (entry("a", "k"), "keys[0].tenant = 'a': add [tenants.a]"),
         ("[tenants.a]\n" + entry("a", "k") * 2, "keys[1].sha256: this key stands there twice"),

@@ -136,6 +136,9 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
             "[usage]\npath = '/nowhere/a.jsonl'",
             "usage.path = '/nowhere/a.jsonl': expected a file in a folder that can be written",
         ),
+        ("[queue]\nwait_target_s = 0", "queue.wait_target_s = 0.0: expected seconds, more than 0"),
+        ("[queue]\nwait_target_low_s = inf", "queue.wait_target_low_s = inf: expected a finite number"),
+        ("[queue]\nwait_target_s = 'soon'", "queue.wait_target_s = 'soon'"),
         ("[usage]\nqueue_len_max = 0", "usage.queue_len_max = 0: expected a finite number"),
         (
             "[polcy]\nbeta = 1",

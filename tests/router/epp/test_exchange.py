@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
 from router.observe.usage import UsageSettings
 from router.placement.candidate import PolicySettings
+from router.placement.order import BAND_MS
 from router.proxy.answers.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import PB, read
@@ -115,6 +117,48 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
             assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
             await until(lambda: rig.idle, "the receipt is written")
             assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
+
+    run(main())
+
+
+def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once() -> None:
+    async def main() -> None:
+        async with gateway(queue=QueueSettings(wait_target_s=3.0)) as (rig, peer, _):
+            (engine,) = rig.router.fleet
+            now = time.monotonic()
+            ticket = engine.load.admit(uncached_tokens=1_000_000, now=now, streams=False)
+            number = peer.open(PROCESS)
+            await peer.send(number, REQUEST)
+            assert await error_of(peer, number) == (429, "predicted_wait")
+            own = said(peer, number)[-1].immediate_response
+            fields = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
+            assert 60 < int(fields["retry-after"]) <= 600
+            engine.load.fail(ticket, time.monotonic())
+
+    run(main())
+
+
+@pytest.mark.parametrize(("asked", "band"), [({}, 0), ({b"x-kvatlas-priority": b"low"}, 1)])
+def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, bytes], band: int) -> None:
+    async def main() -> None:
+        async with gateway(policy=PolicySettings(engine_priority=2.0)) as (_, peer, _engine):
+            number = peer.open(PROCESS)
+            fields = {
+                b":method": b"POST",
+                b":path": CHAT,
+                b":authority": b"a",
+                b"content-type": b"application/json",
+                b"x-vllm-priority": b"5" if band else b"0",
+                **asked,
+            }
+            sent = head(REQUEST_HEADERS, fields) + body(REQUEST_BODY, chat())
+            await peer.send(number, sent + body(REQUEST_BODY, b"", ends=True))
+            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
+            given = [int(each.header.raw_value) for each in sets if each.header.key == "x-vllm-priority"]
+            assert [value // BAND_MS for value in given] == [band]
+            await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
+            await peer.until_over(number)
 
     run(main())
 

@@ -22,6 +22,7 @@ from router.proxy.attempt import Attempt
 from router.sidecar.allowed import Allowed
 from router.sidecar.placer import SidecarPlacer
 from router.sidecar.run import check, reloads_of
+from tests.router.app.test_engine_order import watched
 from tests.support.pairs import CONNECTORS, connected
 from tests.support.ports import free_port
 from tests.support.sidecars import completion, endpoint, sidecar
@@ -88,6 +89,18 @@ def test_without_the_field_the_engine_is_asked_alone() -> None:
                 assert (status, part in text) == (200, True), path
             status, _ = await beside.get("/server_info")
             assert status == 403
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_the_priority_that_a_picker_gave_reaches_the_engine(path: str) -> None:
+    async def main() -> None:
+        asked = {"model": MODEL, "max_tokens": 3, "messages": [{"role": "user", "content": TEXT}]}
+        async with running({**D, "scheduling_policy": "priority"}) as (d,), sidecar(d, "p:1") as beside:
+            seen = watched(d)
+            status, _, _ = await beside.ask(asked, path=path, **{"x-vllm-priority": "1234567890123"})
+            assert (status, seen) == (200, [1_234_567_890_123])
 
     run(main())
 

@@ -48,6 +48,8 @@ def test_refused_requests_count_nowhere_else() -> None:
     compared = compare({"some": some, "all": everyone})
     assert (compared["some"].requests, compared["some"].refused) == (2, 2)
     assert compared["some"].ttft_mean_s == 3.0
+    assert (compared["some"].within_1_s_share, compared["some"].within_3_s_share) == (0.0, 0.25)
+    assert compared["all"].within_1_s_share == 1.0
     assert compared["some"].regret_s == pytest.approx((1 + 3) / 2)
     assert compared["all"].regret_s == 0
     with pytest.raises(NothingServedError, match="more blocks"):

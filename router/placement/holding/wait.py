@@ -1,0 +1,46 @@
+"""Admission by predicted wait: a pure rule over candidates, for the router and its simulator.
+
+The wait is that before an engine begins with the prompt: the prompts ahead of it there, or the pages that it
+needs, whichever takes longer. The prompt's own prefill does not count: a target for the whole time to the
+first token would refuse every long prompt, also on idle engines, and nothing of it would ever be cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from router.placement.candidate import Candidate
+
+
+class LongWait(msgspec.Struct, frozen=True, gc=False):
+    """Predicted wait of a request that is refused, and the target that it exceeds."""
+
+    wait_s: float
+    target_s: float
+
+    @property
+    def excess_s(self) -> float:
+        """Seconds until a request like it would be taken, if nothing else comes."""
+        return self.wait_s - self.target_s
+
+
+class AdmissionStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests refused by their predicted wait (429 `predicted_wait`), by class."""
+
+
+def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
+    """Return the shortest wait at any candidate. At an engine without requests no prompt waits for pages:
+    none would be released."""
+    return min(
+        max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates
+    )
+
+
+def long_wait(wait_s: float, target_s: float | None) -> LongWait | None:
+    """Return the refusal of a request with this wait; None: it is admitted."""
+    return LongWait(wait_s, target_s) if target_s is not None and wait_s > target_s else None

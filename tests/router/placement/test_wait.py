@@ -1,0 +1,89 @@
+"""Admission by predicted wait: refused where every engine would let a request wait too long, else never."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.admission.key_file import TenantRules
+from router.admission.queue.settings import QueueSettings
+from router.openai.errors import predicted_wait
+from router.placement.candidate import Candidate
+from router.placement.holding.wait import long_wait, predicted_wait_s
+from tests.router.placement.candidates import make_candidate
+from tests.support.examples import examples
+
+HIGH, NORMAL, LOW = 0, 1, 2
+seconds = st.floats(0, 1e9)
+targets = st.floats(0.001, 1e6)
+engines = st.builds(
+    make_candidate,
+    st.just("e"),
+    queue_s=seconds,
+    room_s=seconds,
+    running=st.integers(0, 2),
+    waiting=st.integers(0, 2),
+    prefill_s_per_token=st.floats(1e-6, 1.0),
+)
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(engines, min_size=1, max_size=6), targets)
+def test_refused_exactly_where_every_engine_exceeds_the_target(
+    fleet: list[Candidate], target_s: float
+) -> None:
+    each = [predicted_wait_s([one]) for one in fleet]
+    long = long_wait(predicted_wait_s(fleet), target_s)
+    assert (long is not None) == all(wait_s > target_s for wait_s in each)
+    if long is not None:
+        assert long.wait_s == min(each)
+        assert long.excess_s > 0
+        assert long_wait(long.wait_s - long.excess_s * 1.000001, target_s) is None
+        headers = dict(predicted_wait(long.wait_s, long.target_s).headers)
+        assert long.excess_s - 1e-6 <= int(headers[b"retry-after"]) or headers[b"retry-after"] == b"600"
+        assert 1 <= int(headers[b"retry-after"]) <= max(1.0, long.excess_s + 1)
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(engines, min_size=1, max_size=5), engines, targets)
+def test_another_engine_never_makes_a_refusal(
+    fleet: list[Candidate], more: Candidate, target_s: float
+) -> None:
+    if long_wait(predicted_wait_s(fleet), target_s) is None:
+        assert long_wait(predicted_wait_s([*fleet, more]), target_s) is None
+
+
+@given(st.floats(0, 1e9), st.floats(1e-6, 1.0), targets)
+def test_an_idle_engine_takes_every_prompt(room_s: float, rate: float, target_s: float) -> None:
+    idle = make_candidate("e", room_s=room_s, prefill_s_per_token=rate)
+    assert long_wait(predicted_wait_s([idle]), target_s) is None
+
+
+def test_pages_count_where_they_take_longer_than_the_prompts_ahead() -> None:
+    assert predicted_wait_s([make_candidate("e", queue_s=1.0, room_s=4.0, running=1)]) == 4.0
+    assert predicted_wait_s([make_candidate("e", queue_s=5.0, room_s=4.0, waiting=1)]) == 5.0
+
+
+def test_without_a_target_nothing_is_refused_and_a_wait_without_end_can_be_answered() -> None:
+    assert long_wait(float("inf"), None) is None
+    assert dict(predicted_wait(float("inf"), 1.0).headers)[b"retry-after"] == b"600"
+
+
+def test_a_class_has_its_own_target_or_that_of_all() -> None:
+    for kind in (QueueSettings, TenantRules):
+        given_all = kind(wait_target_s=3.0, wait_target_low_s=1.0)
+        assert [given_all.wait_target(one) for one in (HIGH, NORMAL, LOW)] == [3.0, 3.0, 1.0]
+        assert [kind(wait_target_low_s=1.0).wait_target(one) for one in (HIGH, NORMAL, LOW)] == [
+            None,
+            None,
+            1.0,
+        ]
+        assert kind(wait_target_high_s=9.0).has_wait_targets
+        assert not kind().has_wait_targets
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_target_of_nothing_is_an_error_that_names_it(value: float) -> None:
+    with pytest.raises(ValueError, match="wait_target_low_s"):
+        QueueSettings(wait_target_low_s=value)
