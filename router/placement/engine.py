@@ -344,8 +344,11 @@ class Engine(EngineStatus):
         left = self.evictions.at_lookup(hashes, asked.tokens, gpu // unit, coming // unit) * unit
         if left >= soon:
             return hit
+        if left <= hit.replay_tokens:
+            left = 0  # the engine would compute all of it again
         lowered = Hit(min(gpu, left), 0, 0, hit.trunk_tokens, min(coming, left), hit.confidence)
         lowered.common_tokens, lowered.held, lowered.evicted_tokens = hit.common_tokens, held, soon - left
+        lowered.replay_tokens = hit.replay_tokens
         return lowered
 
     @property
