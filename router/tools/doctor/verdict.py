@@ -58,7 +58,7 @@ PROPERTIES = (
         "hits",
         "hits are as predicted",
         ("load.hits",),
-        ("cache.prefix_caching", "cache.facts", "cache.groups"),
+        ("cache.prefix_caching", "cache.facts", "cache.sources", "cache.groups"),
     ),
     Property("usage", "reported cached tokens are true", ("load.usage",), ("tokens.usage",)),
 )
