@@ -30,12 +30,12 @@ from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_gr
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.fleet.status import ModelCard
-from router.http.server.seam import EXTENSION
+from router.http.server.request_cycle import EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 
 MODEL = "kvatlas-demo"
 FLEETS = (1, 2, 8, 64)

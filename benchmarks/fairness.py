@@ -21,13 +21,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.routing import put
-from publisher.groups import GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
+from publisher.events import GroupSpec
+from router.observe.history import UNIT_TOKENS
 from router.simulate.run.arms import arms_of
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.rows import FleetRun
-from router.simulate.run.setup import FleetSetup
-from router.simulate.timing import Timing
+from router.simulate.run.setup import FleetRun, FleetSetup, Timing
 from router.simulate.workload.requests import Request
 
 SECONDS = 60.0

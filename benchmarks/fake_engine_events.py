@@ -17,9 +17,9 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.openai.request import InboundRequest
-from router.prompts.config import ModelPrompts, PromptSettings
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
+from router.prompts.settings import ModelPrompts, PromptSettings
 
 BLOCK, WINDOW = 16, 128
 SESSIONS = 64

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.messages.keys import block_key
-from connectors.tier.eviction.policies import POLICY_NAMES, make_policy
+from connectors.hits import GroupKind, GroupShape
+from connectors.messages import block_key
+from connectors.tier.eviction import POLICY_NAMES, make_policy
 from connectors.tier.host import HostTier
 
 BLOCK, WINDOW_BLOCKS, STEP_BLOCKS = 16, 64, 512

@@ -29,14 +29,12 @@ import uvloop
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.epp.fields import DESTINATION
+from router.epp import messages as m
+from router.epp.grpc import DESTINATION, message_frame
+from router.epp.messages import bytes_field, number_field
 from router.epp.server import PickerServer
 from router.epp.settings import EppSettings
-from router.epp.wire import messages as m
-from router.epp.wire.grpc import message_frame
-from router.epp.wire.protobuf import bytes_field, number_field
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import EngineAddress, FleetSettings
 from router.fleet.status import ModelCard
 from router.http.h2 import frames as h2
 from router.http.h2.frames import FrameReader
@@ -45,15 +43,13 @@ from router.http.server.settings import ListenSettings
 from router.http.tls import Certificates
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.request import InboundRequest
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 from router.proxy.app import CARRIER
-from router.proxy.attempt import Attempt
+from router.proxy.attempt import Attempt, Outbound
 from router.proxy.breaker import Breaker
-from router.proxy.carrier import Outbound
 from router.proxy.headers import read_request_headers
 from router.proxy.settings import ProxySettings
-from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
-from router.serve.logs import configure_logging
+from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection
 
 MODEL = "kvatlas-demo"
 ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]

@@ -24,11 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from publisher.block_hash import HashScheme
-from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.body import peek
-from router.openai.request import InboundRequest
+from router.openai.request import (
+    BATCH,
+    CHAT,
+    COHERE,
+    COMPLETION,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    InboundRequest,
+)
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
+from router.serve.command import share_the_interpreter, tame_garbage_collection
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()

@@ -31,9 +31,8 @@ import zmq
 
 from benchmarks.index import payloads
 from publisher.zmq_publisher import ZmqPublisher
-from router.tools.capture.file import read_capture
-from router.tools.capture.writer import QUEUE_BYTES_MAX, CaptureWriter
-from router.tools.record.recorder import RecordSource, SourceRecorder, record
+from router.tools.capture import QUEUE_BYTES_MAX, CaptureWriter, read_capture
+from router.tools.record import RecordSource, SourceRecorder, record
 
 EVENTS_PER_BATCH = 16
 DISTINCT_BATCHES = 4096

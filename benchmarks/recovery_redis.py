@@ -22,16 +22,15 @@ from publisher.events import BlockStored, encode_batch, encode_tokens
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.replication.gossip.load import LoadGossip
-from router.replication.leases.leases import Leases
+from router.replication.gossip import LoadGossip
+from router.replication.leases import Leases
 from router.replication.lookup import IndexLookup
+from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
-from router.replication.writer.descriptions import engine_facts
-from router.replication.writer.mirror import MirroredIndex
-from router.tools.verify.run import ProbePrompt
+from router.tools.trace_verification import ProbePrompt
 
 ENGINE, MODEL = "e", "bench/model"
 SCHEME = HashScheme(hash_block_size=16)

@@ -30,12 +30,12 @@ from redis.exceptions import ResponseError
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.replication.leases.leases import Leases
+from router.replication.leases import Leases
+from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.connection import pack
 from router.replication.redis.settings import SharedSettings
-from router.replication.writer.mirror import MirroredIndex
 
 FULL, WINDOW = Plane("GPU", 0), Plane("GPU", 1)
 MODEL = "bench/model"

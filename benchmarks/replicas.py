@@ -26,10 +26,9 @@ import uvloop
 from benchmarks.redis_index import FULL, MODEL, WINDOW, Bench, Servers, quantiles, random_blocks
 from publisher.events import BlockHash
 from router.placement.load.others import OthersLoad
-from router.replication.gossip.inflight import GossipedInflight
-from router.replication.gossip.load import LoadGossip
-from router.replication.gossip.stream import InflightStream
-from router.replication.schema.keys import ScopeKeys
+from router.replication.codec import ScopeKeys
+from router.replication.gossip import GossipedInflight, LoadGossip
+from router.replication.inflight_stream import InflightStream
 
 PROMPT_BLOCKS, EVENT_BLOCKS, PROMPTS, KEPT = 1000, 64, 32, 50_000
 NAMESPACE = "replicas"

@@ -34,11 +34,10 @@ import msgspec
 
 from benchmarks.routing_report import CLOSED, Run, report
 from router.placement.candidate import PolicySettings
-from router.simulate.models import MODELS, groups_of
-from router.simulate.outcome import result_of
+from router.simulate.plan import MODELS, groups_of
 from router.simulate.run.arms import PEERS, arms_of
 from router.simulate.run.setup import FleetSetup
-from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
+from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_one, speed_for
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource

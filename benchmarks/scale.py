@@ -27,10 +27,10 @@ from benchmarks.decision import Bench, cpu_us
 from benchmarks.index import payloads, resident_bytes
 from publisher.event_decoder import decode_batch
 from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_batch
-from router.api.metrics.page import families, page_steps
+from router.api.metrics_page import families, page_steps
 from router.index.base import Plane
-from router.index.store.memory import MemoryIndex
-from router.replication.gossip.load import LoadGossip
+from router.index.memory import MemoryIndex
+from router.replication.gossip import LoadGossip
 
 EVENT_BLOCKS, EVENTS_PER_BATCH = 64, 4
 PROMPT_BLOCKS, PROMPTS = 1000, 64

@@ -17,9 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from benchmarks.decision import Bench
-from router.admission.queue.claims import read_claim
-from router.observe.first_token import FirstTokenErrors
-from router.observe.receipts import CacheFunnel, Receipt
+from router.admission.admission_queue import read_claim
+from router.observe.receipts import CacheFunnel, FirstTokenErrors, Receipt
 from router.placement.candidate import PolicySettings
 from router.placement.placement import Decision
 from router.prompts.prompt import Prompt

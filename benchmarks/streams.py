@@ -31,12 +31,11 @@ from benchmarks.index import resident_bytes
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.http.server.settings import ListenSettings
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
-from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
-from router.serve.logs import configure_logging
+from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection
 from router.serve.server import make_server
 
 MODEL = "streams"

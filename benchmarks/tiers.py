@@ -19,12 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from router.simulate.models import groups_of
-from router.simulate.outcome import Outcome, result_of
+from router.simulate.plan import groups_of
 from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
-from router.simulate.study import Job, pool_blocks, round_robin, run_one, speed_for
+from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.study import Job, Outcome, pool_blocks, result_of, round_robin, run_one, speed_for
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 

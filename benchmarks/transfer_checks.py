@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer_machine import Bytes, Machine, Memory, pool_rows
-from connectors.layout.blocks import CacheView, GroupPages, Region
+from connectors.layout import CacheView, GroupPages, Region
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
 
 WAIT_S = 60.0

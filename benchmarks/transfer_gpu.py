@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer_machine import QUEUED_STORES_MAX, STEP_BYTES, STEP_KERNELS, Bytes, Memory, pool_rows
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.transfer.base import Direction, Indices, TransferEngine
 from connectors.transfer.calibrate import Calibration, calibrate
 from connectors.transfer.cuda import CudaTransferEngine
-from connectors.transfer.cuda_device import TorchDevice
-from connectors.transfer.driver import CudaDriver
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
+from connectors.transfer.host_memory import PinnedHostPool
 
 
 class CudaMemory:

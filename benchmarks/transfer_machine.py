@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.transfer.base import Direction, Indices, TransferEngine
 from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.host_memory import PinnedHostPool
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

@@ -19,15 +19,14 @@ from publisher.events import BlockHash
 from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Step
 from publisher.simulator.settings import EngineSettings
-from publisher.simulator.virtual import eventless
+from publisher.simulator.stepper import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, ask
 from router.placement.cost import choose
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
-from router.replication.gossip.inflight import GossipedInflight
-from router.replication.gossip.load import LoadGossip
+from router.replication.gossip import GossipedInflight, LoadGossip
 
 ENGINES = 4
 FLUSH_S, HEARD_S, REPEAT_S, LOAD_S, GAUGES_S = 0.002, 0.0005, 0.05, 0.005, 2.0

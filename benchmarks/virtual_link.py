@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.layout.blocks import CacheView, GroupPages, Region
+from connectors.layout import CacheView, GroupPages, Region
 from connectors.transfer.base import Direction, GroupMoves, Indices, TransferJob
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine

@@ -35,17 +35,17 @@ from router.app import Router
 from router.config.schema import Config
 from router.demo import run as demo
 from router.demo.load import ChatLoad, ChatOutcome
-from router.fleet.identity import EngineAddress
-from router.observe.prefix_ids import UNIT_TOKENS
+from router.fleet.settings import EngineAddress
+from router.observe.history import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.load.others import OthersLoad
 from router.replication.settings import IndexSettings
-from router.serve.logs import configure_logging
+from router.serve.command import configure_logging
 from router.serve.server import make_server
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import WorkerSeat
+from router.workers.seat import WorkerContext
 
 E = "http://engine:8000"
 TRACE_SPEED = 8.0
@@ -57,7 +57,7 @@ _WORDS = tuple("alpha bravo charlie delta echo foxtrot golf hotel india juliet k
 
 
 @contextmanager
-def seats(count: int, folder: Path) -> Iterator[list[WorkerSeat]]:
+def seats(count: int, folder: Path) -> Iterator[list[WorkerContext]]:
     """Places of workers with sockets between them; their control ports lie in ``folder``."""
     pairs = {}
     for pair in itertools.combinations(range(count), 2):
@@ -74,7 +74,7 @@ def seats(count: int, folder: Path) -> Iterator[list[WorkerSeat]]:
         controls.append(control)
     try:
         yield [
-            WorkerSeat(
+            WorkerContext(
                 slot,
                 count,
                 life=0,

@@ -25,7 +25,7 @@ import msgspec
 from benchmarks.virtual_crew import ENGINES, TOKENS, VirtualFleet
 from publisher.simulator.request import SimRequest
 from router.demo import run as demo
-from router.observe.prefix_ids import UNIT_TOKENS
+from router.observe.history import UNIT_TOKENS
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 

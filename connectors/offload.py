@@ -13,17 +13,15 @@ from functools import partial
 from typing import Any
 
 from connectors.compat import CacheHitSource, KVConnectorHandshakeMetadata, wait_for_ranks
-from connectors.hits.resolver import HitResolver
-from connectors.layout.blocks import row_bytes_from_config
+from connectors.hits import HitResolver
+from connectors.layout import row_bytes_from_config
 from connectors.scheduler.events import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
-from connectors.tier.eviction.policies import make_policy
+from connectors.tier.eviction import make_policy
 from connectors.tier.host import HostTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
-from connectors.worker.engines import make_engine, slots_of
-from connectors.worker.replicas import Replicas
-from connectors.worker.worker import EngineFactory, OffloadWorker
+from connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, make_engine, slots_of
 
 log = logging.getLogger(__name__)
 

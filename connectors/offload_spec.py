@@ -17,12 +17,11 @@ from typing import Any
 import vllm
 
 from connectors.compat import require_tested_vllm, share_vllm_log
-from connectors.errors import ConfigError
-from connectors.layout.blocks import CacheView, LayoutError, Piece, group_pages, round_up_row
-from connectors.settings import size_bytes
+from connectors.layout import CacheView, LayoutError, Piece, group_pages, round_up_row
+from connectors.settings import ConfigError, size_bytes
 from connectors.tiered import EXTRA_CONFIG
-from connectors.worker.engines import open_rows
 from connectors.worker.offload_worker import RowOffloadingWorker, check_canonical
+from connectors.worker.worker import open_rows
 
 try:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.errors import ConfigError
-from connectors.settings import OffloadSettings
-from connectors.store.options import Options
-from connectors.tier.store_settings import StoreTierSettings
-from connectors.worker.staged_jobs import StagingSettings
+from connectors.settings import ConfigError, OffloadSettings
+from connectors.store.base import Options
+from connectors.tier.base import StoreTierSettings
+from connectors.worker.staged import StagingSettings
 
 _OWN = (
     "store",

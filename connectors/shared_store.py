@@ -14,11 +14,11 @@ import logging
 from typing import Any
 
 from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
-from connectors.errors import ConfigError
-from connectors.hits.resolver import HitResolver
-from connectors.layout.blocks import CacheView, LayoutError, row_bytes_from_config
+from connectors.hits import HitResolver
+from connectors.layout import CacheView, LayoutError, row_bytes_from_config
 from connectors.scheduler.events import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
+from connectors.settings import ConfigError
 from connectors.shared_settings import SharedSettings
 from connectors.store.base import close_within
 from connectors.store.namespace import namespace_of
@@ -26,11 +26,8 @@ from connectors.store.open import open_store
 from connectors.tier.store import StoreTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine
-from connectors.worker.engines import open_rows
-from connectors.worker.replicas import Replicas, ShareOfStores
-from connectors.worker.staged import StagedTransfers
-from connectors.worker.staged_jobs import staging_row_bytes
-from connectors.worker.worker import OffloadWorker
+from connectors.worker.staged import StagedTransfers, staging_row_bytes
+from connectors.worker.worker import OffloadWorker, Replicas, ShareOfStores, open_rows
 
 # Under vLLM's own logger: only what is below it reaches the engine's log.
 log = logging.getLogger(f"vllm.{__name__}")

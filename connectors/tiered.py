@@ -23,11 +23,10 @@ from connectors.compat import (
     share_vllm_log,
     wait_for_ranks,
 )
-from connectors.errors import ConfigError
-from connectors.messages.jobs import StepJobs, StepResults
-from connectors.messages.stats import OffloadPromMetrics, OffloadStats
+from connectors.messages import StepJobs, StepResults
 from connectors.scheduler.scheduler import OffloadScheduler
-from connectors.settings import layout_setting
+from connectors.settings import ConfigError, layout_setting
+from connectors.stats import OffloadPromMetrics, OffloadStats
 from connectors.transfer.host_memory import available_bytes
 from connectors.worker.worker import OffloadWorker
 

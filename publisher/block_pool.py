@@ -24,17 +24,20 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
-from publisher.events import AllBlocksCleared, Event
-from publisher.groups import Family, GroupSpec
-from publisher.pool.chunks import aligned_chunk
+from publisher.events import AllBlocksCleared, Event, Family, GroupSpec
 from publisher.pool.hits import Hit, HitFinder
 from publisher.pool.layout import pool_layout
 from publisher.pool.mamba import AlignedMambaTable, MambaTable
-from publisher.pool.request import PoolRequest
-from publisher.pool.store import BlockStore, IntegrityError, WireHash, first_copy
-from publisher.pool.stored import EventWriter
-from publisher.pool.tables import DueBlock, FullTable, GroupTable, PoolParts
-from publisher.pool.windows import ChunkedTable, WindowTable
+from publisher.pool.store import BlockStore, EventWriter, IntegrityError, PoolRequest, WireHash, first_copy
+from publisher.pool.tables import (
+    ChunkedTable,
+    DueBlock,
+    FullTable,
+    GroupTable,
+    PoolParts,
+    WindowTable,
+    aligned_chunk,
+)
 
 __all__ = ["HybridBlockPool", "IntegrityError", "PoolRequest"]
 

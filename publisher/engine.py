@@ -11,7 +11,7 @@ prometheus_client); the rest of ``publisher`` does not.
 
 from __future__ import annotations
 
-from publisher.simulator.api.protocol import ChatRequest
+from publisher.simulator.api_protocol import ChatRequest
 from publisher.simulator.model import EngineModel
 from publisher.simulator.request import SimRequest
 from publisher.simulator.server import SimulatedEngine, run
@@ -22,7 +22,7 @@ from publisher.simulator.settings import (
     model_length,
     resolve_groups,
 )
-from publisher.simulator.virtual import VirtualEngine
+from publisher.simulator.stepper import VirtualEngine
 
 __all__ = [
     "DEMO_TOKENIZER_DIR",

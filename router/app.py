@@ -16,25 +16,21 @@ from typing import Any
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.api.admin.actions import FleetActions
-from router.api.admin.app import AdminApi
+from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import create_control, create_ops
-from router.api.front import Application, Front
 from router.api.insight import sample_history
-from router.api.metrics.page import Sources
-from router.api.ops import OpsPort, ops_authenticator
-from router.api.readiness import Readiness, ReadinessCheck
+from router.api.metrics_page import Sources
+from router.api.ops import Application, Front, OpsPort, ops_authenticator
+from router.api.views import Readiness, ReadinessCheck
 from router.config.schema import Config
 from router.epp.server import PickerServer
-from router.fleet.calls import EngineCalls, hold_engine_tls
-from router.fleet.desired import Roster
+from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import endpoint_of
-from router.fleet.poller import FleetPoller
-from router.following import Following
-from router.http.server.lifespan import lifespan
-from router.http.server.settings import ListenSettings
-from router.http.server.stats import ListenStats
+from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
+from router.fleet.settings import endpoint_of
+from router.following import EngineLifecycle
+from router.http.server.server import lifespan
+from router.http.server.settings import ListenSettings, ListenStats
 from router.http.tls import Certificates
 from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
@@ -46,10 +42,10 @@ from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
-from router.sharing import Sharing
-from router.workers.crew import Crew
-from router.workers.seat import WorkerSeat
-from router.workers.view import WholeView, worker_families
+from router.sharing import PeerSharing
+from router.workers.seat import WorkerContext
+from router.workers.supervisor import WorkerGroup
+from router.workers.view import AggregateView, worker_families
 
 
 class Router:
@@ -60,14 +56,14 @@ class Router:
         config: Config,
         *,
         clock: Callable[[], float] = time.monotonic,
-        seat: WorkerSeat | None = None,
+        seat: WorkerContext | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock)
         self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
-        self.sharing = Sharing(config, self.accounts, clock=clock, seat=seat)
-        self.following = Following(
+        self.sharing = PeerSharing(config, self.accounts, clock=clock, seat=seat)
+        self.following = EngineLifecycle(
             config,
             self.accounts,
             self.sharing.index,
@@ -86,11 +82,11 @@ class Router:
         """Hears of other limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
         self.poller: FleetPoller[Engine] | None = None
-        self.roster = Roster(engines_max=_engines_max(config))
+        self.roster = DesiredState(engines_max=_engines_max(config))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
-        self.crew: Crew | None = None
+        self.crew: WorkerGroup | None = None
         if seat is not None and self.sharing.gossip is not None:
-            self.crew = Crew(
+            self.crew = WorkerGroup(
                 seat,
                 self.sharing.gossip,
                 self.roster,
@@ -159,7 +155,7 @@ class Router:
             tokenizer_origins=self.finder.origins,
             others=self.sharing.others,
         )
-        self._view: WholeView | None = None
+        self._view: AggregateView | None = None
         if seat is not None and self.crew is not None:
             gossip = self.crew.gossip
             self.sources.more = lambda: worker_families(

@@ -16,19 +16,18 @@ import structlog
 
 from publisher.events import BlockHash
 from router.config.schema import Config, ModelConfig
-from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedStats
-from router.feeds.manager import FeedControl, FeedManager
-from router.fleet.identity import EngineAddress
+from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
+from router.fleet.settings import EngineAddress
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.models import Scopes
+from router.index.model import ModelIndexes
 from router.placement.engine import Accounts, Engine
-from router.prompts.adapters import AdapterPaths
-from router.prompts.config import ModelPrompts
 from router.prompts.origin.model_config import ModelConfigFile
+from router.prompts.reader import AdapterPaths
+from router.prompts.settings import ModelPrompts
 
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
@@ -42,7 +41,7 @@ _OF_FILE = ("attention_chunk_size", "kinds", "windows")
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
-class Following:
+class EngineLifecycle:
     """Implements ``FleetListener``. ``leaving`` are told of each engine that goes, besides those here."""
 
     def __init__(
@@ -66,7 +65,7 @@ class Following:
         """By served model: kinds of its groups by that file, where the events name none and show as many."""
         self._layouts: dict[str, CacheLayout] = {}
         """By served model: the layout that was last compared with the file."""
-        self.scopes = Scopes(
+        self.scopes = ModelIndexes(
             self._facts,
             None if shared is None else shared.index_of,
             applied=self._applied,

@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 from router.admission.gate import KeyGate
 from router.config.schema import Config
 from router.fleet.status import Fleet
-from router.placement.engine import NO_LOOK, Accounts, Engine, Look, SharedView
+from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from router.placement.inflight import InflightPrompt
 from router.placement.load.others import OthersLoad
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import WorkerSeat
+from router.workers.seat import WorkerContext
 
 if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
     from router.replication.service import SharedIndex
 
 
-class Sharing:
+class PeerSharing:
     """``begin`` it once fleet and keys are known; ``seat``: the router is one of several workers. Raises
     ``SettingsError`` for files of the index that are of no use."""
 
     def __init__(
-        self, config: Config, accounts: Accounts, *, clock: Callable[[], float], seat: WorkerSeat | None
+        self, config: Config, accounts: Accounts, *, clock: Callable[[], float], seat: WorkerContext | None
     ) -> None:
         self._accounts = accounts
         self._clock = clock
@@ -51,7 +51,7 @@ class Sharing:
             secrets = tuple if gate is None else lambda: gate.keys.secrets
             self.index.share_responses(self._accounts.responses, secrets)
 
-    def _gossip_of(self, seat: WorkerSeat, gate: KeyGate | None) -> SiblingGossip:
+    def _gossip_of(self, seat: WorkerContext, gate: KeyGate | None) -> SiblingGossip:
         alone = self.index is None
         gossip = SiblingGossip(
             seat, self.own_load, clock=self._clock, whole=alone, served=self._served_elsewhere, gate=gate
@@ -67,9 +67,9 @@ class Sharing:
         return None if self.index is None else self.index.lookup
 
     @property
-    def told(self) -> Callable[[], Look]:
+    def told(self) -> Callable[[], PeerSnapshot]:
         """What siblings have told by themselves."""
-        return (lambda: NO_LOOK) if self.gossip is None else self.gossip.told
+        return (lambda: NO_PEER_SNAPSHOT) if self.gossip is None else self.gossip.told
 
     @property
     def problem(self) -> str:

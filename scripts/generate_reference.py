@@ -26,25 +26,22 @@ from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.admission.queue.settings import QueueSettings
-from router.api.admin.stats import AdminStats
-from router.api.metrics.page import RouterCollector, Sources
-from router.api.metrics.reloads import ReloadStats
+from router.admission.settings import QueueSettings
+from router.api.admin_auth import AdminStats
+from router.api.metrics_page import ReloadStats, RouterCollector, Sources
 from router.app import Router
 from router.cli import app
-from router.config.changes import LIVE
-from router.config.load import ENV_PREFIX, SECTIONS, plain_keys, variable
+from router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import EngineAddress
-from router.http.server.stats import ListenStats
+from router.fleet.settings import EngineAddress
+from router.http.server.settings import ListenStats
 from router.index.learn.hash_scheme import Detection
-from router.observe.histogram import Histogram
-from router.observe.receipts import Outcome
+from router.observe.receipts import Histogram, Outcome
 from router.observe.traces import TraceStats
 from router.observe.usage import UsageSettings
-from router.pd.stats import PdStats
+from router.pd.settings import PdStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from connectors.compat import KVConnectorFactory, KVTransferConfig
-from connectors.errors import ConfigError
+from connectors.settings import ConfigError
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 
 WHERE = f"{EXTRA_CONFIG}.connectors"

@@ -19,7 +19,7 @@ from connectors.compat import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from connectors.messages.keys import split_key
+from connectors.messages import split_key
 from connectors.scheduler.plans import PlannedBlock
 from connectors.tier.base import TierChanges
 

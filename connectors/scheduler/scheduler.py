@@ -15,21 +15,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from connectors.messages.jobs import StepJobs, StepResults
-from connectors.messages.tally import Rates, Tally
-from connectors.scheduler.lookups import Lookups
-from connectors.scheduler.open_jobs import OpenJob, OpenJobs
-from connectors.scheduler.pending_events import EventLog, PendingEvents
-from connectors.scheduler.pins import SourcePins
-from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
-from connectors.scheduler.requests import EngineRequest, RequestState
-from connectors.scheduler.selection import StoreSelection
+from connectors.messages import Rates, StepJobs, StepResults, Tally
+from connectors.scheduler.open_jobs import EventLog, Lookups, OpenJob, OpenJobs, PendingEvents, SourcePins
+from connectors.scheduler.plans import (
+    EngineRequest,
+    PlannedBlock,
+    RequestState,
+    StoreSelection,
+    make_job,
+    plan_load,
+    plan_states,
+    plan_store,
+)
 from connectors.settings import OffloadSettings
 from connectors.tier.base import Tier, TierChanges
 from connectors.transfer.base import Direction
 
 if TYPE_CHECKING:
-    from connectors.hits.resolver import HitResolver
+    from connectors.hits import HitResolver
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A store of block values that several engines share.
 
-Keys are opaque bytes (already under a namespace), values are whole rows framed by ``connectors.store.frame``.
+Keys are opaque bytes (already under a namespace), values are whole rows framed by ``connectors.store.base``.
 Every call ends by its deadline, or as soon after it as what it waits for can be interrupted (a hung network
 file system cannot): whoever calls from a thread that must go on hands the call to another thread. A store
 never raises for a missing, corrupt or foreign value: that is a miss, and counted; it raises
@@ -9,11 +9,20 @@ never raises for a missing, corrupt or foreign value: that is a miss, and counte
 
 from __future__ import annotations
 
+import enum
+import hashlib
+import math
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from connectors.settings import ConfigError, size_bytes
 
 
 class StoreUnavailable(Exception):  # noqa: N818
@@ -86,3 +95,147 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counts)
+
+
+# Reads the settings of a store: every key is known, every value in range, or the error names it.
+
+
+class Options:
+    """One mapping of settings; ``where`` is its name in errors. Read all keys, then call ``finish``."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+        self._known: set[str] = set()
+
+    def key(self, name: str) -> str:
+        """The full name of a setting, for errors."""
+        return f"{self._where}.{name}"
+
+    def text(self, name: str, default: str | None = None, *, choices: tuple[str, ...] = ()) -> str:
+        """A text that is not empty, unless that is the default; ``default`` None: it must be given."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or (not value and value != default):
+            raise ConfigError(self.key(name), value, "give a text")
+        if choices and value not in choices:
+            raise ConfigError(self.key(name), value, f"choose one of: {', '.join(choices)}")
+        return value
+
+    def file(self, name: str) -> Path | None:
+        """A path to a file that can be read, or None where it is not given."""
+        value = self.text(name, "")
+        if not value:
+            return None
+        path = Path(value)
+        try:
+            with path.open("rb"):
+                return path
+        except OSError as error:
+            raise ConfigError(
+                self.key(name), value, f"name a file that can be read ({error.strerror})"
+            ) from error
+
+    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(self.key(name), value, "give a number")
+        if not low <= value <= high:
+            raise ConfigError(self.key(name), value, f"give a number from {low} to {high}")
+        return float(value)
+
+    def whole(self, name: str, default: int, *, low: int, high: int) -> int:
+        value = self.number(name, default, low=low, high=high)
+        if value != int(value):
+            raise ConfigError(self.key(name), value, "give a whole number")
+        return int(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(self.key(name), value, "give true or false")
+        return value
+
+    def size(self, name: str, default: str) -> int:
+        """Bytes, given as a number or as text such as "8GiB"."""
+        return size_bytes(self._get(name, default), self.key(name))
+
+    def finish(self) -> None:
+        """ConfigError for a key that nobody read."""
+        for name in self._values:
+            if name not in self._known:
+                known = ", ".join(sorted(self._known))
+                raise ConfigError(self.key(name), self._values[name], f"no such setting; there are: {known}")
+
+    def _get(self, name: str, default: object) -> Any:
+        self._known.add(name)
+        value = self._values.get(name, default)
+        if value is None:
+            raise ConfigError(self.key(name), None, "it must be given")
+        return value
+
+
+# How a row is written to a shared store, so that whoever reads it knows that it is the row that was meant.
+#
+# A value is the row's bytes followed by 64 bytes, little-endian: magic, format version, length of the row,
+# digest of the namespace, digest of the block key, xxh3_64 of the row. The frame comes last so that row and
+# frame are one stretch of memory in which the row begins where the transfer engine put it. What always
+# holds: a value that is corrupt, cut short, of another format, namespace or key never passes
+# ``find_fault``.
+
+
+FORMAT_VERSION = 1
+FRAME_BYTES = 64
+DIGEST_BYTES = 16
+_MAGIC = b"KVAT"
+_FRAME = struct.Struct("<4sHxxQ16s16sQ8x")
+
+
+class FrameFault(enum.Enum):
+    """Why a value is not what was asked for; the value is its name in counters."""
+
+    SHORT = "short"
+    MAGIC = "magic"
+    VERSION = "version"
+    NAMESPACE = "namespace"
+    KEY = "key"
+    LENGTH = "length"
+    CHECKSUM = "checksum"
+
+
+def _split(value: memoryview) -> tuple[memoryview, memoryview]:
+    row_bytes = len(value) - FRAME_BYTES
+    return value[:row_bytes], value[row_bytes:]
+
+
+def _key_digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=DIGEST_BYTES).digest()
+
+
+def seal(value: memoryview, namespace: bytes, key: bytes) -> None:
+    """Write the frame of the row in ``value`` (bytes: row, then ``FRAME_BYTES``) behind it.
+
+    ``namespace``: a digest of ``DIGEST_BYTES``. ValueError where there is no room for a frame.
+    """
+    if len(value) < FRAME_BYTES or len(namespace) != DIGEST_BYTES:
+        raise ValueError(f"cannot frame {len(value)} bytes under a namespace of {len(namespace)} bytes")
+    row, frame = _split(value)
+    checksum = xxhash.xxh3_64_intdigest(row)
+    _FRAME.pack_into(frame, 0, _MAGIC, FORMAT_VERSION, len(row), namespace, _key_digest(key), checksum)
+
+
+def find_fault(value: memoryview, namespace: bytes, key: bytes) -> FrameFault | None:
+    """What is wrong with this value as the value of ``key``; None: nothing."""
+    if len(value) < FRAME_BYTES:
+        return FrameFault.SHORT
+    row, frame = _split(value)
+    magic, version, length, its_namespace, its_key, checksum = _FRAME.unpack_from(frame)
+    for differs, fault in (
+        (magic != _MAGIC, FrameFault.MAGIC),
+        (version != FORMAT_VERSION, FrameFault.VERSION),
+        (its_namespace != namespace, FrameFault.NAMESPACE),
+        (its_key != _key_digest(key), FrameFault.KEY),
+        (length != len(row), FrameFault.LENGTH),
+    ):
+        if differs:
+            return fault
+    return FrameFault.CHECKSUM if checksum != xxhash.xxh3_64_intdigest(row) else None

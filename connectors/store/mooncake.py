@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.errors import ConfigError
-from connectors.store.base import Counters, Deadline, StoreUnavailable
-from connectors.store.options import Options
+from connectors.settings import ConfigError
+from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
 
 log = logging.getLogger(__name__)
 

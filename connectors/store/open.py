@@ -2,13 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from connectors.errors import ConfigError
-from connectors.store.base import BlockStore
-from connectors.store.circuit import GuardedStore
-from connectors.store.options import Options
+from connectors.settings import ConfigError
+from connectors.store.base import BlockStore, Counters, Options, StoreUnavailable
+
+# Circuit breaker of a store: after a few failures in a row it is not asked for a while.
+#
+# ``Circuit`` counts failures and says when to ask again: after a pause that doubles with every failed
+# attempt, by one caller at a time. ``GuardedStore`` puts one in front of any store. Both are safe among
+# threads.
+
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+
+class Circuit:
+    """Closed (calls go through) until ``failures_max`` in a row failed; then open, and tried now and then."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        failures_max: int = 3,
+        first_pause_s: float = 0.2,
+        longest_pause_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._failures_max = failures_max
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._open_until = 0.0
+        self._trying = False
+
+    def enter(self) -> None:
+        """Before a call. StoreUnavailable: do not make it."""
+        with self._lock:
+            if self._failures < self._failures_max:
+                return
+            if self._trying or self._clock() < self._open_until:
+                raise StoreUnavailable(f"store {self._name} is left alone after {self._failures} failures")
+            self._trying = True
+
+    def succeeded(self) -> None:
+        with self._lock:
+            if self._failures >= self._failures_max:
+                log.info("store %s answers again", self._name)
+            self._failures, self._trying = 0, False
+
+    def failed(self, error: Exception) -> None:
+        with self._lock:
+            self._failures += 1
+            self._trying = False
+            beyond = self._failures - self._failures_max
+            if beyond < 0:
+                return
+            # Capped before it is raised to a power: a store may be away for days.
+            pause_s = min(self._longest_pause_s, self._first_pause_s * 2 ** min(beyond, 30))
+            # Engines that lost the same store do not all come back to it at once.
+            self._open_until = self._clock() + pause_s * random.uniform(0.5, 1.0)
+            if beyond == 0:
+                log.warning("store %s does not answer, going on without it: %s", self._name, error)
+
+
+class GuardedStore:
+    """A ``BlockStore`` behind a circuit. Whatever it raises becomes ``StoreUnavailable``."""
+
+    def __init__(self, store: BlockStore, circuit: Circuit | None = None) -> None:
+        self._store = store
+        self._circuit = circuit or Circuit(store.name)
+        self._counters = Counters()
+        self.name = store.name
+
+    def register_buffer(self, buffer: memoryview) -> None:
+        self._store.register_buffer(buffer)
+
+    def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
+        return self._call(lambda: self._store.exists(keys, deadline_s))
+
+    def put(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
+        return self._call(lambda: self._store.put(items, deadline_s))
+
+    def get_into(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
+        return self._call(lambda: self._store.get_into(items, deadline_s))
+
+    def remove(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        self._call(lambda: self._store.remove(keys, deadline_s))
+
+    def counters(self) -> dict[str, int]:
+        return self._store.counters() | self._counters.snapshot()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _call(self, ask: Callable[[], Answer]) -> Answer:
+        try:
+            self._circuit.enter()
+        except StoreUnavailable:
+            self._counters.add("left_alone")
+            raise
+        try:
+            answer = ask()
+        except Exception as error:
+            self._circuit.failed(error)
+            self._counters.add("unavailable")
+            if isinstance(error, StoreUnavailable):
+                raise
+            raise StoreUnavailable(f"store {self.name}: {type(error).__name__}: {error}") from error
+        self._circuit.succeeded()
+        return answer
+
 
 KINDS = ("file", "mooncake", "redis")
 

@@ -3,26 +3,176 @@
 The server evicts (``maxmemory`` with ``allkeys-lru``); asking whether a key exists renews it. A few
 connections are kept and handed to the threads that ask; each call sends pipelines of at most 8 MiB. A
 connection with which anything went wrong is closed and a new one made for the next call; how often that is
-tried, ``connectors.store.circuit`` says.
+tried, ``connectors.store.open`` says.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.backoff import NoBackoff
+from redis.connection import (
+    AbstractConnection,
+    Connection,
+    PythonRespSerializer,
+    UnixDomainSocketConnection,
+)
+from redis.exceptions import AuthenticationError, InvalidResponse, OutOfMemoryError, RedisError, ResponseError
+from redis.retry import Retry
 
-from connectors.errors import ConfigError
-from connectors.store.base import Counters, Deadline, StoreUnavailable
-from connectors.store.options import Options
-from connectors.store.redis_link import Command, RedisAddress, RedisLink, Reply
+from connectors.settings import ConfigError
+from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
+
+# One connection to a Redis or Valkey server, for few commands with large values and a real deadline.
+#
+# redis-py connects, logs in, packs and parses. Its time-outs limit single reads, so that a server which
+# sends a byte now and then would hold a caller for ever; here a timer closes the connection at the deadline
+# of the whole call. Anything unexpected breaks the link for good: its owner makes another one. One thread
+# at a time.
+
+
+_READ_BYTES = 1 << 20
+_COPY_BYTES = 6000
+
+Command = Sequence[bytes | memoryview]
+Reply = Any
+"""int, bytes, None for nil, or the ``ResponseError`` with which the server refused the command."""
+
+
+def _encoded(part: bytes | memoryview | str | int) -> bytes | memoryview:
+    return str(part).encode() if isinstance(part, str | int) else part
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """``host`` and ``port``, or ``unix_path``. The password file is read anew for every connection."""
+
+    host: str = "127.0.0.1"
+    port: int = 6379
+    unix_path: str = ""
+    db: int = 0
+    username: str = ""
+    password_file: Path | None = None
+    tls: bool = False
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    def __str__(self) -> str:
+        if self.unix_path:
+            return f"unix:{self.unix_path}"
+        return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.db}"
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """None without TLS; OSError or ssl.SSLError where a file is not what it should be."""
+        if not self.tls:
+            return None
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file is not None:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        return context
+
+    def connection(self, connect_timeout_s: float) -> AbstractConnection:
+        """redis-py's connection, not connected. OSError where the password file cannot be read."""
+        arguments: dict[str, Any] = {
+            "db": self.db,
+            "username": self.username or None,
+            "password": self.password_file.read_text().strip() if self.password_file else None,
+            "protocol": 2,
+            "driver_info": None,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_timeout": connect_timeout_s,
+            "socket_read_size": _READ_BYTES,
+            "command_packer": PythonRespSerializer(_COPY_BYTES, _encoded),
+        }
+        if self.unix_path:
+            return UnixDomainSocketConnection(path=self.unix_path, **arguments)  # type: ignore[abstract]  # only in its stubs
+        tls = self.tls_context()
+        if tls is None:
+            return Connection(host=self.host, port=self.port, **arguments)
+        return TlsConnection(tls, host=self.host, port=self.port, **arguments)
+
+
+class TlsConnection(Connection):
+    """TLS with a given context. redis-py's own connection trusts the system's certificate authorities beside
+    the given one."""
+
+    def __init__(self, tls: ssl.SSLContext, **arguments: Any) -> None:
+        self._tls = tls
+        super().__init__(**arguments)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> socket.socket:
+        plain: socket.socket = super()._connect()  # type: ignore[no-untyped-call]
+        try:
+            return self._tls.wrap_socket(plain, server_hostname=self.host)
+        except OSError:
+            plain.close()
+            raise
+
+
+class RedisLink:
+    """A connection, made and logged in. StoreUnavailable: the server is not there, or does not let us in."""
+
+    def __init__(self, address: RedisAddress, deadline: Deadline) -> None:
+        try:
+            self._connection = address.connection(max(deadline.left_s(), 0.001))
+        except OSError as error:
+            raise StoreUnavailable(f"{address}: its password cannot be read: {error.strerror}") from error
+        try:
+            with self._until(deadline):
+                self._connection.connect()
+        except BaseException as error:
+            self.close()
+            if isinstance(error.__cause__, AuthenticationError):
+                raise StoreUnavailable(f"{address} refused AUTH: {error.__cause__}") from error
+            raise
+
+    def run(self, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
+        """Send commands and take their replies, in order. StoreUnavailable: the link is broken."""
+        with self._until(deadline):
+            packed = self._connection.pack_commands(commands)
+            self._connection.send_packed_command(packed, check_health=False)
+            replies = [self._reply() for _ in commands]
+            if self._connection.can_read(0):
+                raise InvalidResponse("more replies than commands")
+        return replies
+
+    def close(self) -> None:
+        self._connection.disconnect()
+
+    def _reply(self) -> Reply:
+        try:
+            return self._connection.read_response(disconnect_on_error=False)
+        except (ResponseError, AuthenticationError) as error:
+            return error
+
+    @contextmanager
+    def _until(self, deadline: Deadline) -> Iterator[None]:
+        """The connection is closed when the deadline passes, which ends whatever waits for it."""
+        timer = threading.Timer(deadline.left_s(), self._connection.disconnect)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except Exception as error:
+            if deadline.passed():  # a socket closed from outside fails in many ways
+                raise StoreUnavailable("the deadline passed") from error
+            if isinstance(error, RedisError | OSError):
+                raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
+            raise
+        finally:
+            timer.cancel()
+
 
 log = logging.getLogger(__name__)
 

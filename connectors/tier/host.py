@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connectors.tier.base import TierChanges
-from connectors.tier.eviction.base import EvictionPolicy
+from connectors.tier.eviction import EvictionPolicy
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from connectors.layout import CacheView, GroupPages, LayoutError
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -116,3 +118,186 @@ class TransferEngine(Protocol):
 
         False: something still runs after ``timeout_s``. Its memory must stay; its jobs are never answered.
         """
+
+
+# From block ids and slots to addresses: what a job copies, as flat arrays, without a Python loop per block.
+#
+# A ``PiecePlan`` is made once per group when the cache is registered. It holds, for every piece of a block,
+# the address in block 0, the stride from block to block, the size and the place within a row; a job's
+# pieces then follow by broadcasting. Measured on one shared core of a server CPU, best of 30: 10,016 pieces
+# (16 blocks of 626, 162 of 62, or 2,504 of 4) are built in 0.02 to 0.06 ms, merged in 0.06 ms, and checked
+# in up to 0.16 ms.
+#
+# Always holds: addresses and sizes are int64 arrays of equal length in row order, block after block;
+# nothing outside the named blocks and rows is ever addressed, which ``TransferPlan.refusal`` checks before
+# a job runs.
+
+
+MERGED_PIECE_BYTES_MAX = 32 << 20
+"""One descriptor copies at most this much, so that a merged run cannot occupy a copy engine for long."""
+
+_SORTED_MAX = 4096
+"""Up to so many numbers, sorting them is as fast as counting, whatever their range."""
+_RANGE_MAX = 16
+"""Numbers whose range is more than so many times their count are sorted, however many there are."""
+
+Pieces = tuple[Indices, Indices, Indices]
+"""(source addresses, destination addresses, sizes in bytes), of equal length."""
+
+
+class HostMemory(Protocol):
+    """Memory that holds rows, one after another from ``address``; it must outlive the engine that uses it."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PiecePlan:
+    """The pieces of one group's block, in row order. All arrays: int64, one entry per piece."""
+
+    group_idx: int
+    device_addresses: Indices
+    block_strides: Indices
+    sizes: Indices
+    row_offsets: Indices
+    row_bytes: int
+
+    @classmethod
+    def of(cls, group: GroupPages) -> PiecePlan:
+        """Flatten a group's regions. LayoutError: the pieces are not what the group's row holds."""
+        addresses = [r.base_address + offset for r in group.regions for offset in r.piece_offsets]
+        strides = [r.block_stride_bytes for r in group.regions for _ in r.piece_offsets]
+        sizes = np.array([r.piece_bytes for r in group.regions for _ in r.piece_offsets], np.int64)
+        row_bytes = int(sizes.sum())
+        if row_bytes != group.row_bytes or (sizes <= 0).any():
+            raise LayoutError(
+                f"group {group.group_idx}: its pieces hold {row_bytes} bytes, its row {group.row_bytes}"
+            )
+        return cls(
+            group.group_idx,
+            np.array(addresses, np.int64),
+            np.array(strides, np.int64),
+            sizes,
+            np.cumsum(sizes) - sizes,
+            row_bytes,
+        )
+
+    def pieces(self, moves: GroupMoves, host_base: int, row_bytes: int, direction: Direction) -> Pieces:
+        """What to copy for these moves; ``row_bytes``: distance between two rows at ``host_base``."""
+        device = (moves.block_ids[:, None] * self.block_strides + self.device_addresses).reshape(-1)
+        host = ((moves.slots * row_bytes + host_base)[:, None] + self.row_offsets).reshape(-1)
+        sizes = np.tile(self.sizes, len(moves.block_ids))
+        return (device, host, sizes) if direction is Direction.STORE else (host, device, sizes)
+
+
+class TransferPlan:
+    """Every group's plan over one pool of rows: refuses jobs that are wrong, spells out the others."""
+
+    def __init__(self, view: CacheView, pool: HostMemory, row_bytes: int | None = None) -> None:
+        """``row_bytes``: from row to row, default: the view's. LayoutError: a row cannot hold a block."""
+        self.row_bytes = view.row_bytes if row_bytes is None else row_bytes
+        self.num_blocks = view.num_blocks
+        self.host_base = pool.address
+        self.groups = {group.group_idx: PiecePlan.of(group) for group in view.groups}
+        needed = max((plan.row_bytes for plan in self.groups.values()), default=0)
+        if self.row_bytes <= 0 or self.row_bytes < needed:
+            raise LayoutError(f"a row of {self.row_bytes} bytes is too small, a block takes {needed} bytes")
+        self.num_slots = pool.size_bytes // self.row_bytes
+
+    def refusal(self, job: TransferJob) -> str:
+        """Why this job must not run; empty: it may. Looks at every index, touches no memory."""
+        for moves in job.groups:
+            where = f"group {moves.group_idx}"
+            if moves.group_idx not in self.groups:
+                return f"{where}: no such group is registered for transfer"
+            if len(moves.block_ids) != len(moves.slots):
+                return f"{where}: {len(moves.block_ids)} blocks but {len(moves.slots)} slots"
+            if moves.keys and len(moves.keys) != len(moves.slots):
+                return f"{where}: {len(moves.keys)} keys but {len(moves.slots)} slots"
+            if not len(moves.block_ids):
+                continue
+            for name, indices, low, high in (
+                ("block", moves.block_ids, 1, self.num_blocks),
+                ("slot", moves.slots, 0, self.num_slots),
+            ):
+                if indices.dtype != np.int64 or indices.ndim != 1:
+                    return f"{where}: {name}s are not a flat int64 array"
+                first, last = int(indices.min()), int(indices.max())
+                if first < low or last >= high:
+                    bad = first if first < low else last
+                    return f"{where}: {name} {bad} is not in [{low}, {high})"
+        return self._clash(job)
+
+    @staticmethod
+    def _clash(job: TransferJob) -> str:
+        """A destination named twice would end up with a mixture; block ids are global over groups."""
+        attribute = "block_ids" if job.direction is Direction.LOAD else "slots"
+        targets = [getattr(moves, attribute) for moves in job.groups]
+        named = np.concatenate(targets) if targets else np.empty(0, np.int64)
+        return f"{attribute} names a destination more than once" if _repeats(named) else ""
+
+    def pieces(self, job: TransferJob) -> Pieces:
+        """All of a job's pieces, group after group."""
+        parts = [
+            self.groups[moves.group_idx].pieces(moves, self.host_base, self.row_bytes, job.direction)
+            for moves in job.groups
+        ]
+        if not parts:
+            empty = np.empty(0, np.int64)
+            return empty, empty, empty
+        sources, destinations, sizes = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return sources, destinations, sizes
+
+    def bytes_by_group(self, job: TransferJob) -> dict[int, int]:
+        """Bytes that a job moves, by group; groups that move nothing are left out."""
+        totals: dict[int, int] = {}
+        for moves in job.groups:
+            if len(moves.slots):
+                moved = len(moves.slots) * self.groups[moves.group_idx].row_bytes
+                totals[moves.group_idx] = totals.get(moves.group_idx, 0) + moved
+        return totals
+
+
+def _repeats(named: Indices) -> bool:
+    """Whether a number occurs twice, at a cost that depends on how many there are, not on how large they are.
+
+    Runs on the step's thread for every job. Counting is linear and sorting is not (of 65,536 numbers, 0.4 to
+    20 ms), but counting makes a table of the numbers' range: of 256 among 500,000, 300 us to 4.
+    """
+    if len(named) < 2:
+        return False
+    low = int(named.min())
+    if len(named) > _SORTED_MAX and int(named.max()) - low < _RANGE_MAX * len(named):
+        return int(np.bincount(named - low).max()) > 1
+    ordered = np.sort(named)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def merge_adjacent(pieces: Pieces, max_bytes: int = MERGED_PIECE_BYTES_MAX) -> Pieces:
+    """Join neighbouring entries that continue each other in source and destination.
+
+    The same bytes are copied to the same places; no piece that comes out is longer than ``max_bytes`` (longer
+    ones are cut). The order is kept. Only entries next to each other in the arrays are joined.
+    """
+    sources, destinations, sizes = pieces
+    if not len(sizes):
+        return pieces
+    continues = (sources[:-1] + sizes[:-1] == sources[1:]) & (
+        destinations[:-1] + sizes[:-1] == destinations[1:]
+    )
+    starts = np.concatenate(([0], np.flatnonzero(~continues) + 1))
+    sources, destinations, sizes = sources[starts], destinations[starts], np.add.reduceat(sizes, starts)
+    if int(sizes.max()) <= max_bytes:
+        return sources, destinations, sizes
+    parts = -(-sizes // max_bytes)
+    whole = np.repeat(np.arange(len(sizes)), parts)
+    offsets = (np.arange(len(whole)) - (np.cumsum(parts) - parts)[whole]) * max_bytes
+    return (
+        sources[whole] + offsets,
+        destinations[whole] + offsets,
+        np.minimum(sizes[whole] - offsets, max_bytes),
+    )

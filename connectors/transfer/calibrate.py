@@ -20,9 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from connectors.transfer.base import Direction, Indices
-from connectors.transfer.cuda_device import Device
-from connectors.transfer.driver import Driver
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.cuda_driver import Device, Driver
+from connectors.transfer.host_memory import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

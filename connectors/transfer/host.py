@@ -20,9 +20,17 @@ from typing import Protocol
 
 import numpy as np
 
-from connectors.layout.blocks import CacheView
-from connectors.transfer.base import CLOSE_S, Direction, StreamMark, TransferJob, TransferResult
-from connectors.transfer.plan import HostMemory, TransferPlan, merge_adjacent
+from connectors.layout import CacheView
+from connectors.transfer.base import (
+    CLOSE_S,
+    Direction,
+    HostMemory,
+    StreamMark,
+    TransferJob,
+    TransferPlan,
+    TransferResult,
+    merge_adjacent,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,38 @@
-"""What the operating system says about memory, and what it does to a stretch of it on request.
+"""The host memory that rows live in: one mapping, near the GPU, in place and pinned before it is used.
 
-Reads /proc and /sys; asks by madvise and mbind through ctypes, which leaves the interpreter lock to others
-meanwhile. Everything but populating is advice: where the system refuses, the caller is told and goes on.
+Anonymous memory aligned to huge pages is bound to the GPU's memory node, populated, and registered with the
+driver in chunks, so that no page is fetched, moved or pinned while a transfer waits. Without a driver (CPU
+platforms) it is the same memory unpinned.
+
+Always holds: a row lies within one registered chunk, and no page is shared by two chunks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
+import math
 import mmap
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from connectors.transfer.cuda_driver import Driver
+
+
+# What the operating system says about memory, and what it does to a stretch of it on request.
+#
+# Reads /proc and /sys; asks by madvise and mbind through ctypes, which leaves the interpreter lock to
+# others meanwhile. Everything but populating is advice: where the system refuses, the caller is told and
+# goes on.
+
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -163,3 +181,199 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return []
+
+
+log = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 << 20
+REGISTER_CHUNK_BYTES = 64 << 30
+"""Most that is registered at once: drivers refuse much larger stretches on some machines."""
+
+
+@dataclass(frozen=True)
+class SharedMapping:
+    """Memory of several processes by the name of a file in a memory file system, which goes when all have it.
+
+    ``first``: the one that puts its pages in place.
+    """
+
+    path: Path
+    first: bool
+
+
+class HostMemoryError(Exception):
+    """The host memory asked for cannot be had; the message names the setting and what is available."""
+
+
+class PinnedHostPool:
+    """``size_bytes // row_bytes`` rows, packed from ``address`` on. Close it after every engine that uses it.
+
+    ``numa_node`` overrides the node found for the driver's device. ``notes`` says what was done with the
+    memory and what the system refused, for the log.
+    """
+
+    def __init__(
+        self,
+        size_bytes: int,
+        row_bytes: int,
+        *,
+        driver: Driver | None = None,
+        numa_node: int | None = None,
+        register_chunk_bytes: int = REGISTER_CHUNK_BYTES,
+        shared: SharedMapping | None = None,
+    ) -> None:
+        """``shared``: memory that pools of other processes map too. HostMemoryError: not enough memory, or it
+        cannot be pinned."""
+        if row_bytes <= 0 or size_bytes < row_bytes:
+            raise HostMemoryError(
+                f"host_bytes leaves this rank {size_bytes} bytes, less than one row of {row_bytes}: raise it"
+            )
+        self.row_bytes = row_bytes
+        self.num_rows = size_bytes // row_bytes
+        self.size_bytes = self.num_rows * row_bytes
+        self.chunk_bytes = _chunk_bytes(row_bytes, register_chunk_bytes)
+        self.notes: list[str] = []
+        self._driver = driver
+        self._registered: list[int] = []
+        self._closed = False
+        self._map = self._reserve() if shared is None else self._map_shared(shared)
+        whole = np.frombuffer(self._map, np.uint8)
+        # Of shared memory, row 0 must be the same bytes in every process, wherever it is mapped.
+        skip = -whole.ctypes.data % HUGE_PAGE_BYTES if shared is None else 0
+        self._bytes = whole[skip : skip + self.size_bytes]
+        self.address = int(self._bytes.ctypes.data)
+        try:
+            if shared is None or shared.first:
+                self._settle(numa_node)
+            self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a device can reach every row by DMA."""
+        return self._driver is not None and not self._closed
+
+    def row(self, slot: int) -> memoryview:
+        """The bytes of one row, writable; use it no longer than the pool. IndexError: no such row."""
+        if not 0 <= slot < self.num_rows:
+            raise IndexError(f"row {slot} is not in [0, {self.num_rows})")
+        if self._closed:
+            raise ValueError("the host pool is closed")
+        return self._bytes[slot * self.row_bytes : (slot + 1) * self.row_bytes].data
+
+    def close(self) -> None:
+        """Unpin and let go of the memory (once the last row handed out is let go of too); may be repeated."""
+        self._closed = True
+        while self._registered and self._driver is not None:
+            address = self._registered.pop()
+            try:
+                self._driver.unregister_host(address)
+            except Exception:  # the device may be gone; the memory must go back all the same
+                log.warning("unpinning host memory failed", exc_info=True)
+        self._bytes = np.empty(0, np.uint8)
+
+    def _reserve(self) -> mmap.mmap:
+        available = available_bytes()
+        if self.size_bytes > available:
+            # Taking more than a container's limit ends the process without an error message.
+            raise self._short(available)
+        try:
+            return mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise self._short(available) from error
+
+    def _map_shared(self, shared: SharedMapping) -> mmap.mmap:
+        size = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if shared.first:
+            available = available_bytes()
+            if size > available:
+                raise self._short(available)
+        try:
+            file = os.open(shared.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.ftruncate(file, size)
+                if shared.first:
+                    # What is not there now would end the process when it is touched.
+                    os.posix_fallocate(file, 0, size)
+                self.notes.append(f"shared as {shared.path}")
+                return mmap.mmap(file, size, mmap.MAP_SHARED)
+            finally:
+                os.close(file)
+        except OSError as error:
+            shared.path.unlink(missing_ok=True)
+            raise HostMemoryError(
+                f"host_bytes: {_gib(size)} of shared memory at {shared.path} cannot be had ({error}): give "
+                "the container more (docker --shm-size, or an emptyDir of medium Memory at /dev/shm), or set "
+                "share_replicas to false, with which every rank keeps its own copy"
+            ) from error
+
+    def _settle(self, numa_node: int | None) -> None:
+        span = -(-self.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not advise_huge_pages(self.address, span):
+            self.notes.append("no huge pages on this system")
+        keep_from_children(self.address, span)
+        if numa_node is None and self._driver is not None:
+            numa_node = numa_node_of(self._driver.pci_bus_id())
+        cpus = self._bind(span, numa_node)
+        try:
+            populate(self.address, span, cpus)
+        except MemoryError as error:
+            raise self._short(available_bytes()) from error
+
+    def _bind(self, span: int, numa_node: int | None) -> frozenset[int]:
+        """Put the pages near the device; the processors that must touch them first for that, if any must."""
+        if numa_node is None:
+            self.notes.append("not bound to a memory node: the system names none near the device")
+            return frozenset()
+        where = f"memory node {numa_node}"
+        refused = prefer_node(self.address, span, numa_node)
+        if not refused:
+            self.notes.append(f"on {where}")
+            return frozenset()
+        cpus = cpus_of_node(numa_node)
+        if cpus:
+            self.notes.append(f"on {where} by the processors that touch it first ({refused})")
+            remedy = (
+                "pages that must move later will not stay there; allow mbind (CAP_SYS_NICE in a container)"
+            )
+        else:
+            self.notes.append(f"not bound to {where}: {refused}, and no processor of it may be used")
+            remedy = (
+                "copies may cross the machine; allow mbind (CAP_SYS_NICE in a container), or its processors"
+            )
+        log.warning("host memory is %s: %s", self.notes[-1], remedy)
+        return cpus
+
+    def _register(self) -> None:
+        if self._driver is None:
+            self.notes.append("not pinned")
+            return
+        for start in range(0, self.size_bytes, self.chunk_bytes):
+            length = min(self.chunk_bytes, self.size_bytes - start)
+            try:
+                self._driver.register_host(self.address + start, length)
+            except Exception as error:
+                raise HostMemoryError(
+                    f"host_bytes: pinning {_gib(self.size_bytes)} of host memory failed after {_gib(start)} "
+                    f"({error}); lower host_bytes, or raise what this machine or container may lock"
+                ) from error
+            self._registered.append(self.address + start)
+        self.notes.append(f"pinned in {len(self._registered)} chunks")
+
+    def _short(self, available: int) -> HostMemoryError:
+        return HostMemoryError(
+            f"host_bytes asks for {_gib(self.size_bytes)} of host memory for this rank, "
+            f"{_gib(available)} are available: lower host_bytes, or give the machine or container more memory"
+        )
+
+
+def _chunk_bytes(row_bytes: int, most: int) -> int:
+    """The longest chunk of whole rows and whole pages within ``most``; at least one such stretch."""
+    unit = math.lcm(row_bytes, mmap.PAGESIZE)
+    return max(most // unit, 1) * unit
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"

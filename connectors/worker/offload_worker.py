@@ -18,9 +18,9 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
-from connectors.layout.blocks import LayoutError
+from connectors.layout import LayoutError
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.host_memory import PinnedHostPool
 
 log = logging.getLogger(f"vllm.{__name__}")
 

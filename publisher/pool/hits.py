@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from publisher.groups import Family, GroupSpec
+from publisher.events import Family, GroupSpec
 from publisher.pool.layout import LookupClass, PoolLayout
 from publisher.pool.store import NULL, Copies, WireHash
 

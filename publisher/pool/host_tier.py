@@ -15,12 +15,10 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from publisher.events import BlockRemoved, BlockStored, Event
-from publisher.groups import Family, GroupSpec
+from publisher.events import BlockRemoved, BlockStored, Event, Family, GroupSpec
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import PoolLayout
-from publisher.pool.request import PoolRequest
-from publisher.pool.store import Copies, WireHash
+from publisher.pool.store import Copies, PoolRequest, WireHash
 
 OWNER = "kvatlas-host"
 _THERE: Copies = 1

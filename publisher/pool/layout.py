@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.groups import Family, GroupSpec, scheduler_block_size
+from publisher.events import Family, GroupSpec, scheduler_block_size
 
 MAMBA_MODES = ("align", "all")
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from publisher.pool.layout import checkpoint_position
-from publisher.pool.request import PoolRequest
-from publisher.pool.store import NULL
+from publisher.pool.store import NULL, PoolRequest
 from publisher.pool.tables import DueBlock, GroupTable, PoolParts
 
 

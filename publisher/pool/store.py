@@ -15,9 +15,11 @@ ones is enough to skip them. The deque is rewritten when dead entries outnumber 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from publisher.events import BlockRemoved, BlockStored, Event
+from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, extra_keys
+from publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_tokens
 
 WireHash = int | bytes
 Copies = int | dict[int, None]
@@ -249,3 +251,195 @@ class BlockStore:
         queue = self._free_queue()
         self._back = deque(queue[len(self._front) :])
         self._stale = [0] * self.num_blocks
+
+
+# One request in a block pool: its tokens, its hashes, and the blocks it uses in every group.
+#
+# Always true: ``hashes`` covers every whole hash block of ``token_ids`` (and may run ahead of them where
+# the caller supplied it), so nothing is hashed twice however often a request is tried. While a load is
+# under way ``loading_to`` is where it ends, else 0; ``offered`` tokens have been offered to a connector.
+
+
+class PoolRequest:
+    """Made by ``HybridBlockPool.request``. Counts are in tokens; block tables hold block numbers, 0 for a
+    block that is not held (outside the window, or a skipped state)."""
+
+    __slots__ = (
+        "_chain",
+        "_hash_block_size",
+        "_whole",
+        "allocated",
+        "dropped",
+        "extras",
+        "hashes",
+        "hit",
+        "last_state",
+        "loading_to",
+        "num_cached",
+        "num_computed",
+        "num_prompt_tokens",
+        "offered",
+        "partial",
+        "quiet_to",
+        "shared_prefix_boundary",
+        "started",
+        "tables",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        extras: PromptExtras,
+        scheme: HashScheme,
+        num_groups: int,
+        *,
+        hashes: HashChain | Sequence[WireHash] | None,
+        int_hashes: bool,
+    ) -> None:
+        self.token_ids: list[int] = list(token_ids)
+        self.extras = extras
+        self.num_prompt_tokens = len(self.token_ids)
+        self.shared_prefix_boundary = 0
+        self.hit = 0
+        self._hash_block_size = scheme.hash_block_size
+        if hashes is None:
+            hashes = HashChain(scheme, extras)
+        self._chain: HashChain | None = hashes if isinstance(hashes, HashChain) else None
+        self.hashes: Sequence[WireHash] = hashes.hashes if isinstance(hashes, HashChain) else hashes
+        self._whole: list[WireHash] | None = None if int_hashes or self._chain is None else []
+        self.forget_blocks(num_groups)
+        self._cover()
+
+    def forget_blocks(self, num_groups: int) -> None:
+        """Back to a request that holds nothing and has computed nothing."""
+        self.started = False
+        self.num_computed = 0
+        self.loading_to = 0
+        self.offered = 0
+        self.quiet_to = -1
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.num_cached = [0] * num_groups
+        self.dropped = [0] * num_groups
+        self.partial: dict[int, tuple[int, int]] = {}
+        self.allocated: set[int] = set()
+        self.last_state: dict[int, int] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def known_hashes(self) -> Sequence[WireHash]:
+        """The hashes of the whole hash blocks there are now."""
+        count = len(self.token_ids) // self._hash_block_size
+        return self.hashes if len(self.hashes) == count else self.hashes[:count]
+
+    def append(self, token_id: int) -> None:
+        """Add one generated token. Raises ``ValueError`` where supplied hashes do not reach that far."""
+        self.token_ids.append(token_id)
+        if not len(self.token_ids) % self._hash_block_size:
+            self._cover()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add generated tokens. Raises ``ValueError`` where supplied hashes do not reach that far."""
+        before = len(self.token_ids) // self._hash_block_size
+        self.token_ids.extend(token_ids)
+        if len(self.token_ids) // self._hash_block_size != before:
+            self._cover()
+
+    def _cover(self) -> None:
+        if self._chain is not None:
+            self._chain.extend(self.token_ids)
+            if self._whole is not None:
+                self._whole += self._chain.whole(len(self._whole))
+                self.hashes = self._whole
+        elif len(self.hashes) < len(self.token_ids) // self._hash_block_size:
+            raise ValueError(
+                f"hashes cover {len(self.hashes) * self._hash_block_size} tokens of {len(self.token_ids)}"
+            )
+
+
+# Writes the ``BlockStored`` events of a pool exactly as vLLM 0.32 would.
+#
+# An event covers the tokens of all blocks that became full, but lists only the hashes of those stored, in
+# order: none at all is an event too. A boundary stored inside a block is an event of one hash block.
+
+
+LoraIds = dict[str, int]
+
+
+class EventWriter:
+    """Says what is stored, into the store's event list. LoRA ids not given count up as names appear."""
+
+    def __init__(self, store: BlockStore, hash_block_size: int, lora_ids: LoraIds) -> None:
+        self._store = store
+        self._hash_block_size = hash_block_size
+        self._lora_ids = lora_ids
+
+    def stored(
+        self, request: PoolRequest, spec: GroupSpec, start: int, end: int, held: Sequence[int]
+    ) -> None:
+        """Blocks ``start`` to ``end`` became full, of which ``held`` are stored (block positions)."""
+        if self._store.events is None:
+            return
+        size = spec.block_size
+        scale = size // self._hash_block_size
+        self._say(
+            request,
+            spec,
+            block_size=size,
+            hash_positions=[(position + 1) * scale - 1 for position in held],
+            parent=start * scale - 1,
+            span=(start * size, end * size),
+            keys=[self._keys(request, position * size, (position + 1) * size) for position in held],
+        )
+
+    def stored_part(self, request: PoolRequest, spec: GroupSpec, num_tokens: int) -> None:
+        """A block is stored as the prefix of ``num_tokens``, a hash boundary inside it."""
+        if self._store.events is None:
+            return
+        size = self._hash_block_size
+        start, last = num_tokens - size, num_tokens // size - 1
+        self._say(
+            request,
+            spec,
+            block_size=size,
+            hash_positions=[last],
+            parent=last - 1,
+            span=(start, num_tokens),
+            keys=[self._keys(request, start, num_tokens)],
+        )
+
+    def _say(
+        self,
+        request: PoolRequest,
+        spec: GroupSpec,
+        *,
+        block_size: int,
+        hash_positions: list[int],
+        parent: int,
+        span: tuple[int, int],
+        keys: list[tuple[Any, ...] | None],
+    ) -> None:
+        name = request.extras.lora_name
+        self._store.say(
+            BlockStored(
+                block_hashes=[request.hashes[position] for position in hash_positions],
+                parent_block_hash=request.hashes[parent] if parent >= 0 else None,
+                token_ids=encode_tokens(request.token_ids[slice(*span)]),
+                block_size=block_size,
+                lora_id=None if name is None else self._lora_ids.setdefault(name, len(self._lora_ids) + 1),
+                medium=MEDIUM,
+                lora_name=name,
+                extra_keys=keys or None,
+                group_idx=spec.group_idx,
+                kv_cache_spec_kind=spec.kind,
+                kv_cache_spec_sliding_window=spec.sliding_window,
+            )
+        )
+
+    @staticmethod
+    def _keys(request: PoolRequest, start: int, end: int) -> tuple[Any, ...] | None:
+        if request.extras == NO_EXTRAS:
+            return None
+        return extra_keys(request.extras, start, end, tagged=False) or None

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from publisher.groups import GroupSpec
-from publisher.pool.layout import PoolLayout
-from publisher.pool.request import PoolRequest
-from publisher.pool.store import NULL, BlockStore, WireHash
-from publisher.pool.stored import EventWriter
+from publisher.events import GroupSpec
+from publisher.pool.hits import window_blocks
+from publisher.pool.layout import PoolLayout, checkpoint_position
+from publisher.pool.store import NULL, BlockStore, EventWriter, PoolRequest, WireHash
 
 
 class PoolParts(NamedTuple):
@@ -234,3 +233,99 @@ class FullTable(GroupTable):
         """The last hash boundary at which a resend of the prompt can go on."""
         limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
         return limit - limit % self.layout.hash_block_size
+
+
+# Tables of groups that give blocks back while a request runs: sliding window and chunked local attention.
+#
+# Facts: ``SlidingWindowManager`` and ``ChunkedLocalAttentionManager`` of vLLM 0.32.
+
+
+class WindowTable(GroupTable):
+    """Sliding window: blocks behind it are given back; stored is what a hit at a kept boundary needs."""
+
+    def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
+        self.window = spec.sliding_window or 1
+        super().__init__(spec, parts)
+        self.shift = int(spec.group_idx in parts.layout.eagle)
+        self.need = window_blocks(spec) + self.shift
+
+    def admission_cap(self, chunk_tokens_max: int) -> int | None:
+        return -(-(self.window - 1 + chunk_tokens_max) // self.block_size) + 1
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        return num_computed - self.window + 1
+
+    def quiet_to(self, before: int, now: int) -> int:
+        dropped = max(self.skipped_tokens(before), 0) // self.block_size
+        return min(super().quiet_to(before, now), (dropped + 1) * self.block_size + self.window - 1)
+
+    def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
+        alignment, retention, shift = self.layout.alignment, self.layout.retention, self.shift
+        kept: set[int] = set()
+        if retention != 0:
+            per = (alignment if retention is None else retention) // self.block_size
+            if self.need >= per:
+                return None
+            tail = per - self.need
+            kept.update(b for b in range(max(start, shift), end) if (b - shift) % per >= tail)
+        if retention is not None:
+            for boundary in boundaries:
+                last = boundary // alignment * alignment // self.block_size + shift
+                kept.update(range(max(start, last - self.need), min(end, last)))
+        return sorted(kept)
+
+
+class ChunkedTable(GroupTable):
+    """Chunked local attention: whole chunks behind the current one are given back."""
+
+    def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
+        self.chunk = spec.attention_chunk_size or spec.block_size
+        super().__init__(spec, parts)
+
+    def admission_cap(self, chunk_tokens_max: int) -> int | None:
+        return -(-(self.chunk + chunk_tokens_max) // self.block_size)
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        return num_computed // self.chunk * self.chunk
+
+    def quiet_to(self, before: int, now: int) -> int:
+        return min(super().quiet_to(before, now), (before // self.chunk + 1) * self.chunk)
+
+
+# Where a prefill chunk has to end when Mamba states are saved at chunk ends (mode "align").
+#
+# A state can only be stored where a chunk ends, so chunks end at block boundaries, at the last boundary of
+# the prompt and at a junction that other prompts were seen to share. Facts:
+# ``Scheduler._mamba_block_aligned_split`` of vLLM 0.32.
+
+
+def aligned_chunk(
+    layout: PoolLayout, request: PoolRequest, start: int, num_tokens: int, chunk_tokens_max: int
+) -> int:
+    """At most ``num_tokens`` tokens from ``start`` on; 0 when the budget reaches no allowed end."""
+    prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
+    if start >= prefill_end:
+        return num_tokens
+    size = layout.chunk_align
+    end = start + num_tokens
+    if end < prefill_end:
+        aligned = end // size * size
+        if aligned > start or size <= chunk_tokens_max:
+            end = aligned
+    stops = _stops(layout, request, start, end)
+    return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
+
+
+def _stops(layout: PoolLayout, request: PoolRequest, start: int, end: int) -> tuple[int, ...]:
+    """Positions no chunk may run past; 0 for those that do not apply."""
+    size, eagle = layout.chunk_align, layout.uses_eagle
+    block_end = (start // size + 1) * size if start % size else 0
+    last_state = checkpoint_position(request.num_tokens, size, eagle=eagle)
+    tail = 0
+    if layout.partial_hits and layout.hash_block_size < layout.scheduler_block_size:
+        tail = checkpoint_position(request.num_prompt_tokens, layout.hash_block_size, eagle=eagle)
+        if not last_state < tail < request.num_prompt_tokens:
+            tail = 0
+    junction = request.shared_prefix_boundary
+    shared = start + (junction - start) // size * size if start < junction < end else 0
+    return (block_end, last_state, tail, shared)

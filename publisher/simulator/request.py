@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from typing import Literal, Protocol
 
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
 from publisher.block_hash import NO_EXTRAS, PromptExtras
-from publisher.simulator.transfer.params import Json, TransferParams
+from publisher.simulator.kv_messages import Json, TransferParams, TransferStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -61,3 +69,152 @@ class SimRequest:
         """What is asked of the connector; None where nothing is, or no more."""
         self.handed: Json | None = None
         """``kv_transfer_params`` of the answer: where what was computed for another engine waits."""
+
+
+# Counters of a simulated engine, and their form on ``/metrics`` under vLLM's names.
+#
+# ``EngineStats`` is plain data that the scheduler counts in; ``render`` writes the text exposition format
+# at scrape time. Names, labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
+
+
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_LABELS = ("model_name", "engine")
+
+
+class EngineStats(msgspec.Struct):
+    """What the engine counted since its start; tokens unless named otherwise."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    ttft_sum_s: float = 0.0
+    ttft_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TTFT_BUCKETS_S) + 1))
+    finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
+
+    def observe_first_token(self, seconds: float) -> None:
+        """One more request got its first token, ``seconds`` after it arrived."""
+        self.ttft_sum_s += seconds
+        self.ttft_counts[bisect_left(TTFT_BUCKETS_S, seconds)] += 1
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The labels of ``vllm:cache_config_info`` that somebody reads; texts as vLLM writes them."""
+
+    block_size: int
+    num_gpu_blocks: int
+    prefix_caching_hash_algo: str
+    prefix_cache_retention_interval: int | None
+    mamba_cache_mode: str = "none"
+    effective_attention_block_size: int | None = None
+    enable_prefix_caching: bool = True
+
+    def labels(self) -> dict[str, str]:
+        return {name: str(getattr(self, name)) for name in self.__struct_fields__}
+
+
+class Gauges(msgspec.Struct, frozen=True):
+    """The engine's state at one moment."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+
+
+class _Snapshot(Collector):
+    """One scrape's metric families."""
+
+    def __init__(
+        self,
+        stats: EngineStats,
+        gauges: Gauges,
+        cache: CacheConfig,
+        labels: tuple[str, str],
+        transfers: TransferStats | None,
+        *,
+        drafts: bool,
+    ) -> None:
+        self._stats, self._gauges, self._cache, self._labels = stats, gauges, cache, labels
+        self._transfers = transfers
+        self._drafts = drafts
+
+    def collect(self) -> Iterator[Metric]:
+        stats, gauges = self._stats, self._gauges
+        yield self._cache_config()
+        yield self._gauge("num_requests_running", "Requests in execution batches.", gauges.num_running)
+        yield self._gauge("num_requests_waiting", "Requests waiting to be processed.", gauges.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 is full.", gauges.kv_cache_usage)
+        yield self._counter("prefix_cache_queries", "Queried tokens.", stats.prefix_cache_queries)
+        yield self._counter("prefix_cache_hits", "Cached tokens.", stats.prefix_cache_hits)
+        if self._drafts:
+            yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", 0)
+        if self._transfers is not None:
+            queries, hits = stats.external_prefix_cache_queries, stats.external_prefix_cache_hits
+            yield self._counter("external_prefix_cache_queries", "Tokens asked of other engines.", queries)
+            yield self._counter("external_prefix_cache_hits", "Tokens other engines have.", hits)
+            yield from self._transfers.families(_LABELS, self._labels)
+        yield self._counter("prompt_tokens", "Prefill tokens processed.", stats.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Cached prompt tokens.", stats.prompt_tokens_cached)
+        yield self._counter("generation_tokens", "Generation tokens processed.", stats.generation_tokens)
+        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Finished requests.", labels=(*_LABELS, "finished_reason")
+        )
+        for reason, count in stats.finished.items():
+            success.add_metric((*self._labels, reason), count)
+        yield success
+        yield self._first_token()
+
+    def _cache_config(self) -> Metric:
+        labels = {**self._cache.labels(), "engine": self._labels[1]}
+        family = GaugeMetricFamily("vllm:cache_config_info", "Cache configuration.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: int) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _first_token(self) -> Metric:
+        total = 0
+        buckets = []
+        bounds = (*(str(bound) for bound in TTFT_BUCKETS_S), "+Inf")
+        for bound, count in zip(bounds, self._stats.ttft_counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(
+            "vllm:time_to_first_token_seconds", "Time to first token.", labels=_LABELS
+        )
+        family.add_metric(self._labels, buckets, sum_value=self._stats.ttft_sum_s)
+        return family
+
+
+def render(
+    stats: EngineStats,
+    gauges: Gauges,
+    cache: CacheConfig,
+    *,
+    model: str,
+    dp_rank: int,
+    transfers: TransferStats | None = None,
+    drafts: bool = False,
+) -> bytes:
+    """The body of ``GET /metrics``; ``transfers`` only where the engine has a connector, ``drafts``: it has
+    the layers of a drafter (which drafts nothing here)."""
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers, drafts=drafts))
+    return generate_latest(registry)

@@ -31,9 +31,8 @@ import msgspec
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
-from publisher.simulator.request import FinishReason, Sampler, SimRequest
-from publisher.simulator.stats import EngineStats, Gauges
-from publisher.simulator.transfer.connector import KvConnector
+from publisher.simulator.kv_connector import KvConnector
+from publisher.simulator.request import EngineStats, FinishReason, Gauges, Sampler, SimRequest
 
 
 def _rank(request: SimRequest) -> tuple[int, float]:

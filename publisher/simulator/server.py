@@ -20,10 +20,11 @@ import zmq
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
-from publisher.simulator.api.answers import Json
-from publisher.simulator.http.app import EngineApp
-from publisher.simulator.http.deaths import Deaths
-from publisher.simulator.http.server import LoopServer, listen
+from publisher.simulator.api_protocol import Json
+from publisher.simulator.http_app import EngineApp
+from publisher.simulator.http_server import CrashSwitch, LoopServer, listen
+from publisher.simulator.kv_connector import KvConnector, TransferLink
+from publisher.simulator.kv_protocols import MooncakeBooks, MooncakeLink, OffloadingBooks, OffloadingLink
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import (
@@ -35,10 +36,6 @@ from publisher.simulator.settings import (
     resolve_groups,
 )
 from publisher.simulator.stepper import Stepper
-from publisher.simulator.transfer.connector import KvConnector
-from publisher.simulator.transfer.link import TransferLink
-from publisher.simulator.transfer.mooncake import MooncakeBooks, MooncakeLink
-from publisher.simulator.transfer.offloading import OffloadingBooks, OffloadingLink
 from publisher.snapshot import SnapshotLedger
 from publisher.zmq_publisher import ZmqPublisher
 
@@ -97,7 +94,7 @@ class SimulatedEngine:
             recomputes_failed_loads=settings.kv_load_failure_policy == "recompute",
         )
         self.link = None if self.connector is None else self._link(self.connector)
-        self.deaths = Deaths(settings.dies_at, self.die)
+        self.deaths = CrashSwitch(settings.dies_at, self.die)
         self.publisher: ZmqPublisher | None = None
         self.base_url = ""
         self._server: LoopServer | None = None

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, HashScheme
-from publisher.groups import Family, GroupSpec
+from publisher.events import Family, GroupSpec
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768

@@ -21,7 +21,7 @@ import structlog
 
 from router.admission.wait_targets import WaitTargets
 from router.http.reasons import reason_of
-from router.http.watched_file import WatchedFile
+from router.http.tls import WatchedFile
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024

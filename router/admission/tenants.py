@@ -11,14 +11,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
+from typing import Final
 
 import msgspec
 
-from router.admission.bucket import TokenBucket
 from router.admission.key_file import TenantRules
 from router.admission.peers import Use
 from router.openai.errors import ApiError, Headers, model_not_allowed, rate_limited
-from router.openai.request import Usage
+from router.openai.request import InboundRequest, Usage
+
+# A token bucket: so much a minute on average, and at most one minute's worth at once.
+#
+# Pure; the caller has the clock. Always true: what is left never exceeds the capacity. It may be overdrawn,
+# since what a request costs is known only after it was let in; the debt is paid by waiting.
+
+
+_ROUNDING = 1e-6
+
+
+class TokenBucket:
+    """``now`` is monotonic seconds, the same clock at every call. It begins full."""
+
+    __slots__ = ("_at", "_left", "capacity")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.capacity = per_minute
+        self._left = per_minute
+        self._at = now
+
+    def left(self, now: float) -> float:
+        """What may be taken now; negative while there is debt."""
+        self._left = min(self.capacity, self._left + max(0.0, now - self._at) * self.capacity / 60)
+        self._at = max(self._at, now)
+        return self._left
+
+    def take(self, amount: float, now: float) -> None:
+        """Take it, overdrawing if need be; a negative amount is given back."""
+        self._left = self.left(now) - amount  # ``left`` has the cap
+
+    def take_for_other(self, charged: float, refunded: float, taken: float, now: float) -> float:
+        """Count charges and refunds of another process. Takes the bucket to a debt of one period at most, and
+        gives back no more than has been ``taken`` for that process; returns what then is."""
+        left = self.left(now)
+        more = min(charged, max(0.0, left + self.capacity))
+        back = min(refunded, taken + more)
+        self._left = left - more + back
+        return taken + more - back
+
+    def lower(self, left: float, now: float) -> None:
+        """No more than this is left now."""
+        self._left = min(self.left(now), left)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until ``amount`` (at most the capacity) can be taken without debt; 0: now."""
+        missing = min(amount, self.capacity) - self.left(now)
+        return 0.0 if missing <= _ROUNDING else missing * 60 / self.capacity
+
+    def resize(self, per_minute: float, now: float) -> None:
+        """The limit changed: what was used stays used."""
+        used = self.capacity - self.left(now)
+        self.capacity = per_minute
+        self._left = per_minute - used
 
 
 class TenantStats(msgspec.Struct):
@@ -247,9 +300,6 @@ class TenantRequest:
             self.tenant.charge(more, self._clock())
 
 
-_ROUNDING = 1e-6
-
-
 def _used(bucket: TokenBucket | None, now: float) -> float:
     """Tokens it lacks of being full, at most one period's worth."""
     return 0.0 if bucket is None else min(bucket.capacity, bucket.capacity - bucket.left(now))
@@ -273,3 +323,32 @@ def _duration(seconds: float) -> bytes:
     minutes, rest = divmod(seconds, 60)
     text = f"{rest:.3f}".rstrip("0").rstrip(".") + "s"
     return (f"{int(minutes)}m{text}" if minutes else text).encode()
+
+
+# Estimates of a request's tokens by its size, charged until an engine reports usage.
+#
+# Where a prompt's tokens are known they count. Else these estimates do: of the order of what engines
+# report, rather above it, so that no tenant gets far ahead of a limit while many requests are under way.
+
+
+_TEXT_BYTES: Final = 4
+"""Bytes of text for a token."""
+_BYTES: Final = {"multimodal": 512, "embeds": 8192}
+"""The same by reason why a prompt was not read: images in base64 (a JPEG of 1 MB is some 2,500 tokens), and
+prompt embeddings (4,096 values of 16 bits, in base64, are 11 kB)."""
+_FORM_BYTES: Final = 640
+"""Audio at 16 kHz with 16 bits, 50 tokens a second."""
+_FREE: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""No model runs for these."""
+
+
+def estimated_tokens(request: InboundRequest, reason: str | None) -> int:
+    """Prompt tokens by the size of the body; ``reason``: why its prompt was not read, None where its API has
+    none that is read here."""
+    size = len(request.body)
+    if request.path in _FREE or request.path.endswith(("/render", "/derender")) or request.method != "POST":
+        return 0
+    if reason is not None:
+        return size // _BYTES.get(reason, _TEXT_BYTES)
+    is_form = bytes(request.body[:2]) == b"--"
+    return size // (_FORM_BYTES if is_form else _TEXT_BYTES)

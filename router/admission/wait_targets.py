@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.admission.queue.fair import Priority
+from router.admission.fair_queue import Priority
 
 
 class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} = {value}: expected seconds, more than 0")
 
     def wait_target(self, priority: int) -> float | None:
-        """Target of a class (``Claim.priority``)."""
+        """Target of a class (``QueueTicketRequest.priority``)."""
         own = {Priority.HIGH: self.wait_target_high_s, Priority.LOW: self.wait_target_low_s}.get(
             Priority(priority)
         )

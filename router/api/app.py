@@ -18,12 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import __version__
-from router.admission.queue.claims import read_claim
+from router.admission.admission_queue import read_claim
 from router.admission.tenants import Tenant
 from router.api.answers import (
     DocumentedApi,
     EndedRequest,
     EngineBrief,
+    EngineProblem,
     EngineView,
     Health,
     LiveRequest,
@@ -34,18 +35,15 @@ from router.api.answers import (
     ReceiptView,
     Version,
     described,
+    engine_problems,
     refer,
 )
-from router.api.explain import explain
-from router.api.metrics.page import Sources
+from router.api.metrics_page import Sources
 from router.api.page import page
-from router.api.problems import EngineProblem, engine_problems
-from router.api.readiness import Readiness
-from router.api.views import OpsView, OwnView
-from router.fleet.sources.base import SourceStats
+from router.api.views import LocalView, OpsView, Readiness, explain
+from router.fleet.sources import SourceStats
 from router.fleet.status import ModelCard
 from router.observe.history import RecentHistory
-from router.openai.apis import CHAT, COMPLETION, PROMPT_APIS, RESPONSES
 from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -59,8 +57,8 @@ from router.openai.errors import (
     unknown_path,
     usage_off,
 )
-from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, at_leisure
-from router.openai.request import InboundRequest
+from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, run_cooperatively
+from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
 from router.placement.decide import Planner
 
 TENANT = "kvatlas.tenant"
@@ -105,7 +103,7 @@ def create_ops(
     """The application with everything, for the ops port; ``view`` is what it shows, by default of this
     process alone."""
     app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
-    view = view or OwnView(sources)
+    view = view or LocalView(sources)
     _add_metrics(app, view)
     _add_insight(app, planner, sources, view, body_bytes_max)
     _add_requests(app, view)
@@ -283,7 +281,7 @@ def _add_insight(
         _check_json(request)
         body = await read_body(request, body_bytes_max)
         peeked = await peek_any_size(body)
-        path = request.query_params.get("path") or await at_leisure(_likely_path(body))
+        path = request.query_params.get("path") or await run_cooperatively(_likely_path(body))
         if path not in PROMPT_APIS:
             raise bad_request(
                 "missing_prompt",

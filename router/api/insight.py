@@ -11,9 +11,8 @@ import numpy as np
 
 from publisher.events import BlockHash
 from router.api.answers import EndedRequest, LiveRequest, PrefixView
-from router.api.metrics.page import Sources
-from router.index.base import Plane
-from router.index.media import GPU
+from router.api.metrics_page import Sources
+from router.index.base import GPU, Plane
 from router.observe.history import Counts, Gauges, RecentHistory
 from router.observe.receipts import COMPARED
 from router.observe.requests import BROKEN, RequestRecord, RequestTracker

@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from router.config.texts import check_texts
-from router.fleet.identity import EngineAddress
-from router.fleet.sources.engine_list import check_address
+from router.fleet.settings import EngineAddress
+from router.fleet.sources import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.usage import UsageSettings
-from router.placement.shadow import Shadow
-from router.prompts.origin.source import download_command, has_tokenizer, parse_source
+from router.placement.affinity import Shadow
+from router.prompts.origin.hub import download_command, has_tokenizer, parse_source
 from router.proxy.aliases import Aliases
 
 _SECONDS_MAX = 1e8

@@ -8,11 +8,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from router.config.describe import describe
 from router.config.errors import ConfigError
-from router.config.load import Loaded, load
+from router.config.load import Loaded, describe, load
 from router.config.schema import Config, ServerConfig
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 from router.replication.settings import IndexSettings
 
 _SERVER = ServerConfig()

@@ -10,23 +10,20 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from router.admission.queue.settings import QueueSettings
-from router.admission.settings import KeySettings
-from router.api.admin.settings import AdminSettings
+from router.admission.settings import KeySettings, QueueSettings
+from router.api.admin_settings import AdminSettings
 from router.config.checks import check_config, check_engine
-from router.config.errors import ConfigError
+from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.config.wording import meant, misfit
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
+from router.fleet.settings import DnsSettings, EngineAddress, FileSettings, FleetSettings, KubernetesSettings
 from router.http.reasons import reason_of
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
@@ -34,9 +31,9 @@ from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
-from router.prompts.config import PromptSettings
+from router.prompts.settings import PromptSettings
 from router.proxy.settings import ProxySettings
-from router.replication.redis.url import has_password
+from router.replication.redis.settings import has_password, redacted
 from router.replication.settings import IndexSettings
 
 ENV_PREFIX = "KVATLAS_"
@@ -266,3 +263,125 @@ def _value(value: Any, kind: Any, key: str) -> Any:
 def _engine(fields: Any, prefix: str) -> EngineAddress:
     engine = _build(fields, EngineAddress, prefix)
     return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
+
+
+# What of another configuration a running router can take, and what waits for its next start.
+#
+# Pure. ``LIVE`` says it; all that follows from a key that is not there (sockets, the shared index, memory
+# that was laid out) stays as it is. Always true: the configuration that comes out is one that
+# ``check_config`` accepts; keys are named as users write them.
+
+
+LIVE = frozenset(
+    {
+        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd"),
+        *("server.log_level", "server.log_format", "server.log_requests"),
+        *("server.expose_decision", "server.check_every", "sidecar.prefills"),
+        *("fleet.poll_interval_s", "fleet.poll_down_interval_s", "fleet.poll_timeout_s"),
+        *("fleet.polls_missed_max", "fleet.gauge_interval_s", "fleet.answer_bytes_max"),
+    }
+)
+"""Whole sections, and keys of others. Two exceptions are in ``_stays``."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """``config`` is the running one with all that it can take; ``taken`` are the keys in which it differs,
+    ``waiting`` those that need a new start."""
+
+    config: Config
+    taken: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+def changes(running: Config, wanted: Config) -> Change:
+    """From one to the other. Raises ``ConfigError`` where what can be taken does not go with what stays."""
+    taken: list[str] = []
+    waiting: list[str] = []
+    values: dict[str, Any] = {}
+    for section in Config.__struct_fields__:
+        old, new = getattr(running, section), getattr(wanted, section)
+        if isinstance(old, msgspec.Struct):
+            values[section] = _section(section, old, new, (running, wanted), taken, waiting)
+        elif old == new:
+            values[section] = old
+        elif section in LIVE and not _stays(section, running, wanted):
+            values[section] = new
+            taken += _entries(section, old, new)
+        else:
+            values[section] = old
+            waiting += _entries(section, old, new)
+    config = Config(**values)
+    check_config(config)
+    return Change(config, tuple(taken), tuple(waiting))
+
+
+def _section(
+    section: str,
+    old: msgspec.Struct,
+    new: msgspec.Struct,
+    configs: tuple[Config, Config],
+    taken: list[str],
+    waiting: list[str],
+) -> msgspec.Struct:
+    values = {}
+    for name in old.__struct_fields__:
+        if getattr(old, name) == getattr(new, name):
+            continue
+        key = f"{section}.{name}"
+        if (section in LIVE or key in LIVE) and not _stays(key, *configs):
+            taken.append(key)
+            values[name] = getattr(new, name)
+        else:
+            waiting += _changes_leaves(key, getattr(old, name), getattr(new, name))
+    return msgspec.structs.replace(old, **values) if values else old
+
+
+def _stays(key: str, running: Config, wanted: Config) -> bool:
+    """Keys are asked for everywhere or nowhere, from the first request on; and what replicas share about
+    models was written as they were."""
+    if key == "keys.file":
+        return (running.keys.file is None) != (wanted.keys.file is None)
+    return key == "models" and running.index.is_shared
+
+
+def _entries(section: str, old: Any, new: Any) -> Iterator[str]:
+    """Of a table by name, the entries that differ; else the whole."""
+    if not isinstance(old, dict):
+        yield section
+        return
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            yield f'{section}."{name}"'
+
+
+def _changes_leaves(key: str, old: Any, new: Any) -> Iterator[str]:
+    if not isinstance(old, msgspec.Struct):
+        yield key
+        return
+    for name in old.__struct_fields__:
+        if getattr(old, name) != getattr(new, name):
+            yield from _changes_leaves(f"{key}.{name}", getattr(old, name), getattr(new, name))
+
+
+# The merged configuration as lines to read, each with where it came from.
+
+
+def describe(loaded: Loaded) -> str:
+    """The merged configuration, one ``key = value`` line each, with the source of what is not a default."""
+    lines = []
+    for key, value in _flatten(msgspec.to_builtins(loaded.config)):
+        shown = redacted(value) if key == "index.url" else value
+        source = next(
+            (s for k, s in loaded.sources.items() if key == k or key.startswith(f"{k}[")), "default"
+        )
+        lines.append(f"{key} = {msgspec.json.encode(shown).decode()}  # {source}\n")
+    return "".join(lines)
+
+
+def _flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict) and tree:
+        pairs = [(f"{prefix}.{name}" if prefix else name, value) for name, value in tree.items()]
+        return [leaf for name, value in pairs for leaf in _flatten(value, name)]
+    if isinstance(tree, list | tuple) and tree and isinstance(tree[0], dict):
+        return [leaf for i, value in enumerate(tree) for leaf in _flatten(value, f"{prefix}[{i}]")]
+    return [(prefix, tree)]

@@ -11,14 +11,12 @@ from typing import Any, Literal
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.groups import GroupSpec
-from router.admission.queue.settings import QueueSettings
-from router.admission.settings import KeySettings
-from router.api.admin.settings import AdminSettings
+from publisher.events import GroupSpec
+from router.admission.settings import KeySettings, QueueSettings
+from router.api.admin_settings import AdminSettings
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import EngineAddress, FleetSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
@@ -26,10 +24,10 @@ from router.index.learn.layout import ModelFacts
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
+from router.placement.affinity import ShadowSpec
 from router.placement.candidate import PolicySettings
-from router.placement.shadow import ShadowSpec
-from router.prompts.config import ANY_MODEL, ModelPrompts, PromptSettings
-from router.prompts.origin.source import AUTO, parse_source
+from router.prompts.origin.hub import AUTO, parse_source
+from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 

@@ -1,6 +1,6 @@
 """Syntax of the texts in a configuration: a rule for every setting that is a text or a list of texts.
 
-A rule looks at the syntax alone; files and servers are tried later (``router/serve/check.py``). Settings
+A rule looks at the syntax alone; files and servers are tried later (``router/serve/reload.py``). Settings
 with a fixed set of values are ``Literal`` in their struct and need no rule. Always true: every setting has
 one of both (a test walks the whole tree).
 """
@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from router.config.errors import ConfigError
+from router.config.errors import ConfigError, meant
 from router.config.schema import Config, ModelConfig
-from router.config.wording import meant
-from router.http.addresses import base_url_fault, is_host, split_address
+from router.http.sockets import base_url_fault, is_host, split_address
 from router.placement.policies import POLICIES
-from router.prompts.clock import zone_of
+from router.prompts.settings import zone_of
 
 Rule = Callable[[str], str]
 """Returns the fault of a text with its remedy; "" where it fits."""

@@ -9,17 +9,102 @@ order of requests depends on how fast answers come, as it does with people.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
 
-from router.demo.apis import PATHS, Api, Message, request_body, text_of, usage_of
+from publisher.engine import (
+    ChatRequest,
+    EngineModel,
+    EngineSettings,
+    SimRequest,
+    VirtualEngine,
+    model_length,
+    resolve_groups,
+)
+from router.demo.summary import Tally
 from router.http.reasons import reason_of
-from router.openai.request import Usage
+from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
+from router.proxy.sse import read_usage
+
+# The demo's conversations as requests of each API, and what the events of their streams say.
+#
+# A conversation is a chat's messages; an assistant's tool calls have their results behind them.
+
+
+Api = Literal["chat", "messages", "responses"]
+Message = dict[str, Any]
+PATHS: dict[Api, str] = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES}
+
+
+def request_body(api: Api, model: str, messages: list[Message], max_tokens: int) -> dict[str, Any]:
+    """A streamed request; the first message is the system prompt."""
+    body: dict[str, Any] = {"model": model, "stream": True}
+    if api == "chat":
+        usage = {"stream_options": {"include_usage": True}}
+        return {**body, "messages": messages, "max_tokens": max_tokens, **usage}
+    system, *turns = messages
+    if api == "messages":
+        given = [_as_blocks(message) for message in turns]
+        return {**body, "system": system["content"], "messages": given, "max_tokens": max_tokens}
+    items = [item for message in turns for item in _as_items(message)]
+    return {**body, "instructions": system["content"], "input": items, "max_output_tokens": max_tokens}
+
+
+def _as_blocks(message: Message) -> Message:
+    if message["role"] == "tool":
+        result = {
+            "type": "tool_result",
+            "tool_use_id": message["tool_call_id"],
+            "content": message["content"],
+        }
+        return {"role": "user", "content": [result]}
+    calls = [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"]),
+        }
+        for call in message.get("tool_calls", ())
+    ]
+    if not calls:
+        return message
+    return {"role": "assistant", "content": [{"type": "text", "text": message["content"]}, *calls]}
+
+
+def _as_items(message: Message) -> list[Message]:
+    if message["role"] == "tool":
+        said = {"call_id": message["tool_call_id"], "output": message["content"]}
+        return [{"type": "function_call_output", **said}]
+    text = {"role": message["role"], "content": message["content"]}
+    calls = [
+        {"type": "function_call", "call_id": call["id"], **call["function"]}
+        for call in message.get("tool_calls", ())
+    ]
+    return [text, *calls]
+
+
+def text_of(event: dict[str, Any]) -> str:
+    """The text that an event of a stream adds."""
+    delta = event.get("delta")
+    if isinstance(delta, str):
+        return delta
+    if isinstance(delta, dict):
+        return delta.get("text") or ""
+    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+
+
+def usage_of(data: bytes) -> Usage | None:
+    """The usage that an event tells."""
+    return read_usage(data) if b'"usage"' in data else None
+
 
 _TOPICS = (
     "gardens",
@@ -173,3 +258,56 @@ class ChatLoad:
 
     def _now(self) -> float:
         return time.monotonic() - self._started_s
+
+
+# What round-robin would have got: the same requests, at the same times, on virtual engines in turn.
+#
+# The engines are those of the demo, on a virtual clock (``publisher.engine.VirtualEngine``), so the
+# comparison costs no second run and suffers no other load. Round-robin gets the requests as the real run
+# shaped them: had its answers come later, its users would have asked later too, so its queueing is rather
+# flattered.
+
+
+class RoundRobinBaseline:
+    """A fleet of virtual engines behind round-robin."""
+
+    def __init__(self, engines: int, settings: EngineSettings) -> None:
+        self._model = EngineModel(settings, model_length(settings, resolve_groups(settings)))
+        self._engines = [VirtualEngine(settings) for _ in range(engines)]
+        self._turn = cycle(self._engines)
+        self._pending: list[tuple[float, SimRequest]] = []
+        self._sent: dict[str, tuple[VirtualEngine, SimRequest]] = {}
+        self._count = 0
+
+    async def add(self, outcome: ChatOutcome) -> None:
+        """One request of the real run; may come in any order, is sent in the order of its arrival."""
+        request = ChatRequest(messages=[dict(m) for m in outcome.messages], max_tokens=outcome.max_tokens)
+        prepared = await self._model.prepare_chat(request)
+        self._count += 1
+        self._pending.append((outcome.at_s, self._model.sim_request(f"baseline-{self._count}", prepared)))
+
+    def advance(self, until_s: float) -> None:
+        """Send everything that arrived before ``until_s`` and let the engines work."""
+        due = sorted((p for p in self._pending if p[0] <= until_s), key=lambda p: p[0])
+        self._pending = [p for p in self._pending if p[0] > until_s]
+        for at_s, request in due:
+            engine = next(self._turn)
+            engine.submit(request, at_s)
+            self._sent[request.request_id] = engine, request
+        for engine in self._engines:
+            engine.advance(until_s)
+
+    def finish(self) -> None:
+        """Send what is left and let every engine finish its work."""
+        self.advance(max((at_s for at_s, _ in self._pending), default=0.0))
+        for engine in self._engines:
+            engine.advance(float("inf"))
+
+    def tally(self) -> Tally:
+        """Hits and first-token times so far."""
+        tally = Tally()
+        for engine, request in self._sent.values():
+            first_s = engine.first_token_s.get(request.request_id)
+            if first_s is not None:
+                tally.add(len(request.prompt), request.cached_tokens or 0, first_s - request.arrival_s)
+        return tally

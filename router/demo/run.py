@@ -9,39 +9,68 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import uvloop
 from rich.console import Console
 from rich.live import Live
 
-from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
+from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.demo.apis import Api
-from router.demo.baseline import RoundRobinBaseline
 from router.demo.gateway import find_envoy, free_port, gateway_process
-from router.demo.load import ANSWER_TOKENS, ChatLoad, ChatOutcome
-from router.demo.roles import KvConnector, apart
-from router.demo.store import store_process
-from router.demo.summary import LegCounts, Tally
-from router.demo.table import live_table
+from router.demo.load import ANSWER_TOKENS, Api, ChatLoad, ChatOutcome, RoundRobinBaseline
+from router.demo.summary import LegCounts, Tally, live_table, store_process
 from router.epp.settings import EppSettings
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import EngineAddress, FleetSettings, Role
 from router.http.server.server import ListenError
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings
-from router.prompts.config import ANY_MODEL
-from router.replication.redis.url import SettingsError, redacted
-from router.replication.schema.registry import IndexRefused
+from router.prompts.settings import ANY_MODEL
+from router.replication.redis.settings import SettingsError, redacted
+from router.replication.registry import IndexRefused
 from router.replication.service import check_index
 from router.replication.settings import IndexSettings
-from router.serve.logs import configure_logging
+from router.serve.command import configure_logging
 from router.serve.server import RouterServer, make_server
-from router.tools.console import output_console
+from router.tools.ops_client import output_console
+
+# What the demo's engines do where prefill and decode are apart, and how their blocks get across.
+#
+# The router knows one port for all bootstrap servers of Mooncake, and one for all side channels of
+# offloading, as pods have them. So prefill engines of these have addresses of their own on this machine:
+# 127.0.0.1, 127.0.0.2 and so on, which Linux answers to.
+
+
+KvConnector = Literal["nixl", "mooncake", "offloading"]
+_PORTS = {
+    "mooncake": ("bootstrap_port", "mooncake_bootstrap_port"),
+    "offloading": ("side_channel_port", "offloading_port"),
+}
+"""The setting of a prefill engine, and that of the router."""
+
+
+def apart(
+    engine: EngineSettings, count: int, connector: KvConnector | None
+) -> tuple[list[EngineSettings], PdSettings]:
+    """Settings of so many engines like this one, and what the router is told of their connector; None: each
+    does both."""
+    if connector is None:
+        return [engine] * count, PdSettings()
+    prefills = max(1, count // 3)
+    roles: list[Role] = ["prefill" if number < prefills else "decode" for number in range(count)]
+    engines = [msgspec.structs.replace(engine, role=role, kv_connector=connector) for role in roles]
+    if connector == "nixl":
+        return engines, PdSettings()
+    port = free_port()
+    theirs, ours = _PORTS[connector]
+    for number in range(prefills):
+        own = {"host": f"127.0.0.{number + 1}", theirs: port}
+        engines[number] = msgspec.structs.replace(engines[number], **own)
+    return engines, msgspec.structs.replace(PdSettings(connector=connector), **{ours: port})
+
 
 ENGINE = EngineSettings(
     groups="gptoss-like",
@@ -133,7 +162,7 @@ def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
     command = [
         sys.executable,
         "-m",
-        "router.demo.engines",
+        "router.demo.run",
         msgspec.json.encode(settings).decode(),
     ]
     process = subprocess.Popen(  # noqa: S603  # our own module
@@ -340,3 +369,28 @@ def _say(console: Console, demo: _Demo, base_url: str, ops_url: str, *, keep: bo
         body = '{"model": "kvatlas-demo", "messages": [{"role": "user", "content": "hello"}]}'
         for url in (f"{base_url}/v1/chat/completions", f"{ops_url}/kvatlas/explain"):
             console.print(f"  curl {url} -H 'content-type: application/json' -d '{body}'")
+
+
+# The demo's engines: a process of its own that runs simulated engines until its input closes.
+#
+# Started by ``router.demo.run``; prints one JSON line with the base URLs once all of them listen. Being
+# tied to its standard input, it also ends when the demo is killed.
+
+
+async def _serve(settings: list[EngineSettings]) -> None:
+    engines = [SimulatedEngine(each) for each in settings]
+    for engine in engines:
+        await engine.start()
+    print(msgspec.json.encode([engine.base_url for engine in engines]).decode(), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    for engine in engines:
+        await engine.stop()
+
+
+def main() -> None:
+    """Argument: the settings of each engine, as JSON."""
+    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=list[EngineSettings])))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import structlog
 
+from router.epp import messages as m
+from router.epp.grpc import DESTINATION, Header, changes
 from router.epp.settings import EppSettings, EppStats
-from router.http.deadlines import Sweeper
+from router.fleet.settings import endpoint_of
 from router.http.server.capacity import Capacity
-from router.observe.log_throttle import LogThrottle
-from router.openai.apis import PROMPT_APIS, RESPONSES
+from router.http.sockets import NEVER, Sweeper
+from router.observe.requests import LogThrottle
+from router.openai.request import PROMPT_APIS, RESPONSES
+from router.proxy.attempt import Attempt
 from router.proxy.settings import ProxySettings
 
 _log = structlog.get_logger()
@@ -78,3 +83,107 @@ class PickerContext(msgspec.Struct):
         unsaid = self.seldom.due(f"{event} {about}", self.clock())
         if unsaid is not None:
             _log.warning(event, **more, **({"unsaid": unsaid} if unsaid else {}))
+
+
+# One task waits for the next thing that happens; whoever makes it happen rings.
+
+
+class Wakeup:
+    """For one waiting task at a time; used from the event loop only."""
+
+    __slots__ = ("_waiter",)
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def rung(self) -> None:
+        """Waits for the next ring."""
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        await waiter
+
+    def ring(self) -> None:
+        """Something happened."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+# How long one exchange waits for what is next: one deadline at a time, looked at by the server's sweeper.
+
+
+class Timer:
+    """``passed`` is called once when the time is over."""
+
+    __slots__ = ("_clock", "_passed", "_sweeper", "deadline")
+
+    def __init__(self, sweeper: Sweeper, clock: Callable[[], float], passed: Callable[[], None]) -> None:
+        self.deadline = NEVER
+        self._sweeper = sweeper
+        self._clock = clock
+        self._passed = passed
+        sweeper.add(self)
+
+    def wait(self, seconds: float) -> None:
+        """So long from now on, in place of what was set before."""
+        self.deadline = self._clock() + seconds
+
+    def expire(self) -> None:
+        """See ``Watched``."""
+        self.deadline = NEVER
+        self._passed()
+
+    def stop(self) -> None:
+        """Nothing is waited for any more; for good."""
+        self.deadline = NEVER
+        self._sweeper.discard(self)
+        self._passed = _nothing
+
+
+def _nothing() -> None:
+    """What is left to do when the time is over, after ``stop``."""
+
+
+# What a gateway is told of a choice: the destination, twice, and what else changes in the request's head.
+#
+# Pure.
+
+
+_DESTINATION = DESTINATION.encode()
+
+
+def destination(attempt: Attempt, fallbacks: int) -> str:
+    """The endpoint chosen, and those behind it in order."""
+    if not fallbacks:
+        return endpoint_of(attempt.base_url)
+    return ",".join(dict.fromkeys(map(endpoint_of, (attempt.base_url, *attempt.next_best(fallbacks)))))
+
+
+def told(
+    head: list[Header],
+    wanted: Iterable[Header],
+    attempt: Attempt,
+    fallbacks: int,
+    *,
+    length: int | None = None,
+    target: bytes | None = None,
+) -> tuple[bytes, bytes]:
+    """The header mutation and the metadata by which ``head`` becomes ``wanted`` with the engine's own fields.
+    ``length`` is that of a buffered body that is changed: Envoy compares. ``target``: path and query, where
+    they are not those that came."""
+    to = destination(attempt, fallbacks)
+    own = dict(attempt.engine_headers)
+    if own:
+        wanted = [*(field for field in wanted if field[0] not in own), *own.items()]
+    sets, removes = changes(head, wanted)
+    if length is not None:
+        sets.append((b"content-length", b"%d" % length))
+    if target is not None:
+        sets.append((b":path", target))
+    mutation, metadata = _named(to)
+    return m.header_mutation(sets, removes) + mutation, metadata
+
+
+@lru_cache(maxsize=4096)
+def _named(to: str) -> tuple[bytes, bytes]:
+    """The header and the metadata that name this destination."""
+    return m.header_mutation([(_DESTINATION, to.encode())]), m.dynamic_metadata(m.LB, DESTINATION, to)

@@ -8,25 +8,145 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import structlog
 
-from router.epp.calls import opener
-from router.epp.certificate import self_signed
+from router.epp import grpc
+from router.epp.conformance import ConformanceExchange
 from router.epp.context import PickerContext
+from router.epp.exchange import GatewayExchange
+from router.epp.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen
-from router.http.deadlines import Sweeper, tick_for
-from router.http.h2.connection import H2Connection
+from router.http.h2.connection import H2Connection, Opener
+from router.http.h2.hpack import Field, literal
+from router.http.h2.stream import Stream, StreamHandler
 from router.http.reasons import reason_of
-from router.http.server.capacity import Capacity
-from router.http.server.handshake import Handshakes
+from router.http.server.capacity import Capacity, Handshakes
+from router.http.server.server import address_url
 from router.http.server.settings import ListenSettings
-from router.http.server.side_server import address_url
-from router.http.tls import Certificates, server_context
+from router.http.sockets import Sweeper, tick_for
+from router.http.tls import Certificates, TlsError, TlsFiles, server_context
 from router.proxy.settings import ProxySettings
+
+# What gateways and probes may call: the ext_proc method, and the health check (``grpc.health.v1``).
+
+
+EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
+_CHECK: Final = b"/grpc.health.v1.Health/Check"
+_LIGHT_PICKER: Final = "inference-extension"
+"""The service of the conformance suite's liveness and readiness probes: the light picker serves once it
+knows its pool (pkg/lwepp/server/runserver.go)."""
+_SERVING, _NOT_SERVING = 1, 2
+_MESSAGE_BYTES_MAX: Final = 4096
+_NOT_GRPC: Final = literal(b":status", b"415")
+_NOT_POST: Final = literal(b":status", b"405")
+
+
+def opener(context: PickerContext, *, health_only: bool = False) -> Opener:
+    """Takes the streams of a port; ``health_only``: of one that answers health checks alone."""
+
+    def open_stream(stream: Stream, head: list[Field]) -> StreamHandler | None:
+        told = dict(head)
+        if told.get(b":method") != b"POST":
+            stream.send_headers(_NOT_POST, end=True)
+        elif not told.get(b"content-type", b"").startswith(b"application/grpc"):
+            stream.send_headers(_NOT_GRPC, end=True)
+        elif told.get(b":path") == _PROCESS and not health_only:
+            kind = ConformanceExchange if context.settings.conformance_headers else GatewayExchange
+            return kind(stream, context)
+        elif told.get(b":path") == _CHECK:
+            return HealthCall(stream, context)
+        else:
+            stream.send_headers(grpc.only_trailers(grpc.UNIMPLEMENTED, "no such method here"), end=True)
+        return None
+
+    return open_stream
+
+
+class HealthCall:
+    """One health check."""
+
+    def __init__(self, stream: Stream, context: PickerContext) -> None:
+        self._stream = stream
+        self._context = context
+        self._reader = GrpcReader(_MESSAGE_BYTES_MAX)
+
+    def on_data(self, data: bytes) -> None:
+        """See ``StreamHandler``."""
+        self._stream.taken(len(data))
+        if self._stream.begun:
+            return
+        try:
+            for message in self._reader.feed(data):
+                self._answer(message)
+                return
+        except (GrpcError, ProtobufError) as error:
+            self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, str(error)), end=True)
+
+    def on_end(self) -> None:
+        """See ``StreamHandler``."""
+        if not self._stream.begun:
+            text = "a check is one message"
+            self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, text), end=True)
+
+    def on_lost(self) -> None:
+        """See ``StreamHandler``."""
+
+    def _answer(self, message: bytes) -> None:
+        service = ""
+        for number, value in fields(message):
+            if number == 1:
+                service = as_text(value)
+        if service in ("", "liveness"):
+            serves = True
+        elif service in ("readiness", EXTERNAL_PROCESSOR):
+            serves = not self._context.draining and self._context.readiness()
+        elif service == _LIGHT_PICKER:
+            serves = self._context.synced()
+        else:
+            self._stream.send_headers(grpc.only_trailers(grpc.NOT_FOUND, "unknown service"), end=True)
+            return
+        self._stream.send_headers(grpc.HEAD)
+        self._stream.send(message_frame(number_field(1, _SERVING if serves else _NOT_SERVING)))
+        self._stream.finish(grpc.trailers(grpc.OK))
+
+
+# The certificate of a picker that was given none: made at the start by openssl, valid for ten years, kept
+# in memory only. Gateways can take it unverified alone, as they do by default for endpoint pickers.
+
+
+_MAKE = (
+    *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+    *("-days", "3650", "-subj", "/CN=kvatlas-epp", "-keyout", "key.pem", "-out", "cert.pem"),
+)
+_MAKE_S_MAX = 30.0
+
+
+def self_signed() -> ssl.SSLContext:
+    """A context with a certificate of its own. Raises ``TlsError``."""
+    remedy = "give epp.tls_cert_file and epp.tls_key_file, or set epp.tls = false"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subprocess.run(  # noqa: S603  # fixed arguments, of an own folder
+                _MAKE, cwd=folder, check=True, capture_output=True, timeout=_MAKE_S_MAX
+            )
+        except FileNotFoundError:
+            raise TlsError(
+                f"epp.tls: a certificate is made by openssl, which is not installed; {remedy}"
+            ) from None
+        except (OSError, subprocess.SubprocessError) as error:
+            raise TlsError(f"epp.tls: openssl made no certificate ({error}); {remedy}") from None
+        files = TlsFiles(str(Path(folder, "cert.pem")), str(Path(folder, "key.pem")))
+        return server_context(files, "epp.tls")
+
 
 _log = structlog.get_logger()
 _KEYS = "epp.tls_cert_file, tls_key_file or client_ca_file"

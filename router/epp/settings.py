@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.http.h2.settings import H2Settings, H2Stats
+from router.http.h2.connection import H2Settings, H2Stats
 from router.http.tls import TlsFiles, check_tls_files
 
 

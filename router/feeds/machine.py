@@ -21,14 +21,11 @@ No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds
 
 from __future__ import annotations
 
-from router.feeds.actions import Action, StateChanged
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
-from router.feeds.position import NOWHERE
-from router.feeds.recovery.recovery import Recovery
-from router.feeds.recovery.repair import RepairKind
-from router.feeds.recovery.replay_answers import ReplayAnswers
-from router.feeds.recovery.snapshot_answers import SnapshotAnswers
-from router.feeds.wire import Frame
+from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+from router.feeds.position import NOWHERE, Action, StateChanged
+from router.feeds.recovery import Recovery, RepairKind
+from router.feeds.replay import ReplayAnswers
+from router.feeds.snapshot import SnapshotAnswers
 
 NEVER_OWED = float("-inf")
 

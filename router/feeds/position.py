@@ -6,11 +6,121 @@ applied in order and never twice; going past a gap is an explicit ``skip_to``, w
 
 from __future__ import annotations
 
+import msgspec
+
 from publisher.events import AllBlocksCleared, DecodedBatch
-from router.feeds.actions import Action, Adopt, Apply, Forget
-from router.feeds.base import Cut, FeedSettings, FeedStats
-from router.feeds.window import HeldBatches, RecentBatches
-from router.feeds.wire import Frame
+from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
+
+# What the feed machine tells its shell to do.
+
+
+class Apply(msgspec.Struct, frozen=True, gc=False):
+    """Hand this batch to the sink."""
+
+    batch: DecodedBatch
+
+
+class Forget(msgspec.Struct, frozen=True, gc=False):
+    """Tell the sink to drop everything of this engine."""
+
+
+class RequestReplay(msgspec.Struct, frozen=True, gc=False):
+    """Ask for batches from ``from_seq`` on, after ``delay_s``; an earlier request is then void."""
+
+    request_id: int
+    from_seq: int
+    delay_s: float
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """Ask for all that the engine holds, after ``delay_s``; an earlier request is then void."""
+
+    request_id: int
+    delay_s: float
+
+
+class Adopt(msgspec.Struct, frozen=True, gc=False):
+    """What the snapshot's answer staged in the sink is all that the engine held at the snapshot's cut."""
+
+
+class StateChanged(msgspec.Struct, frozen=True, gc=False):
+    """The feed's state, or the reason for it, is another now."""
+
+    state: FeedState
+    reason: str
+
+
+Action = Apply | Forget | RequestReplay | RequestSnapshot | Adopt | StateChanged
+
+
+# The two bounded memories of a feed around its position: batches held back, and digests of recent ones.
+
+
+class HeldBatches:
+    """Batches waiting for earlier ones, by seq. Bounded in number and in payload bytes."""
+
+    def __init__(self, *, batches_max: int, bytes_max: int) -> None:
+        self._frames: dict[int, Frame] = {}
+        self._batches_max = batches_max
+        self._bytes_max = bytes_max
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: Frame) -> bool:
+        """Keep a batch; the first of a seq wins. False: no room, nothing changed."""
+        if frame.seq in self._frames:
+            return True
+        if len(self._frames) >= self._batches_max or self._bytes + frame.size_bytes > self._bytes_max:
+            return False
+        self._frames[frame.seq] = frame
+        self._bytes += frame.size_bytes
+        return True
+
+    def pop(self, seq: int) -> Frame | None:
+        """Take a batch out; None if it is not here."""
+        frame = self._frames.pop(seq, None)
+        if frame is not None:
+            self._bytes -= frame.size_bytes
+        return frame
+
+    def frames(self) -> list[Frame]:
+        """All that is held, in order of seq."""
+        return [self._frames[seq] for seq in sorted(self._frames)]
+
+    def lowest(self) -> int | None:
+        """Smallest seq held."""
+        return min(self._frames, default=None)
+
+    def clear(self) -> None:
+        self._frames.clear()
+        self._bytes = 0
+
+
+class RecentBatches:
+    """Digests of the batches applied last, to tell a repeated batch from a restarted engine's."""
+
+    def __init__(self, batches_max: int) -> None:
+        self._seqs = [-1] * batches_max
+        self._digests = [0] * batches_max
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def put(self, seq: int, digest: int) -> None:
+        slot = seq % len(self._seqs)
+        self._seqs[slot] = seq
+        self._digests[slot] = digest
+
+    def digest(self, seq: int) -> int | None:
+        """Digest of the batch applied under that seq; None if none was, or too long ago."""
+        slot = seq % len(self._seqs)
+        return self._digests[slot] if self._seqs[slot] == seq else None
+
+    def clear(self) -> None:
+        self._seqs = [-1] * len(self._seqs)
+
 
 NOWHERE = -1
 """``next_seq`` before anything is known of the stream."""
@@ -198,3 +308,41 @@ class Position:
                     self.found_whole()
             elif event.medium != "GPU" and event.medium is not None:
                 self._offload_seen = True
+
+
+# The share of a predicted hit to expect while a feed is incomplete.
+#
+# READY: all of it. Otherwise what is known is evidence, and the expected share of a hit is
+#
+#     the share is applied / (applied + missing + waiting)
+#
+# where ``applied`` are the batches that what is known rests on (since the engine's start, its last cache
+# clear, or up to a snapshot's cut), ``missing`` those known to be lost, and ``waiting`` those that exist
+# but have not been applied yet. Where something is wrong and no number says how much (a phantom alarm, a
+# process that could not be told from the one before), half of that. A feed that is only silent keeps its
+# share: nothing says that anything happened since. One that lost its connection has none until the process
+# is confirmed: an engine that restarts loses its cache, and its next event may be long in coming.
+
+
+DOUBTS = frozenset({"phantom", "unverified"})
+"""Reasons that come without a number."""
+
+
+def expected_share(stats: FeedStats) -> float:
+    """Share of a predicted hit to be expected, 0 to 1."""
+    if stats.state is FeedState.READY:
+        return 1.0
+    if stats.unconfirmed:
+        return 0.0
+    unknown = stats.missing_batches + stats.waiting_batches
+    known = stats.known_batches
+    share = known / (known + unknown) if known else 0.0
+    return share / 2 if stats.reason in DOUBTS else share
+
+
+def expected_hit(hit_tokens: int, alignment: int, stats: FeedStats | None) -> int:
+    """The hit to count on, in tokens: the share of it, rounded down to where a hit may end."""
+    if stats is None or stats.state is FeedState.READY:
+        return hit_tokens
+    expected = int(hit_tokens * expected_share(stats))
+    return expected - expected % max(alignment, 1)

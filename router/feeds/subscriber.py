@@ -20,7 +20,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
-from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
 from router.feeds.base import (
     Cut,
     FeedSettings,
@@ -31,12 +30,14 @@ from router.feeds.base import (
     ResyncError,
     SnapshotSource,
     SnapshotUnsupportedError,
+    WireError,
+    live_in_pieces,
 )
 from router.feeds.machine import FeedMachine
-from router.feeds.recovery.replay import ReplayResync
-from router.feeds.recovery.snapshot import SnapshotClient
+from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
+from router.feeds.replay import ReplayResync
+from router.feeds.snapshot import SnapshotClient
 from router.feeds.sockets import MessageReader, Slice, live_socket
-from router.feeds.wire import WireError, live_in_pieces
 
 _log = structlog.get_logger()
 

@@ -16,8 +16,8 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from router.fleet.identity import EngineAddress
-from router.fleet.sources.base import DiscoveredEngine
+from router.fleet.settings import EngineAddress
+from router.fleet.sources import DiscoveredEngine
 
 ADMIN, STATIC = "admin", "static"
 ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
@@ -56,7 +56,7 @@ class FleetFullError(Exception):
     """``engines_max`` servers are in the fleet already."""
 
 
-class Roster:
+class DesiredState:
     """See the module."""
 
     def __init__(self, *, engines_max: int) -> None:

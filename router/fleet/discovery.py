@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
-from router.fleet.desired import STATIC, Roster
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.fleet.sources.base import CannotStartError, DiscoveredEngine, Source, SourceStats
-from router.fleet.sources.engine_list import check_address
-from router.fleet.sources.file import FileSource
+from router.fleet.desired import STATIC, DesiredState
+from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.sources import (
+    CannotStartError,
+    DiscoveredEngine,
+    FileSource,
+    Source,
+    SourceStats,
+    check_address,
+)
 
 _log = structlog.get_logger()
 _AFTER_FAULT_S = 2.0
@@ -29,7 +33,7 @@ class FleetSources:
         self,
         engines: Sequence[EngineAddress],
         settings: FleetSettings,
-        roster: Roster,
+        roster: DesiredState,
         *,
         changed: Callable[[], None],
     ) -> None:
@@ -99,10 +103,10 @@ def _configured(settings: FleetSettings) -> Iterator[Source]:
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:
-        from router.fleet.sources.kubernetes.source import KubernetesSource
+        from router.fleet.kubernetes.source import KubernetesSource
 
         yield KubernetesSource(settings.kubernetes)
     if settings.dns.on:
-        from router.fleet.sources.dns import DnsSource
+        from router.fleet.sources import DnsSource
 
         yield DnsSource(settings.dns)

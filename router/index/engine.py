@@ -20,19 +20,16 @@ from publisher.events import (
     BlockRemoved,
     BlockStored,
     DecodedBatch,
+    GroupSpec,
     to_block_hash,
 )
-from publisher.groups import GroupSpec
-from router.index.base import Index, Plane, PoolListener
-from router.index.learn.budget import LearningBudget
+from router.index.base import GPU, ON_GPU, Index, Plane, PoolListener
+from router.index.hit_rules import evaluate
 from router.index.learn.facts import SetupEvidence
-from router.index.learn.knowledge import EngineKnowledge
+from router.index.learn.knowledge import EngineKnowledge, LearningBudget
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.learn.removals import RemovalEvidence, Removals
-from router.index.learn.root_events import root_event
-from router.index.media import GPU, ON_GPU
-from router.index.offloaded import Outside
-from router.index.rules.hits import evaluate
+from router.index.learn.root_events import RemovalEvidence, Removals, root_event
+from router.index.offloaded import OffloadedBlocks
 
 _STAGED = "\x00staged"
 """Ends the index's name of a picture under construction; no engine id holds a NUL."""
@@ -65,7 +62,7 @@ class EngineResidency(EngineKnowledge):
         self.budget = LearningBudget()
         self.pool: PoolListener | None = None
         """Told of each block stored and removed on the GPU."""
-        self._outside = Outside(engine_id, index, self.rejected)
+        self._outside = OffloadedBlocks(engine_id, index, self.rejected)
         self._reset(expected=(), inside_seen=False)
 
     def _reset(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:

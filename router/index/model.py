@@ -13,13 +13,12 @@ from typing import Protocol
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash, DecodedBatch
-from router.index.base import Index, IndexStats, Rows
+from router.index.base import GPU, Index, IndexStats, Rows
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.media import GPU
-from router.index.seats import NOWHERE, EngineHit, Mode, Seat, Seating, SeatRows, seat_hits
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
+from router.index.seats import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, seat_hits
 
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 _SEATINGS_MAX = 16
@@ -52,7 +51,7 @@ class Residency:
         """What is known; another object after a snapshot was adopted."""
         self._model = model
         self._staged: EngineResidency | None = None
-        self._seat: Seat | None = None
+        self._seat: EngineQuery | None = None
         writer.changed = self._changed
 
     def apply(self, batch: DecodedBatch) -> None:
@@ -96,12 +95,12 @@ class Residency:
         slot = index.slot(self.engine_id)
         return slot is not None and index.lookup((block,)).holds(GPU, slot)
 
-    def seat(self) -> Seat | EngineHit:
+    def seat(self) -> EngineQuery | EngineHit:
         """All a prediction needs of the engine, or the answer that nothing can be predicted and why."""
         if self._seat is not None:
             return self._seat
         found = self._model.find_seat(self.writer)
-        if isinstance(found, Seat) and found.slot is not NOWHERE:
+        if isinstance(found, EngineQuery) and found.slot is not NOWHERE:
             self._seat = found
         return found
 
@@ -122,7 +121,7 @@ class FleetResidency:
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
-        self._seatings: dict[tuple[str, ...], Seating] = {}
+        self._seatings: dict[tuple[str, ...], QueryPlan] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
         self._remembered_mode: Mode = "native"
 
@@ -216,7 +215,7 @@ class FleetResidency:
         """
         seating = self._seating(tuple(engine_ids))
         answers: dict[str, EngineHit] = {}
-        open_seats: dict[HashScheme, list[Seat]] = {}
+        open_seats: dict[HashScheme, list[EngineQuery]] = {}
         for engine_id in seating.unsettled:
             seat = self._offered(engine_id, prompt)
             if isinstance(seat, EngineHit):
@@ -237,23 +236,23 @@ class FleetResidency:
             answers |= self._open_hits(rows, prompt.num_tokens, seats, detail=detail)
         return answers
 
-    def _seating(self, engine_ids: tuple[str, ...]) -> Seating:
+    def _seating(self, engine_ids: tuple[str, ...]) -> QueryPlan:
         found = self._seatings.get(engine_ids)
         if found is not None:
             return found
-        settled: dict[HashScheme, list[Seat]] = {}
+        settled: dict[HashScheme, list[EngineQuery]] = {}
         unsettled: list[str] = []
         for engine_id in engine_ids:
             engine = self._engines.get(engine_id)
             seat = None if engine is None else engine.seat()
-            if isinstance(seat, Seat) and seat.settled:
+            if isinstance(seat, EngineQuery) and seat.settled:
                 settled.setdefault(seat.scheme, []).append(seat)
             else:
                 unsettled.append(engine_id)
-        rows = {scheme: SeatRows(seats) for scheme, seats in settled.items()}
+        rows = {scheme: PlanRows(seats) for scheme, seats in settled.items()}
         if len(self._seatings) >= _SEATINGS_MAX:
             self._seatings.clear()
-        found = self._seatings[engine_ids] = Seating(rows, tuple(unsettled))
+        found = self._seatings[engine_ids] = QueryPlan(rows, tuple(unsettled))
         return found
 
     def unseat(self) -> None:
@@ -261,7 +260,7 @@ class FleetResidency:
         self._seatings.clear()
         self._tell_changed()
 
-    def _offered(self, engine_id: str, prompt: HashedPrompt) -> Seat | EngineHit:
+    def _offered(self, engine_id: str, prompt: HashedPrompt) -> EngineQuery | EngineHit:
         """The seat of an engine that may find its hashes in this prompt."""
         engine = self._engines.get(engine_id)
         if engine is None:
@@ -283,7 +282,7 @@ class FleetResidency:
         return rows
 
     def _open_hits(
-        self, rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool
+        self, rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool
     ) -> dict[str, EngineHit]:
         """Of seats that may not be proven yet: what an engine holds of a prompt proves the scheme it was
         hashed by."""
@@ -292,7 +291,7 @@ class FleetResidency:
                 self._engines[seat.engine_id].writer.confirm(seat.scheme)
         return seat_hits(rows, num_tokens, seats, detail=detail)
 
-    def find_seat(self, engine: EngineResidency) -> Seat | EngineHit:
+    def find_seat(self, engine: EngineResidency) -> EngineQuery | EngineHit:
         """See ``Residency.seat``."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
@@ -311,7 +310,7 @@ class FleetResidency:
             return EngineHit("unknown", why_unknown=why)
         slot = self.index.slot(engine.engine_id)
         place, proven = slot or NOWHERE, not engine.unproven
-        return Seat(
+        return EngineQuery(
             engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
         )
 
@@ -347,3 +346,120 @@ def _why_unknown(engine: EngineResidency) -> str:
     if engine.layout is None:
         return "no stored blocks seen yet"
     return f"hash scheme not detected yet ({engine.detection})"
+
+
+# One residency per model: the sink of all feeds, whatever model their engines serve.
+#
+# Equal block hashes mean equal prefixes only within one model, so every base model has a ``FleetResidency``
+# of its own. Always true: an engine belongs to at most one model; when it comes back with another one, what
+# it held before is forgotten.
+
+
+class ModelIndexes:
+    """Base model -> residency of the engines that serve it."""
+
+    def __init__(
+        self,
+        facts_of: Callable[[str], ModelFacts],
+        index_of: Callable[[str], Index] | None = None,
+        *,
+        applied: Callable[[str], None] = lambda engine_id: None,
+    ) -> None:
+        """``index_of`` makes the index of a model; without it every model has one in memory. ``applied`` is
+        called with the engine's id after each batch and each snapshot."""
+        self._facts_of = facts_of
+        self._index_of = index_of
+        self._applied = applied
+        self._by_model: dict[str, FleetResidency] = {}
+        self._model_of: dict[str, str] = {}
+        self._slices = 0
+        self.changes = 0
+        """How often anything may have changed that is known of engines' hashes and groups."""
+
+    def assign(self, engine_id: str, base_model: str) -> Residency:
+        """The engine serves this model (from now on). Returns its part of it."""
+        if self._model_of.get(engine_id) != base_model:
+            self.remove(engine_id)
+            self._model_of[engine_id] = base_model
+        return self.scope(base_model).residency(engine_id)
+
+    def scope(self, base_model: str) -> FleetResidency:
+        """The residency of one model, made on first use."""
+        found = self._by_model.get(base_model)
+        if found is None:
+            found = self._by_model[base_model] = self._new_scope(base_model)
+        return found
+
+    def _new_scope(self, base_model: str) -> FleetResidency:
+        index = None if self._index_of is None else self._index_of(base_model)
+        return FleetResidency(self._facts_of(base_model), index, changed=self._changed)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def models(self) -> dict[str, FleetResidency]:
+        return self._by_model
+
+    def engine(self, engine_id: str) -> EngineResidency | None:
+        """The writer of one engine; None before it was assigned."""
+        model = self._model_of.get(engine_id)
+        return None if model is None else self.scope(model).engine(engine_id)
+
+    def apply(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: one batch, in order. An engine that was never assigned has no feed, so no batch."""
+        self.scope(self._model_of[engine_id]).apply(engine_id, batch)
+        self._applied(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        """Feed sink: the engine restarted."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).forget(engine_id)
+
+    def stage(self, engine_id: str, batch: DecodedBatch) -> None:
+        """Feed sink: a piece of a snapshot."""
+        self.scope(self._model_of[engine_id]).stage(engine_id, batch)
+
+    def adopt(self, engine_id: str) -> None:
+        """Feed sink: the snapshot is complete, and the truth."""
+        self.scope(self._model_of[engine_id]).adopt(engine_id)
+        self._applied(engine_id)
+
+    def unstage(self, engine_id: str) -> None:
+        """Feed sink: the snapshot broke off."""
+        if engine_id in self._model_of:
+            self.scope(self._model_of[engine_id]).unstage(engine_id)
+
+    def age(self, now_s: float) -> None:
+        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
+        for scope in self._by_model.values():
+            scope.age(now_s)
+
+    def check_integrity(self) -> list[str]:
+        """Recounts every index; an empty list, or one sentence per contradiction."""
+        return [problem for scope in self._by_model.values() for problem in scope.check_integrity()]
+
+    def remove(self, engine_id: str) -> None:
+        """The engine left, or serves another model now."""
+        model = self._model_of.pop(engine_id, None)
+        if model is not None:
+            self.scope(model).remove(engine_id)
+
+    def relearn(self, base_model: str) -> None:
+        """What is known of the model has changed: no engine serves it until it is assigned again."""
+        for engine_id in [one for one, model in self._model_of.items() if model == base_model]:
+            self.remove(engine_id)
+        self._by_model.pop(base_model, None)
+
+    def advance_detection(self) -> bool:
+        """One slice of one running seed search, of each in turn; True while any is left."""
+        searching = [engine for scope in self._by_model.values() for engine in scope.searching()]
+        if not searching:
+            return False
+        self._slices += 1
+        searching[self._slices % len(searching)].advance_detection()
+        return True
+
+    def refill(self, now_s: float) -> None:
+        """Time has passed: more of the engines' events may be learned from. Monotonic clock."""
+        for scope in self._by_model.values():
+            scope.refill(now_s)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import Counter
 
 from publisher.events import GROUPS_MAX, BlockRemoved, BlockStored, to_block_hash
-from router.index.base import Index, Plane
-from router.index.media import (
+from router.index.base import (
     OWNER_CHARS_MAX,
     TURNS,
+    Index,
+    Plane,
     is_cleared_with_gpu,
     is_remote,
     is_shared,
@@ -34,7 +35,7 @@ _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 _Key = tuple[str | None, int | None, str | None, str | None]
 
 
-class Outside:
+class OffloadedBlocks:
     """Blocks of one engine outside its GPU. ``rejected`` counts events that make no sense, by reason."""
 
     def __init__(self, engine_id: str, index: Index, rejected: Counter[str]) -> None:

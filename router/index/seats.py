@@ -1,7 +1,7 @@
-"""Who is asked what: an engine's seat (hash scheme, layout, place in the rows), and its hit from the rows.
+"""The query for each engine (hash scheme, layout, place in the rows), and its hit from the rows.
 
-Engines whose hashes and groups are known from their own events sit together in a ``Seating``, which holds as
-long as nothing of them changes: a decision then takes their hits in one step per layout and 64 engines.
+Engines whose hashes and groups are known from their own events share a ``QueryPlan``, which is valid until
+one of them changes: a decision then takes their hits in one step per layout and 64 engines.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.index.base import Rows, Slot
+from router.index.base import CPU, GPU, STORAGE, Rows, Slot
+from router.index.hit_rules import Ends, WordHits, WordRule, evaluate
 from router.index.learn.layout import CacheLayout
-from router.index.learn.prefixes import LearnedKeys
-from router.index.media import CPU, GPU, STORAGE
-from router.index.rules.hits import WordHits, WordRule, evaluate
-from router.index.rules.offload import Reach, loaded, reach, usable
-from router.index.rules.runs import Ends
+from router.index.learn.root_events import LearnedKeys
+from router.index.offload_rules import Reach, loaded, reach, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 
@@ -63,7 +61,7 @@ class EngineHit(msgspec.Struct, frozen=True, gc=False):
         return self.hit_tokens + self.cpu_tokens + self.storage_tokens
 
 
-class Seat(NamedTuple):
+class EngineQuery(NamedTuple):
     """All that a prediction needs of one engine."""
 
     engine_id: str
@@ -92,7 +90,7 @@ class _Row:
 
     __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "seats", "word")
 
-    def __init__(self, seats: list[Seat]) -> None:
+    def __init__(self, seats: list[EngineQuery]) -> None:
         first = seats[0]
         self.layout, self.word, self._mode = first.layout, first.slot.word, first.mode
         self.seats = seats
@@ -138,13 +136,13 @@ class _Row:
             alike ^= 1 << bit
 
 
-class SeatRows:
+class PlanRows:
     """Seats of one hash scheme, arranged for ``hits``."""
 
     __slots__ = ("_rows",)
 
-    def __init__(self, seats: list[Seat]) -> None:
-        rows: dict[tuple[int, int, Mode, str], list[Seat]] = {}
+    def __init__(self, seats: list[EngineQuery]) -> None:
+        rows: dict[tuple[int, int, Mode, str], list[EngineQuery]] = {}
         for seat in seats:
             word = seat.slot.word
             # Engines laid out alike share the object; those that are nowhere share a bit too.
@@ -167,19 +165,19 @@ class SeatRows:
         return answers
 
 
-class Seating(NamedTuple):
+class QueryPlan(NamedTuple):
     """Some engines of a model: those whose seats stay as they are, and the ids of the others."""
 
-    settled: dict[HashScheme, SeatRows]
+    settled: dict[HashScheme, PlanRows]
     unsettled: tuple[str, ...]
 
 
-def seat_hits(rows: Rows, num_tokens: int, seats: list[Seat], *, detail: bool) -> dict[str, EngineHit]:
+def seat_hits(rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool) -> dict[str, EngineHit]:
     """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
-    return SeatRows(seats).hits(rows, num_tokens, detail=detail)
+    return PlanRows(seats).hits(rows, num_tokens, detail=detail)
 
 
-def _loading(seat: Seat, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:
+def _loading(seat: EngineQuery, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:
     """One engine's hit where connectors hold blocks too, or every class is asked for by itself."""
     layout, bit = seat.layout, seat.slot.bit
     hit, its = gpu.hit[bit], usable(reaches, seat.stores)

@@ -7,11 +7,20 @@ of a machine share: histories of several workers are added up interval by interv
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+import math
+import os
+import secrets
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from typing import Self
 
 import msgspec
+
+from publisher.block_hash import PromptExtras
+from publisher.events import BlockHash
 
 EVERY_S = 5.0
 INTERVALS_MAX = 60
@@ -117,3 +126,143 @@ class HistoryLog:
             slot=int(self._begun_s // EVERY_S),
             seconds=now - self._begun_s,
         )
+
+
+# The prefixes that most prompts begin with: a bounded tree of block hashes with decaying counts.
+#
+# Of one prompt in ``EVERY``, the hashes at ``FIRST_TOKENS`` tokens, twice that, four times, ... enter the
+# tree, each below the one before. Hashes say nothing of the text. Always true: at most ``NODES_MAX`` nodes,
+# the one that was longest unused goes first; a count halves every ``HALF_LIFE_S``.
+
+
+EVERY = 4
+FIRST_TOKENS = 256
+NODES_MAX = 4096
+HALF_LIFE_S = 600.0
+
+
+class HotPrefix(msgspec.Struct, gc=False):
+    """One prefix. ``parent`` is the next shorter one's hash; ``rate`` decays."""
+
+    tokens: int
+    parent: BlockHash | None
+    model: str
+    rate: float
+    seen_s: float
+
+    def at(self, now: float) -> float:
+        """Its rate now, in prompts of the last minutes."""
+        return self.rate * math.exp2((self.seen_s - now) / HALF_LIFE_S)
+
+
+class HotPrefixes:
+    """``now`` is monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._nodes: OrderedDict[BlockHash, HotPrefix] = OrderedDict()
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, model: str, hashes: Sequence[BlockHash], block_tokens: int, now: float) -> None:
+        """A prompt with these block hashes was placed."""
+        self._turn += 1
+        if self._turn % EVERY:
+            return
+        parent: BlockHash | None = None
+        blocks = max(1, FIRST_TOKENS // block_tokens)
+        while blocks <= len(hashes):
+            node_hash = hashes[blocks - 1]
+            node = self._nodes.get(node_hash)
+            if node is None:
+                self._nodes[node_hash] = HotPrefix(blocks * block_tokens, parent, model, EVERY, now)
+            else:
+                node.rate, node.seen_s = node.at(now) + EVERY, now
+                self._nodes.move_to_end(node_hash)
+            parent, blocks = node_hash, blocks * 2
+        while len(self._nodes) > NODES_MAX:
+            self._nodes.popitem(last=False)
+
+    def longest(self, hashes: Sequence[BlockHash], block_tokens: int, above_tokens: int = 0) -> int:
+        """Return the tokens of the longest prefix in the tree that a prompt of these block hashes has.
+
+        0 where it is no longer than ``above_tokens``.
+        """
+        found, blocks = 0, max(1, FIRST_TOKENS // block_tokens)
+        while blocks * block_tokens <= above_tokens:
+            blocks *= 2
+        while blocks <= len(hashes) and hashes[blocks - 1] in self._nodes:
+            found, blocks = blocks * block_tokens, blocks * 2
+        return found
+
+    def hottest(self, count: int, now: float) -> list[tuple[BlockHash, HotPrefix]]:
+        """The ``count`` with the highest rates, and what they lie below; parents first."""
+        ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].at(now))[:count]
+        wanted: dict[BlockHash, HotPrefix] = {}
+        for key in ranked:
+            at: BlockHash | None = key
+            while at is not None and at not in wanted and (node := self._nodes.get(at)) is not None:
+                wanted[at] = node
+                at = node.parent
+        return sorted(wanted.items(), key=lambda pair: pair[1].tokens)
+
+
+# Ids that tell prefixes of a prompt apart and say nothing of their text: what a usage record may hold.
+#
+# A prompt is cut into units of ``UNIT_TOKENS`` tokens; each gets one id, the last one for what is left. An
+# id is a keyed hash (BLAKE2b) of everything up to the end of its unit: tokens, adapter, cache salt, images.
+# The key is made once per installation and stays there, so equal prompts have equal ids here and unrelated
+# ids elsewhere, and nobody without the key can try texts out. Always true: two prompts share an id exactly
+# where their prefixes up to it are the same, but for chance (ids have 53 bits, which every JSON reader
+# keeps).
+
+
+UNIT_TOKENS = 512
+KEY_BYTES = 32
+_ID_BITS = 53
+_encoder = msgspec.msgpack.Encoder()
+
+
+def read_key(path: Path) -> bytes:
+    """The key of this installation, made on first use, for its owner's eyes only. Raises ``OSError``."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return _key_of(path)
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(KEY_BYTES) + "\n")
+    return _key_of(path)
+
+
+def _key_of(path: Path) -> bytes:
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise OSError(
+            f"{path}: {KEY_BYTES} bytes in hexadecimal expected; remove the file to have a new key made"
+        )
+    return key
+
+
+def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes) -> list[int]:
+    """One id per unit of the prompt."""
+    state = blake2b(
+        _encoder.encode([model, extras.lora_name, extras.lora_path, extras.cache_salt]),
+        key=key,
+        digest_size=16,
+    ).digest()
+    ids = []
+    view = memoryview(tokens)
+    for start in range(0, len(tokens), UNIT_TOKENS):
+        unit = blake2b(state, key=key, digest_size=16)
+        unit.update(view[start : start + UNIT_TOKENS])
+        for item in extras.multimodal:
+            if start <= item.offset < start + UNIT_TOKENS:  # before it the prefix is the same without it
+                unit.update(_encoder.encode([item.identifier, item.offset]))
+        state = unit.digest()
+        ids.append(int.from_bytes(state[:8], "big") >> (64 - _ID_BITS))
+    return ids

@@ -7,17 +7,48 @@ those of the fleet; statuses are HTTP's.
 
 from __future__ import annotations
 
-from collections import deque
+import ast
+import inspect
+import itertools
+import re
+import textwrap
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
 import structlog
 
-from router.observe.histogram import Histogram
-from router.observe.log_throttle import LogThrottle
+from router.observe.receipts import Histogram
 from router.observe.traces import RequestTrace, Traces
 from router.openai.request import Usage
+
+# Throttles log lines that clients can cause: at most one per key and interval. Pure; clock injected.
+
+
+_KEYS_MAX = 1024
+
+
+class LogThrottle:
+    """``every_s``: shortest time between two lines of a key. Keeps the latest 1024 keys."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()  # key -> said at, unsaid since
+
+    def due(self, key: str, now: float) -> int | None:
+        """None: do not log. Else log; the number of lines left out since the last one."""
+        at, unsaid = self._said.get(key, (float("-inf"), 0))
+        if now - at < self._every_s:
+            self._said[key] = at, unsaid + 1
+            return None
+        self._said[key] = now, 0
+        self._said.move_to_end(key)
+        if len(self._said) > _KEYS_MAX:
+            self._said.popitem(last=False)
+        return unsaid
+
 
 Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
@@ -296,3 +327,38 @@ class RequestRecord(msgspec.Struct, eq=False):
             "completion_tokens": None if usage is None else usage.completion_tokens,
             "request_id": self.request_id[:_TEXT_MAX],
         }
+
+
+# The sentence written below a field of a stats struct: HELP of its metric, and its row in the reference.
+
+
+@cache
+def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Field -> its text, of inherited ones too; without what has none. Empty where the source is not at
+    hand."""
+    found: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if base not in {object, msgspec.Struct} and issubclass(base, msgspec.Struct):
+            found |= _own_texts(base)
+    return found
+
+
+def _own_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    found: dict[str, str] = {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    for node, below in itertools.pairwise(body):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            text = re.sub(r"^Gauge(: |\.$)", "", " ".join(below.value.value.split())).replace("``", "`")
+            if text:
+                found[node.target.id] = text[0].upper() + text[1:]
+    return found

@@ -1,7 +1,7 @@
 """Where the members of a JSON object lie in its text, found without decoding it.
 
 Reads all that Python's own parser reads (``NaN``, any depth), and works in steps: the generators yield
-``None`` every few milliseconds, so that their caller can let others go on (``at_leisure``), and raise
+``None`` every few milliseconds, so that their caller can let others go on (``run_cooperatively``), and raise
 ``TooManyStepsError`` for a text that takes more than ``STEPS_MAX``. Strings are passed over at the speed of
 memory, so a body of images costs next to nothing. What is not JSON at all raises ``MalformedError``.
 
@@ -228,7 +228,7 @@ def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]
     return cast(bytes, out)
 
 
-async def at_leisure(steps: Generator[None, None, T]) -> T:
+async def run_cooperatively(steps: Generator[None, None, T]) -> T:
     """The result of a generator that pauses; other tasks go on in its pauses, and of all that pause one goes
     on in each turn of the loop: many at a time hold it no longer than one.
     """

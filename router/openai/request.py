@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+import re
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
+
+from router.openai.errors import ApiError
 
 
 class Phases(Protocol):
@@ -14,7 +17,7 @@ class Phases(Protocol):
         """This begins, and what was before ends."""
 
 
-class Claim(msgspec.Struct, frozen=True, gc=False):
+class QueueTicketRequest(msgspec.Struct, frozen=True, gc=False):
     """What a request may claim where requests wait for each other."""
 
     tenant: str = ""
@@ -31,7 +34,7 @@ class Claim(msgspec.Struct, frozen=True, gc=False):
     """When its first token is due (monotonic seconds), where it has a service level."""
 
 
-NO_CLAIM = Claim()
+NO_CLAIM = QueueTicketRequest()
 Carried = Literal["", "gateway", "sidecar"]
 """Who takes a request to its engines: we; a gateway, to one; a gateway, to one whose sidecar asks another one
 first."""
@@ -67,7 +70,7 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     read_s: float | None = None
     """When its last byte was read (monotonic seconds); None where it did not come over HTTP."""
-    claim: Claim = NO_CLAIM
+    claim: QueueTicketRequest = NO_CLAIM
     """Read only where requests may have to wait."""
     prompt: Any = None
     """What its prompt is made of, decoded from this body; whoever reads it takes it away."""
@@ -83,3 +86,71 @@ class Usage(msgspec.Struct, gc=False):
 
 FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
 """Why an engine did not answer whole."""
+
+
+# The APIs whose requests carry a prompt, by path: what the proxy and the prompt reader tell apart.
+#
+# All others are passed on to the least loaded engine.
+
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETION: Final = "/v1/completions"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
+BATCH: Final = "/v1/chat/completions/batch"
+GENERATE: Final = "/inference/v1/generate"
+COHERE: Final = "/cohere/v2/chat"
+PROMPT_APIS: Final = {
+    CHAT: "chat",
+    COMPLETION: "completions",
+    MESSAGES: "messages",
+    RESPONSES: "responses",
+    BATCH: "batch",
+    GENERATE: "generate",
+    COHERE: "cohere",
+}
+"""Path -> name, as metrics, receipts and explain have it."""
+
+
+# Our own errors in the shape of the API that was asked: before an answer begins, and within its stream.
+
+
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_SEQUENCE: Final = re.compile(rb'"sequence_number":\s*(\d{1,18})')
+
+
+def error_body(error: ApiError, path: str) -> bytes:
+    """The JSON body of an answer with this error."""
+    if path == MESSAGES or path.startswith(MESSAGES + "/"):
+        return msgspec.json.encode({"type": "error", "error": _anthropic(error)}) + b"\n"
+    if path == COHERE:
+        return msgspec.json.encode({"message": error.message, "code": error.code}) + b"\n"
+    return error.body()
+
+
+def error_event(error: ApiError, path: str, passed_on: bytes) -> tuple[bytes, bytes]:
+    """Data and name of an event with this error; ``passed_on`` is the end of the stream so far."""
+    if path == RESPONSES:
+        numbers = _SEQUENCE.findall(passed_on)
+        event: dict[str, Any] = {
+            "type": "error",
+            "code": error.code,
+            "message": error.message,
+            "param": error.param,
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        }
+        return msgspec.json.encode(event), b"error"
+    return error_body(error, path).rstrip(), b"error" if path == MESSAGES else b""
+
+
+def _anthropic(error: ApiError) -> dict[str, str]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": kind, "message": error.message, "code": error.code}

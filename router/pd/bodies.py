@@ -21,8 +21,8 @@ from typing import Final
 
 import msgspec
 
-from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.members import MalformedError, Scan, at_once, joined
+from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 
 _LENGTHS: Final = {
     CHAT: b"max_tokens",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Iterable
+from typing import Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -89,3 +91,93 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
         url = urlsplit(self.engine)
         if url.scheme not in {"http", "https"} or not url.hostname or url.path not in {"", "/"}:
             raise ValueError(f"engine = {self.engine!r}: expected http://HOST:PORT or https://HOST:PORT")
+
+
+# What an endpoint picker and the sidecar of a decode engine tell each other, in header fields.
+#
+# The request names the engines that may compute the prompt, the best one first: the field of llm-d, whose
+# sidecar reads it too. The answer says which of them did; other sidecars say nothing. Pure.
+
+
+PREFILLERS: Final = b"x-prefiller-host-port"
+"""Field of a request: ``HOST:PORT``, or several with commas between them."""
+PREFILLED: Final = b"x-kvatlas-prefilled"
+"""Field of an answer: place in that list and ``cached_tokens`` there, or a dash for either."""
+RANK: Final = b"x-data-parallel-rank"
+"""Field of a request: the rank of the engine that answers, which says nothing to the other one."""
+_NAMED_MAX: Final = 8
+_ENDPOINT: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z][0-9A-Za-z.-]{0,252}):[0-9]{1,5}")
+_TOLD: Final = re.compile(rb"([0-9]{1,3}|-) ([0-9]{1,9}|-)")
+_NONE: Final = b"- -"
+
+
+class Prefilled(NamedTuple):
+    """``place`` None: who answered computed the prompt itself. ``cached_tokens`` None: not known."""
+
+    place: int | None
+    cached_tokens: int | None
+
+
+def read_prefillers(fields: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """The endpoints named, in order, without what is none; at most 8 are looked at."""
+    given = [value for name, value in fields if name == PREFILLERS]
+    texts = [text.strip() for text in b",".join(given).decode("latin-1").split(",", _NAMED_MAX)[:_NAMED_MAX]]
+    return list(dict.fromkeys(text for text in texts if _ENDPOINT.fullmatch(text)))
+
+
+def tell(prefilled: Prefilled) -> tuple[bytes, bytes]:
+    """The field that says so."""
+    if prefilled.place is None:
+        return PREFILLED, _NONE
+    cached = b"-" if prefilled.cached_tokens is None else b"%d" % prefilled.cached_tokens
+    return PREFILLED, b"%d %b" % (prefilled.place, cached)
+
+
+def read_prefilled(fields: Iterable[tuple[bytes, bytes]]) -> Prefilled | None:
+    """What an answer says; None: nothing, or nothing that can be read."""
+    value = next((value for name, value in fields if name == PREFILLED), b"")
+    found = _TOLD.fullmatch(value)
+    if found is None:
+        return None
+    place, cached = (None if part == b"-" else int(part) for part in found.groups())
+    return Prefilled(place, None if place is None else cached)
+
+
+# Counters of requests on two engines; the metrics exporter reads them.
+
+
+class PdStats(msgspec.Struct):
+    """Plain counters, monotone."""
+
+    split: int = 0
+    """Requests sent to a prefill and a decode engine, retries included."""
+    whole: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests of fleets with roles that one engine got whole, by reason."""
+    handoffs: int = 0
+    """Prefills whose blocks a decode engine was told to fetch."""
+    prefill_failures: dict[str, int] = msgspec.field(default_factory=dict)
+    """Prefills that gave nothing to hand over, by reason."""
+    leases_late: int = 0
+    """Prefills thrown away because too little was left of their lease."""
+    answers_late: int = 0
+    """Answers thrown away because they began after the end of the lease on the blocks they were made of: the
+    decode engine stood still, or had too much to do."""
+    handoffs_spent: int = 0
+    """Decode engines that failed after they had been told of the blocks, which are not given to another."""
+    handoffs_kept: int = 0
+    """Decode engines that could not be reached, so that another one was told of the same blocks."""
+    ahead: int = 0
+    """Handoffs of which the decode engine was told before the prefill engine had answered."""
+    waits_stuck: int = 0
+    """Of these, prefills that came to nothing: a decode engine waits for them until its own time-out."""
+    gap_s: float = 0.0
+    """Seconds between the two requests, summed over all handoffs."""
+    prefill_s: float = 0.0
+    """Seconds that prefill engines took to answer, summed over all handoffs."""
+
+    prefillers_refused: int = 0
+    """Requests to a sidecar that named none but engines it may not ask (`sidecar.prefills`)."""
+
+    def count(self, counts: dict[str, int], reason: str) -> None:
+        """One more of these."""
+        counts[reason] = counts.get(reason, 0) + 1

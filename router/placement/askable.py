@@ -4,8 +4,8 @@ Left out are engines that only prefill, that were tried, or whose breakers are o
 gateway's subset, a client's own choice and the engine that holds an earlier response narrow it down. Always
 true: at least one comes out, or the error that says why there is none.
 
-And what their prompt is to be looked up with, their ``Party``. Most requests may go to the same engines, so
-the last one stays for as long as nothing of it changes. Always true: it is what would be found anew.
+Also their ``CandidateSet``, with which a prompt is looked up. Most requests may go to the same engines: the
+last set is kept until something of it changes. Always true: it is what would be found again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.fleet.identity import endpoint_of
+from router.fleet.settings import endpoint_of
 from router.fleet.status import Fleet
-from router.index.models import Scopes
+from router.index.model import ModelIndexes
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
 from router.placement.engine import Accounts, Engine
 
 
-class Askable:
+class EligibleEngines:
     """Of one fleet; holds no state of a request."""
 
     def __init__(self, fleet: Fleet[Engine], accounts: Accounts) -> None:
@@ -107,7 +107,7 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
     return found
 
 
-class Party(msgspec.Struct):
+class CandidateSet(msgspec.Struct):
     """Some engines: their hash schemes, the first one's first, and the ids of those that publish events, by
     model. ``guessed``: some have shadows."""
 
@@ -116,20 +116,20 @@ class Party(msgspec.Struct):
     guessed: bool = False
 
 
-NO_PARTY = Party()
+NO_CANDIDATES = CandidateSet()
 
 
-class Parties:
+class CandidateSets:
     """Of one fleet. What is known of engines' hashes is in ``scopes``, or told by other replicas."""
 
-    def __init__(self, fleet: Fleet[Engine], scopes: Scopes) -> None:
+    def __init__(self, fleet: Fleet[Engine], scopes: ModelIndexes) -> None:
         self._fleet = fleet
         self._scopes = scopes
-        self._last = NO_PARTY
+        self._last = NO_CANDIDATES
         self._engines: Sequence[Engine] = ()
         self._changes = -1, -1
 
-    def of(self, engines: Sequence[Engine]) -> Party:
+    def of(self, engines: Sequence[Engine]) -> CandidateSet:
         """These engines; what is returned is not to be changed."""
         changes = self._fleet.changes, self._scopes.changes
         if changes != self._changes or (engines is not self._engines and engines != self._engines):
@@ -139,9 +139,9 @@ class Parties:
         return self._last
 
 
-def party_of(engines: Sequence[Engine]) -> Party:
+def party_of(engines: Sequence[Engine]) -> CandidateSet:
     """Worked out anew."""
-    party = Party()
+    party = CandidateSet()
     for engine in engines:
         scheme, model = engine.scheme, engine.base_model
         if scheme not in party.schemes:

@@ -135,7 +135,7 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
         return self.total_s - self.queue_s
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """The prompt to place. ``prompt_key`` stands for the whole prompt, ``prefix_key`` for its start."""
 
     prompt_tokens: int
@@ -143,16 +143,18 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     prefix_key: int = 0
 
 
-def ask(prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0) -> Ask:
+def ask(
+    prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0
+) -> PlacementRequest:
     """The keys of a prompt from its block hashes (each covers the whole prefix before it).
 
     ``fallback_key`` serves prompts shorter than one block; any stable 64-bit hash of the text will do.
     """
     count = len(hashes)
     if not count:
-        return Ask(prompt_tokens, fallback_key, fallback_key)
+        return PlacementRequest(prompt_tokens, fallback_key, fallback_key)
     first = prefix_blocks if prefix_blocks < count else count  # noqa: FURB136
-    return Ask(prompt_tokens, hashes[-1], hashes[first - 1])
+    return PlacementRequest(prompt_tokens, hashes[-1], hashes[first - 1])
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):

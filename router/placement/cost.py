@@ -76,7 +76,7 @@ Part = tuple[int, int, float, float]
 long to compute as all costs that go by the engine's rate. And ``load_s``."""
 
 
-class Weighed(msgspec.Struct, gc=False):
+class ScoredCandidates(msgspec.Struct, gc=False):
     """What a prompt costs at each candidate, as every decision works it out: ``totals``, ``queues`` and
     ``parts`` are in the order of the candidates. The rest of a ``Cost`` follows from these."""
 
@@ -134,7 +134,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     uncached_tokens: int
     cost: Cost
     """What the chosen one costs."""
-    weighed: Weighed
+    weighed: ScoredCandidates
 
     @property
     def costs(self) -> tuple[Cost, ...]:
@@ -142,7 +142,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         return tuple(self.weighed.cost(index) for index in range(len(self.weighed.totals)))
 
 
-def chosen(weighed: Weighed, index: int, reason: Reason) -> Choice:
+def chosen(weighed: ScoredCandidates, index: int, reason: Reason) -> Choice:
     """The choice of this one."""
     cost = weighed.cost(index)
     return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, weighed)
@@ -153,7 +153,7 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
     return weigh((candidate,), prompt_tokens, settings).cost(0)
 
 
-def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> Weighed:
+def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
     """The cost of each candidate."""
     # Plain steps: this runs once per engine and request. Engines that have as much of a prompt share the hit.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
@@ -195,7 +195,7 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
-    weighed = Weighed(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
+    weighed = ScoredCandidates(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     if loads:
         _add_scarcity(weighed)
     return weighed
@@ -244,7 +244,7 @@ def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
     return near_s + settings.storage_load_s_per_token * (cached - near)
 
 
-def _add_scarcity(weighed: Weighed) -> None:
+def _add_scarcity(weighed: ScoredCandidates) -> None:
     """Where a part of the prompt can be loaded: the price of sequences is in ``decode_s``, that of scarce
     pages in ``eviction_s``."""
     candidates, settings = weighed.candidates, weighed.settings
@@ -297,7 +297,7 @@ class _Bound:
         return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
 
 
-def _pick(weighed: Weighed, key: int) -> tuple[int, Reason]:
+def _pick(weighed: ScoredCandidates, key: int) -> tuple[int, Reason]:
     """Position of the choice, and why; candidates go by their positions."""
     totals, queues, settings = weighed.totals, weighed.queues, weighed.settings
     if len(totals) == 1:
@@ -324,7 +324,7 @@ def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
     return share_s if share_s > settings.tie_s else settings.tie_s  # noqa: FURB136
 
 
-def _weigh_up(weighed: Weighed, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
+def _weigh_up(weighed: ScoredCandidates, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
     """``_pick`` where there may be a bound to keep, engines to probe, or equals."""
     candidates, settings = weighed.candidates, weighed.settings
     queues, totals = weighed.queues, weighed.totals
@@ -355,7 +355,7 @@ def _weigh_up(weighed: Weighed, cheapest: int, key: int, *, cold: bool) -> tuple
     return _settle(weighed, equals, key), reason
 
 
-def _settle(weighed: Weighed, equals: list[int], key: int) -> int:
+def _settle(weighed: ScoredCandidates, equals: list[int], key: int) -> int:
     """Among equals the longest trunk (it is free, and keeps prefixes together), then rendezvous."""
     trunks = [weighed.parts[i][1] for i in equals]
     longest_trunk = max(trunks)

@@ -17,39 +17,35 @@ import structlog
 import xxhash
 
 from publisher.block_hash import HashScheme
-from router.admission.queue.fair import Priority
-from router.admission.queue.settings import QueueSettings
+from router.admission.fair_queue import Priority
+from router.admission.settings import QueueSettings
 from router.fleet.status import Fleet
-from router.index.models import Scopes
-from router.observe.log_throttle import LogThrottle
-from router.openai.apis import PROMPT_APIS
+from router.index.model import ModelIndexes
+from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
-from router.openai.request import InboundRequest
-from router.pd.course import Course
-from router.pd.settings import PdSettings
-from router.pd.stats import PdStats
-from router.placement.affinity import text_tokens
-from router.placement.askable import NO_PARTY, Askable, Parties, Party
-from router.placement.candidate import Ask, Candidate, PolicySettings, ask
+from router.openai.request import PROMPT_APIS, InboundRequest
+from router.pd.handoff import DisaggState
+from router.pd.settings import PdSettings, PdStats
+from router.placement.affinity import ShadowPrompt, text_tokens
+from router.placement.askable import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
+from router.placement.candidate import Candidate, PlacementRequest, PolicySettings, ask
 from router.placement.cost import Choice, within_level
 from router.placement.engine import (
-    NO_LOOK,
+    NO_PEER_SNAPSHOT,
     Accounts,
     Engine,
-    Look,
+    PeerSnapshot,
     PromptView,
     SharedView,
     candidates,
+    order_of,
 )
-from router.placement.holding.hold import Hold
+from router.placement.hold import Hold
 from router.placement.holding.wait import LongWait, long_wait
-from router.placement.order import order_of
 from router.placement.placement import Decision, Placement, Split
 from router.placement.policies import ArmState, policy
-from router.placement.shadow import ShadowPrompt
-from router.placement.split.apart import Answerers, Apart, complete_layouts
-from router.placement.split.legs import DecodePlacement, PrefillPlacement, SidecarPlacement
-from router.placement.split.pairs import Pick
+from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
+from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -71,7 +67,7 @@ class Planner:
         self,
         *,
         fleet: Fleet[Engine],
-        scopes: Scopes,
+        scopes: ModelIndexes,
         reader: PromptReader,
         accounts: Accounts,
         settings: PolicySettings,
@@ -79,15 +75,15 @@ class Planner:
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
-        told: Callable[[], Look] = lambda: NO_LOOK,
+        told: Callable[[], PeerSnapshot] = lambda: NO_PEER_SNAPSHOT,
         queue: QueueSettings = _NO_QUEUE,
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
     ) -> None:
         self._fleet = fleet
-        self._askable = Askable(fleet, accounts)
+        self._askable = EligibleEngines(fleet, accounts)
         self._scopes = scopes
-        self._parties = Parties(fleet, scopes)
+        self._parties = CandidateSets(fleet, scopes)
         self._reader = reader
         self._accounts = accounts
         self._retention = retention
@@ -126,7 +122,7 @@ class Planner:
             self._accounts.room = self.hold.room
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> Placement:
         """Choose an engine, or two, and open their entries. Raises ``ApiError`` where nobody can be asked, or
         not soon enough. Who is placed again has waited already, and is not refused for another wait."""
@@ -260,7 +256,7 @@ class Planner:
 
     @property
     def reads_claims(self) -> bool:
-        """Whether the claims of all requests count (``router.admission.queue.claims``)."""
+        """Whether the claims of all requests count (``router.admission.admission_queue``)."""
         ordered = self._settings.engine_priority > 0
         return self.hold is not None or ordered or self._queue.has_wait_targets
 
@@ -271,7 +267,7 @@ class Planner:
         read: Prompt | TextAffinity | None = None,
         *,
         rehearsal: bool = False,
-        course: Course | None = None,
+        course: DisaggState | None = None,
     ) -> Decision:
         """``read``: what the prompt has been found to be, where that is known."""
         fleet = self._fleet
@@ -283,7 +279,7 @@ class Planner:
             if request.trace is not None:
                 request.trace.phase("read prompt")
             read = await self._reader.read(request)
-        party = NO_PARTY
+        party = NO_CANDIDATES
         if isinstance(read, Prompt):
             party = self._parties.of(asked_of)
             for scheme in party.schemes:
@@ -311,10 +307,10 @@ class Planner:
         self,
         request: InboundRequest,
         read: Prompt | TextAffinity | None,
-        party: Party,
+        party: CandidateSet,
         engines: Sequence[Engine],
-        look: Look,
-        apart: Apart | None,
+        look: PeerSnapshot,
+        apart: DisaggregationPlanner | None,
         *,
         rehearsal: bool,
     ) -> Decision:
@@ -329,7 +325,9 @@ class Planner:
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
-            question = Ask(asked.tokens, key, read.keys[0] if read is not None and read.keys else key)
+            question = PlacementRequest(
+                asked.tokens, key, read.keys[0] if read is not None and read.keys else key
+            )
         asked.order = order
         found = candidates(engines, asked, now)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
@@ -344,7 +342,7 @@ class Planner:
             return Decision(
                 read, asked.tokens, engines, found, choice, look.problem, order=order, skipped=skipped
             )
-        able = Answerers(read, engines, found, look.problem)
+        able = DecodeCandidates(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
 
@@ -378,22 +376,24 @@ class Planner:
             [candidate for candidate, good in zip(found, met, strict=True) if not good],
         )
 
-    def _picking(self, question: Ask, state: ArmState) -> Pick:
+    def _picking(self, question: PlacementRequest, state: ArmState) -> Pick:
         """The policy, for some of the candidates."""
         return lambda among: self._policy(among, question, self._settings, state)
 
-    def _apart(self, request: InboundRequest, exclude: frozenset[str], course: Course | None) -> Apart:
+    def _apart(
+        self, request: InboundRequest, exclude: frozenset[str], course: DisaggState | None
+    ) -> DisaggregationPlanner:
         changes = self._fleet.changes, self._scopes.changes
         if changes != self._completed or self._shared is not None:
             complete_layouts([engine for engine in self._fleet if engine.up])
             self._completed = changes
-        apart = Apart(request, course, self._pd, self._settings)
+        apart = DisaggregationPlanner(request, course, self._pd, self._settings)
         apart.find_helpers(self._fleet.ready(request.model), exclude, self._accounts.now())
         return apart
 
     async def _look(
         self, shared: SharedView, read: Prompt | TextAffinity | None, engines: list[Engine], detail: bool
-    ) -> Look:
+    ) -> PeerSnapshot:
         """What other replicas know of these engines: the one wait that a shared index costs."""
         known: dict[str, str] = {
             e.engine_id: e.base_model for e in engines if e.publishes_events and e.base_model is not None
@@ -401,7 +401,9 @@ class Planner:
         prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
         return await shared.look(prompt, known, detail=detail)
 
-    def _asked(self, prompt: Prompt, party: Party, look: Look, now: float, *, detail: bool) -> PromptView:
+    def _asked(
+        self, prompt: Prompt, party: CandidateSet, look: PeerSnapshot, now: float, *, detail: bool
+    ) -> PromptView:
         """The prompt before these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
         if prompt.skips_cache:
@@ -426,7 +428,7 @@ class Planner:
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
-    def _asked_by_text(self, read: TextAffinity | None, look: Look) -> PromptView:
+    def _asked_by_text(self, read: TextAffinity | None, look: PeerSnapshot) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
         if read is None or not read.keys:
             return PromptView(0, others=look.load)
@@ -434,7 +436,7 @@ class Planner:
         common = {engine_id: text_tokens(count, CHUNK_BYTES) for engine_id, count in matched.items()}
         return PromptView(text_tokens(len(read.keys), CHUNK_BYTES), common=common, others=look.load)
 
-    def _question(self, prompt: Prompt, scheme: HashScheme) -> Ask:
+    def _question(self, prompt: Prompt, scheme: HashScheme) -> PlacementRequest:
         hashes = prompt.hashes(scheme)
         fallback = 0 if hashes else xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(prompt.token_ids)))
         return ask(

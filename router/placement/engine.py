@@ -11,28 +11,27 @@ not learn is ``unknown``, never a guess.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import structlog
 
 from publisher.block_hash import HashScheme
-from router.admission.queue.room import WaitingRoom
+from router.admission.admission_queue import AdmissionQueue
 from router.feeds.base import FeedState, FeedStats
-from router.feeds.trust import expected_hit
-from router.fleet.identity import EngineAddress, EngineId
-from router.fleet.response_holders import ResponseHolders
-from router.fleet.status import EngineStatus
+from router.feeds.position import expected_hit
+from router.fleet.settings import EngineAddress, EngineId
+from router.fleet.status import EngineStatus, ResponseHolders
 from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.seats import EngineHit
-from router.observe.first_token import SloStats
-from router.observe.hot_prefixes import HotPrefixes
-from router.observe.receipts import EngineReceipts, ReceiptLog
-from router.placement.affinity import AffinityMap
+from router.observe.history import HotPrefixes
+from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
+from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.holding.wait import AdmissionStats
 from router.placement.inflight import InflightPrefixes
@@ -40,10 +39,55 @@ from router.placement.load.account import LoadAccount, LoadStats
 from router.placement.load.evictions import EvictionForecast
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
-from router.placement.order import EngineOrder
-from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
+
+# The order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
+#
+#     priority = class + milliseconds of arrival + engine_priority * milliseconds of uncached work
+#
+# The class comes first: negative values for ``high``, from 0 for ``normal``, from ``BAND_MS`` for ``low``,
+# so that no request passes one of a class above. Within a class a prompt waits for those that come up to
+# ``engine_priority`` times its own work later, and for no others: nothing starves.
+#
+# Routers share engines, so arrival counts from one moment of the wall clock. A router whose clock is a
+# second ahead loses a second to the others.
+#
+# vLLM reads a header (``ENGINE_PRIORITY``) before the body's ``priority``
+# (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32 and 0.33): bodies stay as they came.
+
+
+BAND_MS: Final = 1 << 42
+"""Values of one class: 139 years of milliseconds. The three together fit the 53 bits of a JSON number."""
+_EPOCH_S: Final = 1_767_225_600
+"""2026-01-01 UTC."""
+_NORMAL: Final = 1
+
+
+class EngineOrder(msgspec.Struct, frozen=True, gc=False):
+    """The place of a request in its engine's order, but for its work there."""
+
+    now: float
+    """Arrival, in the router's monotonic seconds."""
+    weight: float
+    """What a second of uncached work counts, in seconds of arrival."""
+    band: int = 0
+    """Class: -1 is high, 0 normal, 1 low."""
+
+    def rank_s(self, work_s: float) -> float:
+        """Key in this router's accounts, for ``work_s`` of uncached work; lower goes first."""
+        return self.band * (BAND_MS / 1000) + self.now + self.weight * work_s
+
+    def priority(self, work_s: float, wall_s: float | None = None) -> int:
+        """Value for the engine; ``wall_s``: Unix time of the arrival, now by default."""
+        since_s = (time.time() if wall_s is None else wall_s) - _EPOCH_S + self.weight * work_s
+        return self.band * BAND_MS + min(BAND_MS - 1, max(0, round(1000 * since_s)))
+
+
+def order_of(priority_class: int, now: float, weight: float) -> EngineOrder | None:
+    """Order of a request of this class (``QueueTicketRequest.priority``); None if the setting is off."""
+    return EngineOrder(now, weight, priority_class - _NORMAL) if weight else None
+
 
 _log = structlog.get_logger()
 _CONFIDENCE: dict[str, Confidence] = {
@@ -58,7 +102,7 @@ _EVENTS_DUE_TOKENS = 4096
 """Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class PeerSnapshot(msgspec.Struct, frozen=True):
     """What one look told for one prompt."""
 
     hits: Mapping[str, EngineHit] = {}
@@ -67,12 +111,12 @@ class Look(msgspec.Struct, frozen=True):
     """What the other replicas have in flight, by engine; None: that is not known."""
     stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
     """What other replicas were told of stores that engines share, by model and hash scheme: for predicting
-    the engines followed here (``router.index.rules.offload.shared_part``)."""
+    the engines followed here (``router.index.offload_rules.shared_part``)."""
     problem: str = ""
     """Why the shared index could not be asked; "" where it answered."""
 
 
-NO_LOOK = Look()
+NO_PEER_SNAPSHOT = PeerSnapshot()
 
 
 class SharedView(Protocol):
@@ -89,7 +133,7 @@ class SharedView(Protocol):
 
     async def look(
         self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
-    ) -> Look:
+    ) -> PeerSnapshot:
         """Ask the shared index about ``engines`` (id -> model); ``prompt`` None: about their load only.
 
         ``detail``: hits by spec class too.
@@ -114,7 +158,7 @@ class Accounts:
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
         self.slo_stats = SloStats()
-        self.room: WaitingRoom | None = None
+        self.room: AdmissionQueue | None = None
         """Where requests wait for engines; None where they do not."""
 
         self.integrity_problems = 0

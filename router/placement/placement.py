@@ -12,31 +12,27 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from publisher.groups import Family
-from router.admission.prices import estimated_tokens
-from router.admission.queue.claims import ENGINE_PRIORITY
-from router.admission.queue.fair import Charge
-from router.admission.queue.room import WaitingRoom
+from publisher.events import Family
+from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
+from router.admission.fair_queue import Charge
+from router.admission.tenants import estimated_tokens
 from router.index.learn.layout import CacheLayout
-from router.observe.first_token import FirstTokenParts
-from router.observe.receipts import Leg, Missed, Receipt
+from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
 from router.observe.usage import PlacementFacts
-from router.openai.apis import PROMPT_APIS
-from router.openai.request import InboundRequest, Usage
+from router.openai.request import PROMPT_APIS, InboundRequest, Usage
 from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Hit
 from router.placement.cost import Choice
-from router.placement.engine import Accounts, Engine
+from router.placement.engine import Accounts, Engine, EngineOrder
 from router.placement.holding.wait import LongWait, predicted_wait_s
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
-from router.placement.order import EngineOrder
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
-from router.proxy.paths import CACHE_RESETS
+from router.proxy.headers import CACHE_RESETS
 
 _CLASSES = ("high", "normal", "low")
 """By the number that a claim has."""
@@ -240,7 +236,7 @@ class Placement(Attempt):
         """The prefixes of the prompt that the engine will be able to hit, in hash blocks."""
         return _kept(self.engine, self.decision.candidate.hit, read.num_tokens, retention)
 
-    def _charge(self, room: WaitingRoom) -> None:
+    def _charge(self, room: AdmissionQueue) -> None:
         """Its tenant has these tokens computed."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
@@ -377,7 +373,7 @@ class Placement(Attempt):
         if receipt.mode == "assumed" and receipt.outcome == "under" and engine.residency is not None:
             engine.residency.writer.doubt()
 
-    def _settle(self, room: WaitingRoom, usage: Usage | None) -> None:
+    def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         """What its tenant was charged for is now known; and there may be room for others."""
         if self._answered:
             pool = self.engine.base_model or ""

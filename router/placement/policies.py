@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from router.placement.candidate import Ask, Candidate, Hit, PolicySettings
+from router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
 from router.placement.cost import Choice, choose, chosen, favourite, weigh, weight
 
 
@@ -28,18 +28,20 @@ class ArmState:
     turn: int = 0
 
 
-Policy = Callable[[Sequence[Candidate], Ask, PolicySettings, ArmState], Choice]
+Policy = Callable[[Sequence[Candidate], PlacementRequest, PolicySettings, ArmState], Choice]
 """Raises ``ValueError`` when there are no candidates."""
 
 
 def kvatlas(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """The default: lowest cost in seconds, with credit for the trunk and load counted by the exact hit."""
     return choose(candidates, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
 
 
-def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState) -> Choice:
+def exact(
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
+) -> Choice:
     """Lowest cost by what engines hold now: no trunk, no credit, no prompts in flight."""
     blind = [
         msgspec.structs.replace(c, hit=_only(c.hit, trunk_tokens=0, coming_tokens=0)) for c in candidates
@@ -48,7 +50,7 @@ def exact(candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings
 
 
 def full_attention(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """Counts the full-attention prefix as the hit, as an index that ignores groups does."""
     trusting = [
@@ -59,7 +61,7 @@ def full_attention(
 
 
 def least_load(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """Shortest queue in seconds, then fewest requests; ignores caches."""
     _need(candidates)
@@ -68,7 +70,7 @@ def least_load(
 
 
 def round_robin(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """The engines in turn, by their order in the list."""
     _need(candidates)
@@ -78,7 +80,7 @@ def round_robin(
 
 
 def power_of_two(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """The less loaded of two engines drawn at random (Mitzenmacher, 2001)."""
     _need(candidates)
@@ -88,7 +90,7 @@ def power_of_two(
 
 
 def hash_prefix(
-    candidates: Sequence[Candidate], prompt: Ask, settings: PolicySettings, state: ArmState
+    candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
     """Rendezvous hashing of the first blocks, skipping engines above ``bounded_load_factor`` times the mean
     load.
@@ -148,6 +150,8 @@ def _load_order(candidate: Candidate, key: int) -> tuple[float, int, int]:
     return candidate.queue_s, requests, -weight(candidate.engine_id, key)
 
 
-def _choice(candidates: Sequence[Candidate], index: int, prompt: Ask, settings: PolicySettings) -> Choice:
+def _choice(
+    candidates: Sequence[Candidate], index: int, prompt: PlacementRequest, settings: PolicySettings
+) -> Choice:
     weighed = weigh(candidates, prompt.prompt_tokens, settings)
     return chosen(weighed, index, "only" if len(candidates) == 1 else "policy")

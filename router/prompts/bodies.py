@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.openai import apis
+from router.openai import request as apis
 from router.openai.body import Peek, whole_number
 from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages

@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
-from router.prompts.config import ANY_MODEL, ModelPrompts
 from router.prompts.request import NotLocalError
+from router.prompts.settings import ANY_MODEL, ModelPrompts
 from router.prompts.sizes import compact
 
 _ENCODER = msgspec.json.Encoder()

@@ -12,9 +12,9 @@ import msgspec
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from publisher.events import BlockHash
-from router.prompts.local.entry import Entry
+from router.prompts.cuts import Ids
+from router.prompts.prompt_cache import Entry
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.ids import Ids
 
 
 class Prompt(msgspec.Struct, eq=False, gc=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.openai.apis import PROMPT_APIS
+from router.openai.request import PROMPT_APIS
 from router.prompts.origin.problem import FAILURES
 
 WAYS = ("local", "renderer", "engine", "affinity")

@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
+from router.admission.admission_queue import Targets, capped, lowest_priority, read_claim
 from router.admission.gate import KeyGate
 from router.admission.key_file import TenantRules
-from router.admission.queue.claims import Targets, capped, lowest_priority, read_claim
 from router.admission.tenants import TenantRequest
-from router.fleet.response_holders import ResponseHolders
-from router.http.client.pool import UpstreamClient
-from router.http.server.connection.exchange import Exchange
-from router.http.server.seam import OWN, TOLD, DisconnectWatch, Receive, Scope, Send
+from router.fleet.status import ResponseHolders
+from router.http.client import UpstreamClient
+from router.http.server.request_cycle import OWN, TOLD, DisconnectWatch, Receive, RequestCycle, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.body import Peek, peek_any_size
 from router.openai.errors import (
     ApiError,
@@ -38,17 +36,23 @@ from router.openai.errors import (
     unknown_path,
 )
 from router.openai.forms import Form, form_type, read_form
-from router.openai.members import STEPS_MAX, TooManyStepsError, at_leisure
-from router.openai.request import InboundRequest
-from router.openai.shapes import error_body
-from router.pd.settings import PdSettings
-from router.pd.stats import PdStats
+from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively
+from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_body
+from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.aliases import Aliases, with_value
-from router.proxy.carrier import Outbound
+from router.proxy.attempt import Outbound
 from router.proxy.forward import Forwarder, Placer
-from router.proxy.headers import RequestHead, read_request_headers
-from router.proxy.paths import POST_PATHS, Verdict, judge, remedy, response_named, without_trailing_slashes
+from router.proxy.headers import (
+    POST_PATHS,
+    RequestHead,
+    Verdict,
+    judge,
+    read_request_headers,
+    remedy,
+    response_named,
+    without_trailing_slashes,
+)
 from router.proxy.screen import Rules, may_be_object, screen, screen_form
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
@@ -140,7 +144,7 @@ class ProxyApp:
             scope = without_trailing_slashes(scope)
         self.stats.requests += 1
         self.stats.requests_active += 1
-        own: Exchange | None = scope.get("extensions", _NONE).get(OWN)
+        own: RequestCycle | None = scope.get("extensions", _NONE).get(OWN)
         watch = DisconnectWatch(scope, receive) if own is None else own
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
@@ -320,7 +324,7 @@ class ProxyApp:
     @staticmethod
     async def _changed(steps: Generator[None, None, T]) -> T:
         try:
-            return await at_leisure(steps)
+            return await run_cooperatively(steps)
         except TooManyStepsError:
             raise body_too_complex(STEPS_MAX) from None
 
@@ -329,7 +333,7 @@ class ProxyApp:
         self.stats.kv_transfer_params_removed += found.transfer > 0
         return found.body
 
-    def _whole_body(self, own: Exchange) -> bytes | None:
+    def _whole_body(self, own: RequestCycle) -> bytes | None:
         body = own.whole_body()
         if body is not None and len(body) > self.settings.body_bytes_max:
             raise self._too_large()

@@ -7,7 +7,7 @@ other engine and then to none: some requests break every engine they meet. A pla
 ``finished`` or ``failed``, also when this is cancelled.
 
 A placement on two engines has the first one asked (``split/``) while the second one's place is held;
-what the second one may be told, and what comes after a failure, is for the request's ``Course``.
+what the second one may be told, and what comes after a failure, is for the request's ``DisaggState``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from router.http.client.connection import UpstreamError
-from router.http.client.pool import REPEATABLE, UpstreamClient
-from router.http.server.seam import Messages, Send
+from router.http.client import REPEATABLE, UpstreamClient, UpstreamError
+from router.http.server.request_cycle import Messages, Send
 from router.observe.requests import RequestRecord
-from router.openai.apis import PROMPT_APIS, RESPONSES
 from router.openai.errors import (
     ApiError,
     engine_redirects,
@@ -33,15 +31,22 @@ from router.openai.errors import (
     no_ready_engine,
     retry_after_s,
 )
-from router.openai.members import at_leisure
-from router.openai.request import InboundRequest
+from router.openai.members import run_cooperatively
+from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
 from router.pd.bodies import salted
-from router.pd.course import Course
-from router.pd.handoff import NotFetchedError
-from router.pd.settings import PdSettings
-from router.pd.stats import PdStats
+from router.pd.handoff import DisaggState, NotFetchedError
+from router.pd.settings import PdSettings, PdStats
 from router.pd.transfer import connector_of
-from router.proxy.answers.failures import (
+from router.proxy.attempt import Answer, Attempt, Carrier, Outbound, OwnConnections
+from router.proxy.disaggregated import (
+    AgainError,
+    ConcurrentPrefill,
+    DisaggForwarder,
+    EnginePage,
+    broke,
+    new_transfer_id,
+)
+from router.proxy.endings import (
     BROKEN,
     REFUSALS,
     EventRefusedError,
@@ -49,14 +54,9 @@ from router.proxy.answers.failures import (
     await_first_byte,
     engine_failed,
 )
-from router.proxy.answers.relay import AnswerRelay
-from router.proxy.attempt import Attempt
-from router.proxy.carrier import Answer, Carrier, Outbound, OwnConnections
 from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
+from router.proxy.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
-from router.proxy.split.engine_page import EnginePage
-from router.proxy.split.legs import AgainError, Legs, broke, new_transfer_id
-from router.proxy.split.together import Together
 from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
@@ -79,7 +79,7 @@ class Placer(Protocol):
     """Chooses the engine for a request."""
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> Attempt:
         """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask. A request may
         be placed several times (a retry before the first byte), never on an engine in ``exclude``;
@@ -106,7 +106,7 @@ class Forwarder:
         self._stats = stats
         self._clock = clock
         self._bootstrap = EnginePage(client, b"/query")
-        self._legs = Legs(
+        self._legs = DisaggForwarder(
             self._own,
             connector_of(pd, self._bootstrap),
             pd=pd,
@@ -116,7 +116,7 @@ class Forwarder:
             clock=clock,
             metrics=EnginePage(client, b"/metrics"),
         )
-        self._together = Together(self._legs, pd_stats, clock)
+        self._together = ConcurrentPrefill(self._legs, pd_stats, clock)
         self._lines = 0
         self._lines_second = 0
 
@@ -138,7 +138,7 @@ class Forwarder:
         exclude: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
         breaks = attempt = 0
-        course: Course | None = None
+        course: DisaggState | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
@@ -174,13 +174,15 @@ class Forwarder:
                 break
         await self._give_up(outcome, out.record, send)
 
-    def _place(self, out: Outbound, exclude: frozenset[str], course: Course | None) -> Awaitable[Attempt]:
+    def _place(
+        self, out: Outbound, exclude: frozenset[str], course: DisaggState | None
+    ) -> Awaitable[Attempt]:
         if course is None:
             return self._planner.place(out.request, exclude=exclude)
         return self._planner.place(out.request, exclude=exclude | course.failed, course=course)
 
     def _carry(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState | None
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
         """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
         if out.entry is not None:
@@ -190,7 +192,7 @@ class Forwarder:
         return self._carry_on(placement, out, carrier, send, course)
 
     async def _carry_on(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: Course
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState
     ) -> Refusal | UpstreamError | None:
         """See ``_attempt``; before it, the prompt is computed by another engine, where the placement says so.
         Raises ``AgainError``."""
@@ -282,7 +284,7 @@ class Forwarder:
         placement: Attempt,
         out: Outbound,
         carrier: Carrier,
-        course: Course | None,
+        course: DisaggState | None,
         send: Send,
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
@@ -337,7 +339,7 @@ class Forwarder:
             if connection is not None:
                 carrier.done(connection)
 
-    def _moved(self, placement: Attempt, out: Outbound, course: Course | None) -> UpstreamError:
+    def _moved(self, placement: Attempt, out: Outbound, course: DisaggState | None) -> UpstreamError:
         """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
         if (error := abandoned(placement, self._stats)) is None:
             self._stats.clients_gave_up += placement.gave_up()
@@ -352,7 +354,7 @@ class Forwarder:
         return refusal
 
     def _ask(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, course: DisaggState | None
     ) -> Awaitable[Answer | None]:
         settings = self._settings
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
@@ -363,7 +365,7 @@ class Forwarder:
         return carrier.ask(placement, out, timeout_s)
 
     async def _ask_in_order(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, course: Course | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, course: DisaggState | None
     ) -> Answer | None:
         """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
         before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
@@ -381,7 +383,7 @@ class Forwarder:
 
     async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:
         """With a salt that no other request has."""
-        body = await at_leisure(salted(out.request.body, new_transfer_id()))
+        body = await run_cooperatively(salted(out.request.body, new_transfer_id()))
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.http.client.stats import ClientStats
+from router.http.client import ClientStats
 
 
 class ProxyStats(ClientStats):

@@ -22,8 +22,8 @@ import msgspec
 from router.admission.gate import KeyGate
 from router.admission.peers import TENANTS_MAX, OthersUse, Uses
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.master import Script, ScriptCall
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.topology import Script, ScriptCall
 
 EXCHANGE_S = 0.1
 GONE_S = 60.0

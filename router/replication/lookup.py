@@ -18,20 +18,18 @@ import structlog
 from publisher.block_hash import HashScheme
 from publisher.events import BlockHash
 from router.feeds.base import FeedState
-from router.index.base import Rows
+from router.index.base import Rows, is_shared
 from router.index.learn.layout import CacheLayout
-from router.index.media import is_shared
 from router.index.model import HashedPrompt
-from router.index.rules.offload import shared_part
-from router.index.seats import EngineHit, Seat, seat_hits
-from router.placement.engine import NO_LOOK, Look
+from router.index.offload_rules import shared_part
+from router.index.seats import EngineHit, EngineQuery, seat_hits
+from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.load.others import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
-from router.replication.gossip.load import SILENCE_S, LoadGossip
-from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.schema.registry import IndexRefused
-from router.replication.scope_cache import SharedEngine
+from router.replication.gossip import SILENCE_S, LoadGossip
+from router.replication.reader import SharedEngine, SharedReader, SharedRows
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import IndexRefused
 
 _log = structlog.get_logger()
 _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
@@ -121,11 +119,11 @@ class IndexLookup:
 
     async def look(
         self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
-    ) -> Look:
+    ) -> PeerSnapshot:
         """See ``SharedView``."""
         remote = {e: model for e, model in engines.items() if not self._own.holds_exclusively(e)}
         if not remote and not self._own.others_alive:
-            return NO_LOOK
+            return NO_PEER_SNAPSHOT
         if not self.breaker.allows(self._clock()):
             return self._fallback("circuit", remote)
         self.breaker.begin(self._clock())
@@ -153,7 +151,7 @@ class IndexLookup:
         self.problem = ""
         self.stats.looks += 1
         self._load, self._load_s = self._load_gossip.others(load, self._clock()), self._clock()
-        return Look(hits, self._load, stores)
+        return PeerSnapshot(hits, self._load, stores)
 
     def last_load(self) -> Mapping[str, OthersLoad] | None:
         """What the last look told of other replicas' load; None: that is too long ago."""
@@ -165,7 +163,7 @@ class IndexLookup:
         """Read the registry of every model, without a prompt; never raises."""
         await self.look(None, dict(self._models))
 
-    def _fallback(self, reason: str, remote: Mapping[str, str]) -> Look:
+    def _fallback(self, reason: str, remote: Mapping[str, str]) -> PeerSnapshot:
         """The answer without the index: engines followed here are known from memory, the others
         ``unknown``."""
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
@@ -173,7 +171,7 @@ class IndexLookup:
         why = f"the shared index did not answer ({reason})"
         lost = [engine_id for engine_id in remote if not self._own.follows(engine_id)]
         hits = {e: EngineHit("unknown", why_unknown=why) for e in lost}
-        return Look(hits, load=None, problem=reason)
+        return PeerSnapshot(hits, load=None, problem=reason)
 
     async def _look_up(
         self,
@@ -218,7 +216,7 @@ class IndexLookup:
         detail: bool,
     ) -> dict[str, EngineHit]:
         hits: dict[str, EngineHit] = {}
-        seats: dict[HashScheme, list[Seat]] = {}
+        seats: dict[HashScheme, list[EngineQuery]] = {}
         for engine_id in ids:
             known = found.engines.get(engine_id)
             seat = _seat(engine_id, known)
@@ -251,7 +249,7 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
     return {e.scheme for e in found if e is not None and e.scheme is not None and e.mode == "native"}
 
 
-def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
+def _seat(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit:
     """What a prediction needs, or an ``unknown`` hit with the reason."""
     if known is None:
         return EngineHit("unknown", why_unknown="no replica follows this engine yet")
@@ -265,4 +263,4 @@ def _seat(engine_id: str, known: SharedEngine | None) -> Seat | EngineHit:
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit("unknown", why_unknown=why)
-    return Seat(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)
+    return EngineQuery(engine_id, known.scheme, known.layout, known.slot, stores=known.stores)

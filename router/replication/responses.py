@@ -17,11 +17,10 @@ from typing import Annotated
 
 import msgspec
 
-from router.fleet.response_holders import HeldResponse
+from router.fleet.status import HeldResponse
+from router.replication.codec import response_key
 from router.replication.redis.client import Client
-from router.replication.redis.connection import pack
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.schema.keys import response_key
+from router.replication.redis.connection import IndexUnavailable, pack
 
 KEPT_S = 3600
 """How long a response can be found by replicas that did not see it made."""

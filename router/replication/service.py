@@ -19,28 +19,25 @@ import structlog
 
 from router.admission.gate import KeyGate
 from router.feeds.manager import FeedManager
-from router.fleet.identity import EngineAddress
-from router.fleet.response_holders import ResponseHolders
-from router.index.models import Scopes
+from router.fleet.settings import EngineAddress
+from router.fleet.status import ResponseHolders
+from router.index.model import ModelIndexes
 from router.placement.load.others import OthersLoad
-from router.replication.gossip.inflight import GossipedInflight
-from router.replication.gossip.load import LoadGossip
-from router.replication.gossip.stream import InflightStream
-from router.replication.leases.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
-from router.replication.leases.leases import Leases
-from router.replication.leases.membership import Membership
+from router.replication.codec import ScopeKeys, limits_key
+from router.replication.gossip import GossipedInflight, LoadGossip
+from router.replication.inflight_stream import InflightStream
+from router.replication.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
+from router.replication.leases import Leases, Membership
 from router.replication.limits import SharedLimits
 from router.replication.lookup import IndexLookup
+from router.replication.mirror import Descriptions, MirroredIndex
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import Registry
 from router.replication.responses import ResponseDirectory
-from router.replication.schema.keys import ScopeKeys, limits_key
-from router.replication.schema.registry import Registry
 from router.replication.settings import IndexSettings
-from router.replication.writer.descriptions import Descriptions
-from router.replication.writer.dirty import MirrorStats
-from router.replication.writer.mirror import MirroredIndex
+from router.replication.write_queue import MirrorStats
 
 _log = structlog.get_logger()
 _DESCRIBE_S = 0.02
@@ -77,7 +74,7 @@ class SharedIndex:
         self._started = secrets.randbits(40)
         self._scopes: dict[str, _Scope] = {}
         self._feeds: FeedManager | None = None
-        self._residency: Scopes | None = None
+        self._residency: ModelIndexes | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
         self.limits: SharedLimits | None = None
@@ -112,7 +109,7 @@ class SharedIndex:
     def _load_refused(self) -> None:
         self.inflight.gossip_stats.malformed += 1
 
-    def attach(self, feeds: FeedManager, residency: Scopes) -> None:
+    def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
         """Set the feeds to start and stop with the leases, and the residency to describe to other
         replicas."""
         self._feeds, self._residency = feeds, residency
@@ -175,17 +172,17 @@ class SharedIndex:
     # -- the engines ----------------------------------------------------------------------------------
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
-        """See ``Following``: by this replica or another."""
+        """See ``EngineLifecycle``: by this replica or another."""
         return self.lease_manager.is_candidate(engine, model)
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
-        """See ``Following``: here, if the lease can be acquired."""
+        """See ``EngineLifecycle``: here, if the lease can be acquired."""
         del tasks  # feeds come and go with their leases
         self.lookup.assign(engine.engine_id, model)
         self.lease_manager.add_candidate(engine, model)
 
     def stop(self, engine_id: str) -> None:
-        """See ``Following``."""
+        """See ``EngineLifecycle``."""
         self.lease_manager.remove_candidate(engine_id)
         self.lookup.remove(engine_id)
 
@@ -197,7 +194,7 @@ class SharedIndex:
         return None if known is None else known.holder or None
 
     def stop_all(self) -> None:
-        """See ``Following``. ``close`` releases the leases."""
+        """See ``EngineLifecycle``. ``close`` releases the leases."""
         for engine_id in list(self.lease_manager.held):
             self.lease_manager.remove_candidate(engine_id)
 

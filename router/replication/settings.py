@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from router.replication.redis.settings import SharedSettings
-from router.replication.redis.url import SettingsError
+from router.replication.redis.settings import SettingsError, SharedSettings
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,25 +3,245 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import io
+import logging
 import signal
+import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO, cast
 
+import msgspec
 import structlog
 import uvloop
 
 from router import __version__
 from router.app import Router
+from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config
-from router.serve.check import check, check_shared_index
-from router.serve.interpreter import share_the_interpreter, tame_garbage_collection
-from router.serve.logs import configure_logging
-from router.serve.parent import Parent
-from router.serve.reload import decide, hold_back, reloads_of
-from router.serve.server import ends_within_s, make_server, run_server
-from router.serve.shutdown import ShutdownGuard
-from router.workers.seat import cores
+from router.http.server.server import address_url
+from router.observe.history import read_key
+from router.serve.reload import (
+    Decided,
+    check,
+    check_shared_index,
+    decide,
+    hand_over,
+    handed_over,
+    hold_back,
+    refused,
+    reloads_of,
+)
+from router.serve.server import ShutdownGuard, ends_within_s, make_server, run_server
+from router.workers.seat import LEAD, WorkerContext, WorkerSockets, cores
+from router.workers.supervisor import Supervisor
+
+# Where log lines go, and in what form.
+
+
+_CHARS_MAX = 1000
+_TRACE_CHARS_MAX = 20_000
+_ITEMS_MAX = 32
+_DEPTH_MAX = 3
+
+
+class LogSink(io.TextIOBase):
+    """Where log lines go. Whoever reads them may go away: that costs lines, never the work that is logged."""
+
+    def __init__(self, out: TextIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full disk, a closed file
+            self._out.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._out.flush()
+
+
+def cut_values(_logger: Any, _method: str, line: Any) -> Any:
+    """Shorten the values of a line: names and errors come from clients, engines, gateways and Redis, in any
+    length."""
+    for key, value in line.items():
+        chars_max = _TRACE_CHARS_MAX if key in ("traceback", "exception") else _CHARS_MAX
+        line[key] = _cut(value, chars_max, _DEPTH_MAX)
+    return line
+
+
+def _cut(value: Any, chars_max: int, depth: int) -> Any:
+    if value is None or isinstance(value, bool | float):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= 64 else "a number of more than 64 bits"
+    if isinstance(value, bytes | bytearray | memoryview):
+        value = bytes(value[: chars_max + 1]).decode(errors="replace")
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        if not depth:
+            return "..."
+        left = max(0, len(value) - _ITEMS_MAX)
+        items = list(islice(value.items() if isinstance(value, dict) else value, _ITEMS_MAX))
+        if isinstance(value, dict):
+            cut = {_cut(k, chars_max, depth - 1): _cut(v, chars_max, depth - 1) for k, v in items}
+            return cut | ({"...": f"{left} more"} if left else {})
+        return [_cut(item, chars_max, depth - 1) for item in items] + ([f"... {left} more"] if left else [])
+    text = str(value)
+    if len(text) <= chars_max:
+        return value
+    return f"{text[:chars_max]}... ({len(text)} characters)"
+
+
+def configure_logging(level: str, log_format: str, worker: int | None = None) -> None:
+    """Log lines to stderr: coloured for people on a terminal, JSON for machines. ``worker``: its number is in
+    every line."""
+
+    def by_worker(_logger: Any, _method: str, line: Any) -> Any:
+        return line if worker is None else {**line, "worker": worker}
+
+    renderer: Any = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[
+            by_worker,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            cut_values,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", LogSink(sys.stderr))),
+    )
+
+
+# ``kvatlas serve`` with several workers: what the parent does, and one worker in its own process.
+
 
 _log = structlog.get_logger()
+_STOP_S = 10.0
+"""How long it waits for workers beyond their drain. The chart's grace period is as much longer than the
+drain, so what is said of it is said before the pod is killed."""
+
+
+class Parent:
+    """Of several workers. Those that it starts have the configuration that holds then."""
+
+    def __init__(self, config: Config, load: Callable[[], Config], workers: int) -> None:
+        self._config = config
+        self._load = load
+        self._workers = workers
+
+    def run(self) -> int:
+        """Until all workers have ended; returns the exit status."""
+        config, listen = self._config, self._config.listen
+        server = config.server
+        ops = None if server.ops_listens_on is None else (server.ops_host, server.ops_listens_on)
+        own_admin = config.admin.enabled and config.admin.port is not None
+        admin = (config.admin.host, config.admin.port or 0) if own_admin else None
+        try:
+            sockets = WorkerSockets(self._workers, (server.host, server.port), ops=ops, admin=admin)
+        except OSError as error:
+            _log.error("not started", problem=str(error))
+            return 1
+        if config.usage.path:
+            with contextlib.suppress(OSError):  # said by whoever writes
+                read_key(Path(_key_file(config)))
+        url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
+        return Supervisor(
+            sockets,
+            lambda seat: _work(self._config, seat),
+            on_up=lambda: _log.info("listening", url=url, workers=self._workers),
+            on_hup=lambda: self._reload(sockets.folder),
+            stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
+        ).run()
+
+    def _reload(self, folder: Path) -> None:
+        """Everything that a worker could stumble over is tried here first, as at the start."""
+        decided = decide(self._config, self._load)
+        try:
+            if decided.config is not None:
+                check(decided.config).discard()
+                self._config = decided.config
+        except ConfigError as error:
+            decided = refused(error)
+        hand_over(folder, msgspec.structs.replace(decided, config=self._config))
+        configure_logging(self._config.server.log_level, self._config.server.log_format)
+
+
+def _work(config: Config, seat: WorkerContext) -> int:
+    """One worker, in its own process; returns its exit status."""
+    configure_logging(config.server.log_level, config.server.log_format, worker=seat.slot)
+    router = Router(worker_config(config, seat), seat=seat)
+    if router.usage is not None:
+        router.usage.worker_paths = [Path(_usage_path(config, slot)) for slot in range(1, seat.count)]
+    reloads_of(
+        router,
+        lambda _: _handed_over(seat),
+        on_log=partial(configure_logging, worker=seat.slot),
+        counts=seat.slot == LEAD,
+    )
+    server = make_server(router)
+    server.seat = seat
+    return run_server(server, lambda: ends_within_s(router), seat.public)
+
+
+def _handed_over(seat: WorkerContext) -> Decided:
+    """What holds at the parent, whichever of its decisions this worker has missed."""
+    decided = handed_over(seat.folder)
+    if decided.config is None:
+        return decided
+    return msgspec.structs.replace(decided, config=worker_config(decided.config, seat))
+
+
+def worker_config(config: Config, seat: WorkerContext) -> Config:
+    """What differs at one worker: names that must be its own, and its part of the usage record."""
+    index, usage = config.index, config.usage
+    if index.replica:
+        index = msgspec.structs.replace(index, replica=f"{index.replica}/{seat.slot}")
+    if usage.path:
+        usage = msgspec.structs.replace(
+            usage,
+            path=_usage_path(config, seat.slot),
+            key_file=_key_file(config),
+            file_bytes_max=max(1, usage.file_bytes_max // seat.count),
+        )
+    return msgspec.structs.replace(config, index=index, usage=usage)
+
+
+def _usage_path(config: Config, slot: int) -> str:
+    return config.usage.path + (f".worker{slot}" if slot else "")
+
+
+def _key_file(config: Config) -> str:
+    return config.usage.key_file or f"{config.usage.path}.key"
+
+
+# What a process that serves asks of its Python interpreter.
+
+
+def tame_garbage_collection() -> None:
+    """Leave what was loaded out of every collection, and collect the rest less often.
+
+    A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
+    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). What stays open is
+    looked through twice: 50,000 objects at a time, those of 500 streams, hold the loop for 30 ms; a million
+    would for 120 (benchmarks/streams.py).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 4, 2000)
+
+
+def share_the_interpreter() -> None:
+    """Worker threads give way to the event loop after 1 ms, not 5."""
+    sys.setswitchinterval(0.001)
 
 
 def serve(config: Config, load: Callable[[], Config]) -> int:

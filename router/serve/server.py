@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
-from collections.abc import Callable
-from types import FrameType
+import ssl
+import sys
+import threading
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CoroutineType, FrameType
 from typing import Any
 
 import msgspec
@@ -14,16 +21,71 @@ import structlog
 
 from router.app import Router
 from router.config.schema import Config
-from router.http.descriptors import connections_held
-from router.http.server.server import ListenError, ProxyServer, listen_config
-from router.http.server.settings import ListenSettings
-from router.http.server.side_server import url_of
-from router.http.server.stats import ListenStats
+from router.http.server.server import ListenError, ProxyServer, listen_config, url_of
+from router.http.server.settings import ListenSettings, ListenStats
+from router.http.sockets import connections_held
 from router.http.tls import Certificates, server_context
-from router.serve.shutdown import ShutdownGuard
-from router.workers.seat import WorkerSeat
+from router.workers.seat import WorkerContext
+
+# The last bound of a process that is to end: after it the process ends, and says what did not.
+#
+# Every step of a shutdown has a bound of its own; this one is for what nobody thought of: a task that
+# swallows its cancellation, a thread that hangs, a loop that does not come round. So it runs in a thread of
+# its own. Always true: nothing happens before ``begin``, and a process that ends by itself does not wait
+# for this.
+
 
 _log = structlog.get_logger()
+_NAMED_MAX = 20
+
+
+class ShutdownGuard:
+    """``limit_s`` is asked once, when the shutdown begins; ``end`` ends the process with a status."""
+
+    def __init__(self, limit_s: Callable[[], float], *, end: Callable[[int], object] = os._exit) -> None:
+        self._limit_s = limit_s
+        self._end = end
+        self._begun = False
+
+    def begin(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """The process is to end; idempotent. Tasks of ``loop`` are named if they do not."""
+        if not self._begun:
+            self._begun = True
+            limit_s = self._limit_s()
+            timer = threading.Timer(limit_s, self._ended_not, (limit_s, loop))
+            timer.daemon = True
+            timer.start()
+
+    def _ended_not(self, limit_s: float, loop: asyncio.AbstractEventLoop | None) -> None:
+        tasks = [] if loop is None else sorted(map(_named, asyncio.all_tasks(loop)))
+        _log.error(
+            "shutdown does not end, ending the process",
+            after_s=limit_s,
+            tasks=tasks[:_NAMED_MAX],
+            threads=list(_threads())[:_NAMED_MAX],
+        )
+        self._end(1)
+
+
+def _named(task: asyncio.Task[Any]) -> str:
+    """Its name, what it runs, and the line that it waits at."""
+    outer = inner = task.get_coro()
+    while isinstance(inner, CoroutineType) and isinstance(inner.cr_await, CoroutineType):
+        inner = inner.cr_await
+    frame = inner.cr_frame if isinstance(inner, CoroutineType) else None
+    at = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"{task.get_name()} ({getattr(outer, '__qualname__', outer)}){at}"
+
+
+def _threads() -> Iterator[str]:
+    """Threads that a process waits for, with the line that each is at."""
+    frames = sys._current_frames()  # noqa: SLF001  # the only way to see another thread
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if not thread.daemon and frame is not None:
+            yield f"{thread.name} at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 STOP_S = 8.0
 """How long a process may take to end beyond its drain."""
 TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
@@ -33,7 +95,7 @@ class RouterServer(ProxyServer):
     """Says where it listens, once it does: port 0 takes a free one. ``seat``: it is a worker, whose parent
     says so; it drains when that ends. ``guard`` ends the process where a signal does not."""
 
-    seat: WorkerSeat | None = None
+    seat: WorkerContext | None = None
     guard: ShutdownGuard | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -136,3 +198,85 @@ def ends_within_s(router: Router) -> float:
 def server_ends_within_s(listen: ListenSettings) -> float:
     """The same of a process that has no more than its port."""
     return listen.drain_delay_s + listen.drain_s_max + STOP_S
+
+
+# Whether the process of this container lives: ``python -m router.serve.server``, for Docker's HEALTHCHECK.
+#
+# ``serve``, ``epp`` and ``sidecar`` answer ``/health`` on the ops port, the first and the last also on the
+# public one, by TLS where that is set up. Which ports these are is read from the arguments of process 1,
+# its environment and its configuration file, the sources of ``router/config/load.py``; light, since it runs
+# often.
+
+
+_DEFAULTS = {"host": "127.0.0.1", "port": "8000", "ops_host": "127.0.0.1", "ops_port": "9001"}
+_KEYS = (*_DEFAULTS, "tls_cert_file")
+_TIMEOUT_S = 2.0
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # listened on, asked at loopback
+
+
+def main() -> int:
+    """0 where it answers, 1 where it does not."""
+    words = Path("/proc/1/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    return 0 if any(map(_answers, urls(words, os.environ))) else 1
+
+
+def urls(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Where ``/health`` is asked, in order."""
+    found = {**_DEFAULTS, **_of_file(words), **_of_environment(environ), **dict(_flags(words))}
+    ops, scheme = found["ops_port"], "https" if found.get("tls_cert_file") else "http"
+    asked = [] if ops in {"off", "public"} else [f"http://{_at(found['ops_host'])}:{ops}/health"]
+    if "epp" not in words:  # the picker has no public port
+        asked.append(f"{scheme}://{_at(found['host'])}:{found['port']}/health")
+    return asked
+
+
+def _at(host: str) -> str:
+    return _ANY.get(host, f"[{host}]" if ":" in host else host)
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    names = {"--host": "host", "--port": "port", "--ops-port": "ops_port"}
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not equals:
+            value = words[number + 1] if number + 1 < len(words) else ""
+        if name in names:
+            yield names[name], value
+        key, _, value = value.partition("=")
+        if name == "--set" and key.startswith("server.") and key.removeprefix("server.") in _KEYS:
+            yield key.removeprefix("server."), value
+
+
+def _of_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    named = {key: environ.get(f"KVATLAS_SERVER_{key.upper()}") for key in _KEYS}
+    return {key: value for key, value in named.items() if value}
+
+
+def _of_file(words: Sequence[str]) -> dict[str, str]:
+    """The settings of the file; none where it cannot be read: the process says why."""
+    path = ""
+    for number, word in enumerate(words):
+        if word == "--config" and number + 1 < len(words):
+            path = words[number + 1]
+        elif word.startswith("--config="):
+            path = word.partition("=")[2]
+    try:
+        tree: Any = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        return {key: str(value) for key, value in tree.get("server", {}).items() if key in _KEYS}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _answers(url: str) -> bool:
+    context = ssl.create_default_context()
+    context.check_hostname = False  # asked at loopback, whatever name the certificate is for
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

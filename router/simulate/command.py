@@ -13,25 +13,29 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
-from router.simulate.fetch import fetch
-from router.simulate.fit import Fit, FitError, fit_capture, fit_metrics
-from router.simulate.models import BLOCK_TOKENS, ModelError, check_units, groups_of
-from router.simulate.outcome import NothingServedError
-from router.simulate.plan import Plan, check_layout, run_plan
+from router.simulate.fit import Fit, FitError, fetch, fit_capture, fit_metrics
+from router.simulate.plan import (
+    BLOCK_TOKENS,
+    ModelError,
+    Plan,
+    check_layout,
+    check_units,
+    groups_of,
+    run_plan,
+)
 from router.simulate.plot import PlotError, check_plot, draw
 from router.simulate.report import facts_of, report_json, show
 from router.simulate.run.arms import Arm, arms_of
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tier_setup import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
-from router.simulate.study import POOL_BLOCKS_MIN, Workloads, pool_blocks
-from router.simulate.timing import Timing
+from router.simulate.run.setup import FleetSetup, Timing
+from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.study import POOL_BLOCKS_MIN, NothingServedError, Workloads, pool_blocks
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
-from router.simulate.workload.usage import is_capture, read_capture
-from router.tools.console import output_console
+from router.simulate.workload.traces import is_capture, read_capture
+from router.tools.ops_client import output_console
 
 ENGINES = 8
 ENGINES_MAX = 1024

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import msgspec
 from rich import box
@@ -11,10 +11,64 @@ from rich.console import Console
 from rich.table import Table
 
 from router.simulate.fit import Fit
-from router.simulate.outcome import Outcome
 from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
-from router.simulate.study import Workloads, mean_prompt_tokens
-from router.simulate.verdict import verdict
+from router.simulate.study import Outcome, Workloads, mean_prompt_tokens
+
+# Whether it pays to have prefill and decode apart: the same fleet and requests, alike against apart.
+#
+# Apart, a first token mostly comes later (fewer engines prefill, and the prompt is moved), and those after
+# it come faster (no prompt is computed beside them). It pays where whole answers are there sooner and first
+# tokens no later; where one is bought with the other it is a trade, which depends on who reads the answers.
+
+
+GAIN_MIN = 0.05
+Word = Literal["pays", "is a trade", "does not pay"]
+
+
+class SplitVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Relative changes of means, over the seeds: below 0 is shorter."""
+
+    first_token: float
+    per_token: float
+    answer: float
+    every_seed: bool
+    """Whether answers are complete sooner for every seed."""
+
+    @property
+    def word(self) -> Word:
+        if -self.answer < GAIN_MIN or not self.every_seed:
+            return "does not pay"
+        return "pays" if self.first_token < GAIN_MIN else "is a trade"
+
+    @property
+    def text(self) -> str:
+        return (
+            f"whole answers {self.answer:+.0%}, first tokens {self.first_token:+.0%}, "
+            f"time between tokens {self.per_token:+.0%}"
+        )
+
+
+def verdict(alike: Sequence[Outcome], apart: Sequence[Outcome]) -> SplitVerdict:
+    """Of outcomes in the same order of seeds."""
+
+    def changes(name: str) -> list[float]:
+        pairs = zip(alike, apart, strict=True)
+        return [
+            getattr(other, name) / getattr(one, name) - 1 if getattr(one, name) else 0.0
+            for one, other in pairs
+        ]
+
+    def mean(name: str) -> float:
+        found = changes(name)
+        return sum(found) / len(found)
+
+    return SplitVerdict(
+        first_token=mean("ttft_mean_s"),
+        per_token=mean("per_token_mean_s"),
+        answer=mean("answer_mean_s"),
+        every_seed=all(change < 0 for change in changes("answer_mean_s")),
+    )
+
 
 _COLUMNS = ("hit %", "mean s", "p50 s", "p90 s", "p99 s", "imbal.", "error", "exact %", "regret s")
 _APART_COLUMNS = ("answer s", "ms/token", "p99 ms", "apart %")

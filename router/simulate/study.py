@@ -15,14 +15,167 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from publisher.groups import Family, GroupSpec
-from router.simulate.outcome import Result, result_of
+from publisher.events import Family, GroupSpec
 from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.rows import FleetRun
-from router.simulate.run.setup import FleetSetup
+from router.simulate.run.setup import FleetRun, FleetSetup, Row
 from router.simulate.workload.requests import Request, WorkloadError
+
+# What a run is worth: hit share, time to first token, balance, prediction error, regret. Tokens and
+# seconds.
+#
+# The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions count from there
+# on; what engines did (busy, imbalance, preemptions) is of the whole run. Arms that ran over the same
+# requests are compared request by request: an arm's *regret* is how much later than at the best arm each
+# first token came, on average.
+
+
+WARM_SHARE = 0.2
+WINDOWS = 20
+Floats = npt.NDArray[np.float64]
+
+
+class NothingServedError(ValueError):
+    """No request of a run fitted into an engine."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm's numbers. ``exact_share`` is the share of predictions that were right to the token."""
+
+    requests: int
+    refused: int
+    """Requests that fit into no engine's cache, or that ``admit`` refused; they are in no other number but
+    ``within_1_s_share`` and ``within_3_s_share``."""
+    hit_share: float
+    host_share: float = 0.0
+    """Of the prompt tokens, those of the hits that were loaded from host memory; ``store_share``: from the
+    store."""
+    store_share: float = 0.0
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    busy_share: float
+    """Of the engines' time, spent on prompts."""
+    imbalance: float
+    """Prompt seconds of the busiest engine over the mean."""
+    error_mean_tokens: float
+    """Mean of |predicted - hit|."""
+    exact_share: float
+    regret_s: float
+    preemptions: int
+    answer_mean_s: float = 0.0
+    """To the last token."""
+    per_token_mean_s: float = 0.0
+    """Between two tokens of an answer, over the answers of more than one."""
+    per_token_p99_s: float = 0.0
+    lasted_s: float = 0.0
+    """From the first arrival to the end of the last answer, of the whole run."""
+    apart_share: float = 0.0
+    """Of the requests, those whose prompt another engine computed."""
+    within_1_s_share: float = 0.0
+    """Of all requests, refused ones included, those whose first token came within 1 s; ``within_3_s_share``:
+    within 3 s."""
+    within_3_s_share: float = 0.0
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per engine."""
+
+    hit_shares: list[float]
+    busy_s: list[float]
+    lasted_s: float
+
+    @property
+    def busy_shares(self) -> list[float]:
+        return [busy_s / self.lasted_s for busy_s in self.busy_s] if self.lasted_s else []
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
+
+    outcome: Outcome
+    ttft_s: Floats
+    curves: Curves
+
+
+def result_of(run: FleetRun) -> Result:
+    """Sum up one run; ``regret_s`` is 0 until it is compared. Raises ``NothingServedError``."""
+    rows = run.rows[int(WARM_SHARE * len(run.rows)) :]
+    served = [row for row in rows if row.ttft_s >= 0]
+    if not served:
+        raise NothingServedError("no request fits into the engines' caches: give them more blocks")
+    waits = np.array([row.ttft_s for row in served])
+    errors = np.array([abs(row.predicted - row.hit) for row in served])
+    p50, p90, p99 = (float(value) for value in np.percentile(waits, [50, 90, 99]))
+    paces = np.array([row.per_token_s for row in served if row.per_token_s >= 0] or [0.0])
+    busy = np.array(run.busy_s)
+    lasted_s = run.ended_s - min(row.arrived_s for row in run.rows)
+    outcome = Outcome(
+        requests=len(served),
+        refused=len(rows) - len(served),
+        hit_share=_hit_share(served),
+        host_share=_share(served, "cpu"),
+        store_share=_share(served, "storage"),
+        ttft_mean_s=float(waits.mean()),
+        ttft_p50_s=p50,
+        ttft_p90_s=p90,
+        ttft_p99_s=p99,
+        busy_share=float(busy.mean() / lasted_s) if lasted_s else 0.0,
+        imbalance=float(busy.max() / busy.mean()) if busy.mean() else 1.0,
+        error_mean_tokens=float(errors.mean()),
+        exact_share=float((errors == 0).mean()),
+        regret_s=0.0,
+        preemptions=run.preemptions,
+        answer_mean_s=float(np.mean([row.answer_s for row in served])),
+        per_token_mean_s=float(paces.mean()),
+        per_token_p99_s=float(np.percentile(paces, 99)),
+        lasted_s=lasted_s,
+        apart_share=sum(row.fetched > 0 for row in served) / len(served),
+        within_1_s_share=float((waits <= 1.0).sum() / len(rows)),
+        within_3_s_share=float((waits <= 3.0).sum() / len(rows)),
+    )
+    curves = Curves(hit_shares=_over_time(run), busy_s=list(run.busy_s), lasted_s=lasted_s)
+    return Result(outcome=outcome, ttft_s=np.array([row.ttft_s for row in rows]), curves=curves)
+
+
+def best_ttft(results: Mapping[str, Result]) -> Floats:
+    """Per measured request the shortest time over all arms; -1 where nobody served it."""
+    times = np.array([result.ttft_s for result in results.values()])
+    times[times < 0] = np.inf
+    best: Floats = times.min(axis=0)
+    best[np.isinf(best)] = -1.0
+    return best
+
+
+def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
+    """Outcomes of arms that ran over the same requests, by name, with their regret."""
+    best = best_ttft(results)
+    compared = {}
+    for name, result in results.items():
+        served = result.ttft_s >= 0
+        regret_s = float((result.ttft_s - best)[served].mean())
+        compared[name] = msgspec.structs.replace(result.outcome, regret_s=regret_s)
+    return compared
+
+
+def _hit_share(rows: list[Row]) -> float:
+    return _share(rows, "hit")
+
+
+def _share(rows: list[Row], tokens: str) -> float:
+    found: int = sum(getattr(row, tokens) for row in rows)
+    return found / sum(row.prompt_tokens for row in rows)
+
+
+def _over_time(run: FleetRun) -> list[float]:
+    rows = [row for row in run.rows if row.ttft_s >= 0]
+    parts = np.array_split(np.arange(len(rows)), min(WINDOWS, len(rows)))
+    return [_hit_share(rows[part[0] : part[-1] + 1]) for part in parts]
+
 
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from router.config.flags import IndexFileFlag, IndexFlag, index_settings
+from router.config.load import parse_engine
 
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
@@ -51,7 +52,7 @@ def record(
     json: Json = False,
 ) -> int:
     """Record what engines publish, history first, into a capture; status 1 if anything is missing in it."""
-    from router.tools.record.command import RecordOptions, run_record
+    from router.tools.record import RecordOptions, run_record
 
     options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
     return run_record(engine or [], options, as_json=json)
@@ -90,7 +91,7 @@ def replay(
 
     With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
     """
-    from router.tools.replay.command import ReplayOptions, run_replay
+    from router.tools.replay import ReplayOptions, run_replay
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     published = tuple(publish or ())
@@ -122,7 +123,7 @@ def explain(
     json: Json = False,
 ) -> int:
     """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
-    from router.tools.explain.command import ExplainOptions, run_explain
+    from router.tools.explain import ExplainOptions, run_explain
 
     options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api)
     return run_explain(options, as_json=json)
@@ -145,7 +146,7 @@ def verify(
     index_file: IndexFileFlag = None,
 ) -> int:
     """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
-    from router.tools.verify.command import run_verify
+    from router.tools.verify import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
     return run_verify(list(paths), as_json=json, index=shared, cold=cold)
@@ -165,7 +166,7 @@ def engine(
     ] = None,
 ) -> int:
     """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
-    from router.tools.engine import run_engine
+    from router.tools.ops_client import run_engine
 
     return run_engine(host, port, set_ or [])
 
@@ -227,3 +228,95 @@ def invoice(
     from router.tools.invoice import InvoiceOptions, run_invoice
 
     return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)
+
+
+# The ``top`` subcommand's arguments. Light to import: the work is loaded when it runs.
+
+
+def top(
+    *,
+    router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
+    interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print one picture and stop.", negative="")] = False,
+    json: Annotated[
+        bool, Parameter(help="Print one JSON object per refresh, one per line.", negative="")
+    ] = False,
+) -> int:
+    """Watch a running router, engine by engine; q or Ctrl-C ends. Not on a terminal: one picture."""
+    from router.tools.top import run_top
+
+    return run_top(router, interval_s=interval, once=once, as_json=json)
+
+
+# The arguments of ``kvatlas index``. Light to import: the work is loaded when it runs.
+
+
+index_app = App(name="index", help="Look at an index that several routers share.")
+
+_ModelFlag = Annotated[str | None, Parameter(help="Base model; all models if not given.")]
+_NamespaceFlag = Annotated[
+    str | None, Parameter(help="Prefix of every key, as configured at the routers (index.namespace).")
+]
+
+
+@index_app.command
+def stats(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+) -> int:
+    """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
+    from router.tools.index import run_stats
+
+    return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
+
+
+@index_app.command
+def dump(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    limit: Annotated[int, Parameter(help="Most blocks to list per model; -1 for all.")] = -1,
+) -> int:
+    """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
+    from router.tools.index import run_dump
+
+    return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
+
+
+@index_app.command(name="verify")
+def index_verify(
+    *,
+    index: IndexFlag = None,
+    index_file: IndexFileFlag = None,
+    namespace: _NamespaceFlag = None,
+    model: _ModelFlag = None,
+    engine: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--engine",
+            help="Event addresses of an engine where the index has none or others: "
+            "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more.",
+            negative="",
+        ),
+    ] = None,
+    settle: Annotated[
+        float, Parameter(help="Seconds a difference must persist to count (the index lags by one write).")
+    ] = 5.0,
+    json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
+) -> int:
+    """Recompute residency from the live feeds and compare; status 0 only if the index is exact."""
+    from router.tools.index import run_index_verify
+
+    return run_index_verify(
+        index_settings(index, index_file, namespace),
+        model=model,
+        engines=tuple(parse_engine(text) for text in engine or []),
+        settle_s=settle,
+        as_json=json,
+    )

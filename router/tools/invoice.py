@@ -19,7 +19,7 @@ from rich.table import Table
 
 from router.config.errors import ConfigError
 from router.observe.usage import UsageLine, all_files
-from router.tools.console import output_console
+from router.tools.ops_client import output_console
 
 PRICED = ("computed", "device", "host", "store", "generated")
 """What has a price: prompt tokens that were computed, those taken from each tier, and generated ones."""

@@ -6,7 +6,9 @@ The socket lies in a folder that only its owner may enter, so nobody else is let
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -14,13 +16,86 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.fleet.response_holders import HeldResponse, ResponseHolders
-from router.http.server.server import listen_config
-from router.http.server.side_server import SIDE_LISTEN, SideServer
-from router.workers.calls import PEER_HEADER, SiblingCalls
-from router.workers.roster import ROSTER_PATH, SharedRoster
-from router.workers.seat import WorkerSeat
-from router.workers.view import WholeView
+from router.fleet.desired import AdminDecisions, DesiredState
+from router.fleet.status import HeldResponse, ResponseHolders
+from router.http.server.server import SIDE_LISTEN, SideServer, listen_config
+from router.workers.seat import LEAD, WorkerContext
+from router.workers.view import PEER_HEADER, AggregateView, SiblingCalls
+
+# An administrator's decisions at every worker: made at the lead, and told to all others.
+#
+# The lead tells after each change, before the change is answered, and repeats what is decided every
+# ``_REPEAT_S``, so that a worker that missed it, or did not know the server yet, follows. A new lead asks
+# the others what was decided, and takes it on again until its own sources have told what there is. Always
+# true: only the lead changes anything, so there is one order of changes.
+
+
+ROSTER_PATH = "/worker/roster"
+_REPEAT_S = 1.0
+
+
+class SharedRoster:
+    """``applied`` makes the fleet what the roster says; ``unheard``: sources that have not told yet."""
+
+    def __init__(
+        self,
+        seat: WorkerContext,
+        roster: DesiredState,
+        calls: SiblingCalls,
+        *,
+        applied: Callable[[], None],
+        unheard: Callable[[], list[str]],
+    ) -> None:
+        self._seat = seat
+        self._roster = roster
+        self._calls = calls
+        self._applied = applied
+        self._unheard = unheard
+        self._restored = AdminDecisions()
+        self._told = AdminDecisions()
+
+    def state(self) -> bytes:
+        """What is decided, for a sibling."""
+        return msgspec.json.encode(self._roster.decisions())
+
+    def adopt(self, state: bytes) -> None:
+        """The lead told what is decided. Raises ``msgspec.MsgspecError``."""
+        self._adopt(msgspec.json.decode(state, type=AdminDecisions))
+
+    async def restore(self) -> None:
+        """At the start of a worker that takes another one's place: what was decided before."""
+        if self._seat.life == 0:
+            return
+        for state in (await self._calls.ask_all(ROSTER_PATH)).values():
+            self._restored = msgspec.json.decode(state, type=AdminDecisions)
+            self._adopt(self._restored)
+            return
+
+    async def changed(self) -> None:
+        """The lead's roster changed: returns once the others know, or have had their time."""
+        self._restored = AdminDecisions()
+        await self._tell()
+
+    async def run(self) -> None:
+        """Repeat what is decided, until cancelled."""
+        while self._seat.slot == LEAD:
+            await asyncio.sleep(_REPEAT_S)
+            if self._restored.any:
+                self._adopt(self._restored)
+                if not self._unheard():
+                    self._restored = AdminDecisions()
+            if self._told.any or self._roster.decisions().any:
+                await self._tell()
+
+    async def _tell(self) -> None:
+        self._told = self._roster.decisions()
+        await self._calls.ask_all(ROSTER_PATH, method="PUT", body=self.state())
+
+    def _adopt(self, decisions: AdminDecisions) -> None:
+        if decisions != self._roster.decisions():
+            self._roster.adopt(decisions)
+            self._applied()
+
 
 PREFIX = "/worker/"
 _RESPONSES = "/worker/responses/"
@@ -33,8 +108,8 @@ class ControlPort:
 
     def __init__(
         self,
-        seat: WorkerSeat,
-        view: WholeView,
+        seat: WorkerContext,
+        view: AggregateView,
         roster: SharedRoster,
         responses: ResponseHolders,
         whole: Any,

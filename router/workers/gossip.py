@@ -19,16 +19,14 @@ import numpy as np
 
 from router.admission.gate import KeyGate
 from router.admission.peers import OthersUse, Uses
-from router.fleet.response_holders import HeldResponse, ResponseHolders
-from router.observe.histogram import Histogram
+from router.fleet.status import HeldResponse, ResponseHolders
+from router.observe.receipts import Histogram
 from router.placement.affinity import AffinityMap
-from router.placement.engine import NO_LOOK, Look
+from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.inflight import InflightPrompt
 from router.placement.load.others import OthersLoad
-from router.replication.gossip.inflight import GossipedInflight
-from router.replication.gossip.load import LoadGossip
-from router.workers.mesh import MESSAGE_BYTES_MAX, Mesh
-from router.workers.seat import WorkerSeat
+from router.replication.gossip import GossipedInflight, LoadGossip
+from router.workers.seat import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
 _LOAD_S = 0.005
@@ -105,7 +103,7 @@ class SiblingGossip:
 
     def __init__(
         self,
-        seat: WorkerSeat,
+        seat: WorkerContext,
         own_load: Callable[[float], dict[str, OthersLoad]],
         *,
         clock: Callable[[], float],
@@ -139,7 +137,7 @@ class SiblingGossip:
         self.affinity = SharedAffinity(self._tell_text)
         self._lives: dict[int, int] = {}
         self._fields: dict[str, bytes] = {}
-        self._look = NO_LOOK
+        self._look = NO_PEER_SNAPSHOT
         self._count_at_s = 0.0
         self._load_due_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -147,7 +145,7 @@ class SiblingGossip:
 
     # -- what the planner asks -------------------------------------------------------------------------
 
-    def told(self) -> Look:
+    def told(self) -> PeerSnapshot:
         """What the siblings have said by themselves."""
         if self._clock() >= self._count_at_s:
             self._count()
@@ -160,7 +158,7 @@ class SiblingGossip:
     def _count(self) -> Mapping[str, OthersLoad]:
         now = self._clock()
         load = self.load.others(self._fields, now)
-        self._look = Look(load=load) if load else NO_LOOK
+        self._look = PeerSnapshot(load=load) if load else NO_PEER_SNAPSHOT
         self._count_at_s = now + _RECOUNT_S
         return load
 
@@ -233,7 +231,7 @@ class SiblingGossip:
         if len(encoded) > MESSAGE_BYTES_MAX:  # the load of very many engines
             message.load = b""
             encoded = _ENCODE.encode(message)
-        missed = self._mesh.tell_all(encoded)
+        missed = self._mesh.broadcast(encoded)
         self.stats.sent += 1
         self.stats.missed += missed
         if load:

@@ -7,11 +7,12 @@ place. Always true: a worker keeps the ends that are its own and closes all othe
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
-class WorkerSeat(msgspec.Struct, frozen=True, eq=False):
+class WorkerContext(msgspec.Struct, frozen=True, eq=False):
     """One worker's place. ``life`` counts the processes that had it before."""
 
     slot: int
@@ -90,11 +91,11 @@ class WorkerSockets:
             self.close()
             raise
 
-    def seat(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerSeat:
+    def seat(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerContext:
         """The place of one worker; called in it, after the fork: what belongs to others is closed."""
         lead = slot == LEAD
         mesh = {a + b - slot: ends[a != slot] for (a, b), ends in self._mesh.items() if slot in (a, b)}
-        seat = WorkerSeat(
+        seat = WorkerContext(
             slot,
             self.count,
             life,
@@ -190,3 +191,60 @@ def cores(cpu_max: Path = _CPU_MAX) -> int:
     except (OSError, ValueError):  # no such file, or "max"
         pass
     return max(1, allowed)
+
+
+# Messages between the workers of one machine: one socket to each sibling, every message whole and in order.
+#
+# Always true: sending waits for nobody; what a sibling has no room for is dropped and counted, message by
+# message, never in parts.
+
+
+MESSAGE_BYTES_MAX = 192 << 10
+"""Below the least buffer that Linux gives a socket by default (208 KiB)."""
+_READ_AT_ONCE = 32
+
+
+class Mesh:
+    """``sockets``: by sibling, not blocking. ``hear`` is called with (sibling, message) in the loop."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], hear: Callable[[int, bytes], None]) -> None:
+        self._sockets = sockets
+        self._hear = hear
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Begin to hear; in the running loop."""
+        self._loop = asyncio.get_running_loop()
+        for sibling, sock in self._sockets.items():
+            self._loop.add_reader(sock, self._read, sibling, sock)
+
+    def close(self) -> None:
+        """Hear no more."""
+        if self._loop is not None:
+            for sock in self._sockets.values():
+                self._loop.remove_reader(sock)
+            self._loop = None
+
+    def broadcast(self, message: bytes) -> int:
+        """Send to every sibling; how many did not get it."""
+        missed = 0
+        for sock in self._sockets.values():
+            try:
+                sock.send(message)
+            except OSError:  # its buffer is full: it is dead, stopped or far behind
+                missed += 1
+        return missed
+
+    def _read(self, sibling: int, sock: socket.socket) -> None:
+        for _ in range(_READ_AT_ONCE):
+            try:
+                message = sock.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:  # the parent is gone, and so are the siblings
+                if self._loop is not None:
+                    self._loop.remove_reader(sock)
+                return
+            self._hear(sibling, message)

@@ -9,6 +9,7 @@ parent, also a killed one: each drains when the pipe that the parent holds ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import selectors
@@ -16,12 +17,20 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
 
-from router.workers.seat import WorkerSeat, WorkerSockets
+from router.api.metrics_page import Sources
+from router.fleet.desired import DesiredState
+from router.workers.control import ControlPort, SharedRoster, find_response
+from router.workers.gossip import SiblingGossip
+from router.workers.seat import LEAD, WorkerContext, WorkerSockets
+from router.workers.view import AggregateView, SiblingCalls
 
 _log = structlog.get_logger()
 _YOUNG_S = 5.0
@@ -51,7 +60,7 @@ class Supervisor:
     def __init__(
         self,
         sockets: WorkerSockets,
-        work: Callable[[WorkerSeat], int],
+        work: Callable[[WorkerContext], int],
         *,
         on_up: Callable[[], None],
         on_hup: Callable[[], None],
@@ -217,3 +226,53 @@ class Supervisor:
 def _tell(pipe: int) -> None:
     os.write(pipe, b"1")
     os.close(pipe)
+
+
+# One worker's part in a crew: what it tells its siblings, asks them, and answers them.
+#
+# Composed here, so that the router has one thing to hold: ``gossip`` (requests), ``calls`` and ``control``
+# (pages), ``roster`` (decisions). Without workers there is no crew.
+
+
+class WorkerGroup:
+    """``whole`` is the ASGI application that answers for the router as a whole: used at the lead only."""
+
+    def __init__(
+        self,
+        seat: WorkerContext,
+        gossip: SiblingGossip,
+        roster: DesiredState,
+        *,
+        applied: Callable[[], None],
+        unheard: Callable[[], list[str]],
+    ) -> None:
+        self.seat = seat
+        self.gossip = gossip
+        self.calls = SiblingCalls(seat)
+        gossip.responses.sources.append(partial(find_response, self.calls))
+        self.roster = SharedRoster(seat, roster, self.calls, applied=applied, unheard=unheard)
+
+    @property
+    def leads(self) -> bool:
+        """This worker answers for all."""
+        return self.seat.slot == LEAD
+
+    def view(self, sources: Sources) -> AggregateView:
+        """What the ops port shows."""
+        return AggregateView(self.seat, sources, self.calls)
+
+    @asynccontextmanager
+    async def working(self, view: AggregateView, whole: Any) -> AsyncIterator[None]:
+        """Tell, ask and answer for as long as the context lasts."""
+        async with self.calls, asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self.gossip.run())]
+            await self.roster.restore()
+            background.append(tasks.create_task(self.roster.run()))
+            try:
+                async with ControlPort(
+                    self.seat, view, self.roster, self.gossip.responses, whole
+                ).listening():
+                    yield
+            finally:
+                for task in background:
+                    task.cancel()

@@ -3,45 +3,323 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 from urllib.parse import urlencode
 
+import aiohttp
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView
-from router.api.metrics.families import of_stats
-from router.api.metrics.page import Sources, families, in_steps, page_steps
-from router.api.views import LATEST_SHOWN, OwnView
-from router.http.server.stats import ListenStats
-from router.observe.histogram import Histogram
+from router.api.metrics_page import Sources, families, in_steps, page_steps
+from router.api.metrics_tables import of_stats
+from router.api.views import LATEST_SHOWN, LocalView
+from router.http.reasons import reason_of
+from router.http.server.settings import ListenStats
 from router.observe.history import RecentHistory
-from router.observe.receipts import EVIDENCE_KEPT
-from router.openai.members import at_leisure, at_once
-from router.workers.calls import SiblingCalls
+from router.observe.receipts import EVIDENCE_KEPT, Histogram
+from router.openai.errors import ApiError, worker_unavailable
+from router.openai.members import at_once, run_cooperatively
 from router.workers.gossip import WorkerGossipStats
-from router.workers.merge import CountLedger, WorkerPage, family_of, merged
-from router.workers.seat import WorkerSeat
+from router.workers.seat import LEAD, WorkerContext
+
+# One metrics page out of those of several workers.
+#
+# What each worker counts of its own requests is added up. What all of them see alike (engines, feeds, the
+# index, sources) is not: of that the largest value counts. Always true: a sum never falls, neither when a
+# worker dies (what was last heard of its counts stays in) nor when one does not answer in time (its last
+# answer counts), and what was last heard outlives the worker that merges (``CounterStore``).
+
+
+_ALIKE = (
+    *("kvatlas_build_info", "kvatlas_tokenizer_info"),
+    *("kvatlas_engine_", "kvatlas_feed_", "kvatlas_index_", "kvatlas_source_"),
+    *(
+        "kvatlas_queue_ahead_seconds",
+        "kvatlas_prefill_seconds_per_token",
+        "kvatlas_prediction_drifting",
+        "kvatlas_cache_reports_doubtful",
+    ),
+    "kvatlas_time_to_first_token_margin_seconds",
+    *("kvatlas_inflight_prompts", "kvatlas_inflight_blocks", "kvatlas_lease_replicas"),
+    *("kvatlas_lease_wanted", "process_max_fds", "process_start_time_seconds"),
+)
+"""Beginnings of the names of families of which every worker shows the same things."""
+_DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_extra_copies")
+"""Of these each worker has a part where they share an index."""
+_ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+"""Kinds of families whose counts outlive the worker, and the ends of their samples' names."""
+
+Labels = tuple[tuple[str, str], ...]
+Key = tuple[str, Labels]
+"""A sample's name and labels."""
+
+
+class WorkerFamily(msgspec.Struct, array_like=True):
+    """A metric family on its way to another worker."""
+
+    name: str
+    text: str
+    kind: str
+    samples: list[tuple[str, Labels, float]]
+
+
+class WorkerPage(msgspec.Struct, array_like=True):
+    """All families of one life of a worker."""
+
+    slot: int
+    life: int
+    families: list[WorkerFamily]
+
+
+def family_of(family: Metric) -> WorkerFamily:
+    """A worker's own family, ready to be sent."""
+    samples = [(s.name, tuple(s.labels.items()), float(s.value)) for s in family.samples]
+    return WorkerFamily(family.name, family.documentation, family.type, samples)
+
+
+def is_alike(name: str, *, shared_index: bool) -> bool:
+    """Whether every worker shows the same of this family, so that it is not added up."""
+    if shared_index and name in _DIVIDED:
+        return False
+    return name.startswith(_ALIKE)
+
+
+class CounterStore:
+    """What was last heard of every worker's counts. ``file``: a descriptor that outlives this process."""
+
+    def __init__(self, file: int | None = None) -> None:
+        self._file = file
+        self._ended: dict[Key, float] = {}
+        """Counts of lives that are over, together."""
+        self._last: dict[int, tuple[int, dict[Key, float]]] = {}
+        """Slot -> (life, counts)."""
+        if file is not None:
+            self._load(file)
+
+    def heard(self, slot: int, life: int, counts: dict[Key, float]) -> None:
+        """A worker told its counts."""
+        known = self._last.get(slot)
+        if known is not None and known[0] != life:
+            for key, value in known[1].items():
+                self._ended[key] = self._ended.get(key, 0.0) + value
+        self._last[slot] = life, counts
+
+    def total(self) -> dict[Key, float]:
+        """All counts of all lives."""
+        total = dict(self._ended)
+        for _, counts in self._last.values():
+            for key, value in counts.items():
+                total[key] = total.get(key, 0.0) + value
+        return total
+
+    def save(self) -> None:
+        """Write it where a successor finds it."""
+        if self._file is None:
+            return
+        body = msgspec.msgpack.encode(
+            (list(self._ended.items()), [(s, life, list(c.items())) for s, (life, c) in self._last.items()])
+        )
+        os.pwrite(self._file, len(body).to_bytes(8, "little") + body, 0)
+
+    def _load(self, file: int) -> None:
+        size = int.from_bytes(os.pread(file, 8, 0), "little")
+        if not size:
+            return
+        try:
+            ended, last = msgspec.msgpack.decode(
+                os.pread(file, size, 8),
+                type=tuple[list[tuple[Key, float]], list[tuple[int, int, list[tuple[Key, float]]]]],
+            )
+        except msgspec.MsgspecError:  # its writer died in the middle: what it had told before is lost
+            return
+        self._ended = dict(ended)
+        self._last = {slot: (life, dict(counts)) for slot, life, counts in last}
+
+
+def merged(pages: Iterable[WorkerPage], ledger: CounterStore, *, shared_index: bool) -> list[Metric]:
+    """One set of families; the first page's order comes first."""
+    families: dict[str, WorkerFamily] = {}
+    values: dict[str, dict[Key, float]] = {}
+    for page in pages:
+        counts: dict[Key, float] = {}
+        for family in page.families:
+            families.setdefault(family.name, family)
+            into = values.setdefault(family.name, {})
+            alike = is_alike(family.name, shared_index=shared_index)
+            for name, labels, value in family.samples:
+                key = name, labels
+                if alike:
+                    into[key] = max(into.get(key, value), value)
+                elif family.kind in _ENDS:
+                    counts[key] = value
+                    into.setdefault(key, 0.0)
+                else:
+                    into[key] = into.get(key, 0.0) + value
+        ledger.heard(page.slot, page.life, counts)
+    _settle(values, ledger.total(), families)
+    ledger.save()
+    return [_metric(family, values[name]) for name, family in families.items()]
+
+
+def _settle(
+    values: Mapping[str, dict[Key, float]],
+    total: Mapping[Key, float],
+    families: Mapping[str, WorkerFamily],
+) -> None:
+    """Put the counts of all lives where they belong."""
+    home = {f"{name}{end}": name for name, family in families.items() for end in _ENDS.get(family.kind, ())}
+    for key, value in total.items():
+        if key[0] in home:
+            values[home[key[0]]][key] = value
+
+
+def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
+    metric = Metric(family.name, family.text, family.kind)
+    metric.samples = [Sample(name, dict(labels), value) for (name, labels), value in values.items()]
+    return metric
+
+
+# One worker asks another, over HTTP on the Unix socket where that one answers (``control.py``).
+#
+# Always true: every call ends within its time; a worker that is dead, stuck or just being replaced costs no
+# more than that.
+
+
+ASK_S_MAX = 1.0
+_FORWARD_S_MAX = 30.0
+_NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
+PEER_HEADER = "x-kvatlas-peer"
+"""The address of a client whose request another worker passes on."""
+
+
+class SiblingCalls:
+    """Connections to the siblings of one worker; an async context."""
+
+    def __init__(self, seat: WorkerContext) -> None:
+        self.siblings = sorted(seat.mesh)
+        self._seat = seat
+        self._sessions: dict[int, aiohttp.ClientSession] = {}
+
+    async def __aenter__(self) -> Self:
+        for slot in self.siblings:
+            connector = aiohttp.UnixConnector(self._seat.control_path(slot), limit=64)
+            self._sessions[slot] = aiohttp.ClientSession(
+                "http://worker", connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+            )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for session in self._sessions.values():
+            await session.close()
+        self._sessions.clear()
+
+    async def ask(self, slot: int, path: str, *, method: str = "GET", body: bytes | None = None) -> bytes:
+        """One answer. Raises ``OSError`` where there is none in time."""
+        try:
+            async with (
+                asyncio.timeout(ASK_S_MAX),
+                self._sessions[slot].request(method, path, data=body) as answer,
+            ):
+                content = await answer.read()
+                if answer.status >= 300:
+                    raise OSError(f"worker {slot}: {method} {path}: status {answer.status}")
+                return content
+        except (aiohttp.ClientError, KeyError, TimeoutError) as error:
+            raise OSError(f"worker {slot}: {method} {path}: {reason_of(error)}") from error
+
+    async def ask_all(self, path: str, *, method: str = "GET", body: bytes | None = None) -> dict[int, bytes]:
+        """Answers by worker, of those that answered in time."""
+        asked = [self.ask(slot, path, method=method, body=body) for slot in self.siblings]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return {slot: one for slot, one in zip(self.siblings, found, strict=True) if isinstance(one, bytes)}
+
+    async def to_lead(self, scope: Any, receive: Any, send: Any) -> None:
+        """An ASGI application: the lead's answer to a request that came here."""
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in scope["headers"]
+            if name.decode("latin-1") not in {*_NOT_FORWARDED, PEER_HEADER}
+        }
+        headers[PEER_HEADER] = scope["client"][0] if scope.get("client") else ""
+        target = scope["path"] + (
+            f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        )
+        begun = False
+        try:
+            async with (
+                asyncio.timeout(_FORWARD_S_MAX),
+                self._sessions[LEAD].request(
+                    scope["method"],
+                    target,
+                    data=_body(receive),
+                    headers=headers,
+                    allow_redirects=False,
+                    auto_decompress=False,
+                ) as answer,
+            ):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": answer.status,
+                        "headers": [
+                            (name.lower(), value)
+                            for name, value in answer.raw_headers
+                            if name.lower().decode() not in _NOT_FORWARDED
+                        ],
+                    }
+                )
+                begun = True
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        except (aiohttp.ClientError, KeyError, OSError, TimeoutError):
+            if begun:
+                raise
+            await send_error(send, worker_unavailable())
+
+
+async def _body(receive: Any) -> Any:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return
+        more = message.get("more_body", False)
+        yield message.get("body", b"")
+
+
+async def send_error(send: Any, error: ApiError) -> None:
+    """An error as a whole ASGI answer."""
+    headers = [(b"content-type", b"application/json"), *error.headers]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": error.body()})
+
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
 _OWN = frozenset({"load", "receipts", "drifting", "contradicting", "first_tokens"})
 """Of an engine: counted by each worker for its own requests."""
 
 
-class WholeView:
+class AggregateView:
     """An ``OpsView`` of this worker and its siblings. What a sibling does not say in time is left out, but
     for what it has counted before."""
 
-    def __init__(self, seat: WorkerSeat, sources: Sources, calls: SiblingCalls) -> None:
+    def __init__(self, seat: WorkerContext, sources: Sources, calls: SiblingCalls) -> None:
         self._seat = seat
         self._sources = sources
-        self._own = OwnView(sources)
+        self._own = LocalView(sources)
         self._calls = calls
-        self._ledger: CountLedger | None = None
+        self._ledger: CounterStore | None = None
         self._lives: dict[int, int] = {}
         self._asking = asyncio.Lock()
         self._merger = ThreadPoolExecutor(1, "kvatlas-metrics")
@@ -49,7 +327,7 @@ class WholeView:
 
     async def own_page(self) -> WorkerPage:
         """This worker's part of ``metrics``, for a sibling."""
-        found = await at_leisure(in_steps(family_of, families(self._sources)))
+        found = await run_cooperatively(in_steps(family_of, families(self._sources)))
         return WorkerPage(self._seat.slot, self._seat.life, found)
 
     async def own_part(self, name: str, request_id: str = "") -> bytes | None:
@@ -76,7 +354,7 @@ class WholeView:
     def _page(self, own: WorkerPage, answers: list[bytes]) -> bytes:
         pages = [own, *map(_PAGE.decode, answers)]
         if self._ledger is None:
-            self._ledger = CountLedger(self._seat.ledger)
+            self._ledger = CounterStore(self._seat.ledger)
         found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered

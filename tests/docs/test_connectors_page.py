@@ -17,8 +17,8 @@ from connectors.register import CONNECTORS
 from connectors.settings import OffloadSettings
 from connectors.shared_settings import SharedSettings
 from connectors.store import open as store_open
+from connectors.store.base import Options
 from connectors.store.mooncake import MooncakeSettings
-from connectors.store.options import Options
 from tests.docs.pages import connector_metrics, transfer_configs
 from tests.support.paths import ROOT
 

@@ -10,15 +10,15 @@ from typing import get_args
 import msgspec
 import pytest
 
-from router.api import explain
+from router.api import views as explain
 from router.api.answers import EngineView
+from router.feeds.base import REASONS as MALFORMED
 from router.feeds.base import FeedState
-from router.feeds.recovery.repair import RepairKind
-from router.feeds.trust import DOUBTS
-from router.feeds.wire import REASONS as MALFORMED
-from router.fleet.sources.kubernetes import cluster_view
+from router.feeds.position import DOUBTS
+from router.feeds.recovery import RepairKind
+from router.fleet.kubernetes import objects as cluster_view
 from router.index.learn.hash_scheme import Detection
-from router.index.learn.removals import Removals
+from router.index.learn.root_events import Removals
 from router.index.seats import Mode
 from router.observe.receipts import Outcome
 from router.observe.usage import UsageStats

@@ -17,7 +17,7 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
-from router.tools.capture.file import encode_line
+from router.tools.capture import encode_line
 from tests.support.paths import DATA
 
 CAPTURES = sorted((DATA / "captures").glob("*.jsonl.gz"))

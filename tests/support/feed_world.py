@@ -23,19 +23,18 @@ from publisher.events import (
     BlockHash,
     BlockStored,
     DecodedBatch,
+    GroupSpec,
     encode_batch,
     to_block_hash,
 )
-from publisher.groups import GroupSpec
 from publisher.snapshot import SnapshotLedger
-from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame, parse_live
 from router.feeds.machine import FeedMachine
-from router.feeds.wire import Frame, parse_live
+from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
+from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.store.memory import MemoryIndex
 
 SETTINGS = FeedSettings(
     hold_batches_max=48, recent_batches_max=32, resync_backoff_s=2.0, resync_backoff_s_max=8.0

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.transfer.mooncake import MooncakeLink
-from router.fleet.identity import EngineAddress
-from router.pd.settings import PdSettings
-from router.pd.stats import PdStats
+from publisher.simulator.kv_protocols import MooncakeLink
+from router.fleet.settings import EngineAddress
+from router.pd.settings import PdSettings, PdStats
 from tests.support.ports import free_port
 from tests.support.sidecars import endpoint, sidecar
 from tests.support.whole_router import Rig, configure, routing, running
@@ -25,7 +24,7 @@ CONNECTORS: dict[str, tuple[PdSettings, dict[str, Any]]] = {
     "offloading": (PdSettings(connector="offloading"), {"kv_connector": "offloading"}),
 }
 _CHEAP = {"min_remote_tokens": 64, "leg_overhead_s": 0.0, "transfer_s_per_token": 0.0}
-Ask = Callable[..., Awaitable[tuple[int, Any]]]
+PlacementRequest = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 @contextmanager
@@ -43,7 +42,7 @@ class Pair(NamedTuple):
 
     prefill: SimulatedEngine
     decode: SimulatedEngine
-    ask: Ask
+    ask: PlacementRequest
     stats: PdStats
     rig: Rig | None
 

@@ -15,11 +15,10 @@ import msgspec
 from publisher.engine import EngineSettings
 from router.demo.run import engine_process
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable
 from router.replication.settings import IndexSettings
-from router.tools.index.command import verify_scope
-from router.tools.index.scan import read_scope
-from router.tools.index.verify import EngineDiff
+from router.tools.index import verify_scope
+from router.tools.index_verify import EngineDiff, read_scope
 from tests.support.processes import Replica, replicas
 from tests.support.waiting import until
 

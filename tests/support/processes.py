@@ -29,7 +29,7 @@ class EngineProcess:
 
     async def start(self) -> None:
         """Until it listens."""
-        words = ["-m", "router.demo.engines", msgspec.json.encode([self.settings]).decode()]
+        words = ["-m", "router.demo.run", msgspec.json.encode([self.settings]).decode()]
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
         assert self._process.stdout is not None

@@ -16,7 +16,7 @@ from router.http.server.server import ProxyServer, listen_config
 from router.http.server.settings import ListenSettings
 from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest, Usage
-from router.pd.course import Course
+from router.pd.handoff import DisaggState
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
@@ -229,7 +229,7 @@ class FakePlanner:
         return self.breakers[url].allows(self.now(), client)
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> FakePlacement:
         self.requests.append(request)
         for url in self.urls:

@@ -15,8 +15,7 @@ from publisher.engine import SimulatedEngine
 from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.serve.server import RouterServer
-from router.sidecar.app import Sidecar
-from router.sidecar.run import make_server
+from router.sidecar import Sidecar, make_server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL
 

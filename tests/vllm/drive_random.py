@@ -30,21 +30,20 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
-from connectors.hits.resolver import HitResolver
-from connectors.messages.keys import block_key, split_key
+from connectors.hits import HitResolver
+from connectors.messages import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
 from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockStored
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, BlockStored, GroupSpec
 from router.index.base import Plane, Rows
+from router.index.hit_rules import evaluate
 from router.index.learn import hash_scheme
 from router.index.learn.layout import ModelFacts, make_layout
+from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.rules.hits import evaluate
-from router.index.rules.offload import loaded, reach
-from router.index.store.memory import MemoryIndex
-from router.tools.verify.run import ProbePrompt, verify_trace
-from tests.publisher.pool.pool_load import Ask
+from router.index.offload_rules import loaded, reach
+from router.tools.trace_verification import ProbePrompt, verify_trace
+from tests.publisher.pool.pool_load import PlacementRequest
 from tests.vllm.drive_scheduler import DifferenceError, Pair
 from tests.vllm.random_mixes import ADAPTERS, OUTPUT_TOKENS_MAX, SEEDS_MAX, Mix, Prompts, random_mix
 from tests.vllm.real_scheduler import Prompt, RealEngine, Setup
@@ -68,8 +67,8 @@ class Alone:
             if isinstance(manager, MambaManager):
                 manager.drop_eagle_checkpoint_block = scheduler.use_eagle_block_drop
         self.rng = rng
-        self.live: dict[int, tuple[Ask, Any]] = {}
-        self.texts: list[Ask] = []
+        self.live: dict[int, tuple[PlacementRequest, Any]] = {}
+        self.texts: list[PlacementRequest] = []
         self.payloads: list[bytes] = []
         self._arrived = 0
 
@@ -77,12 +76,12 @@ class Alone:
     def busy(self) -> bool:
         return self.real.busy
 
-    def add(self, ask: Ask, max_tokens: int) -> int:
+    def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         self._arrived += 1
         self.live[self._arrived] = ask, self.real.add(prompt_of(ask), max_tokens)
         return self._arrived
 
-    def probe(self, ask: Ask) -> int:
+    def probe(self, ask: PlacementRequest) -> int:
         return self.real.hit(prompt_of(ask))
 
     def step(self) -> None:
@@ -119,7 +118,7 @@ class Resolver:
         groups = tuple(GroupSpec(index, **group) for index, group in enumerate(mix.layout.groups))
         self._layout = make_layout(groups, ModelFacts(), real.hash_block_size)
 
-    def check(self, ask: Ask, hit: int) -> None:
+    def check(self, ask: PlacementRequest, hit: int) -> None:
         """Raise ``DifferenceError`` unless it would load what the rules say, all blocks of it held."""
         request = self._real._request(prompt_of(ask), 1)
         names = list(request.block_hashes)
@@ -184,7 +183,7 @@ class Judge:
         if not self.silent and self._steps % STEPS_PER_STATE == 0:
             self._write({"state": {"keys": self._real.keys_per_group()}})
 
-    def probed(self, ask: Ask, hit: int) -> None:
+    def probed(self, ask: PlacementRequest, hit: int) -> None:
         """vLLM would take ``hit`` tokens of this prompt now."""
         self._probes += 1
         if self._resolver is not None and self._probes % PROBES_PER_LOAD == 0:
@@ -224,7 +223,7 @@ def setup_of(mix: Mix) -> Setup:
     return Setup(**dataclasses.asdict(mix.layout), lookahead_tokens=mix.lookahead)
 
 
-def prompt_of(ask: Ask) -> Prompt:
+def prompt_of(ask: PlacementRequest) -> Prompt:
     return Prompt(ask.token_ids, ask.lora_name, ask.lora_path, ask.cache_salt, ask.mm)
 
 

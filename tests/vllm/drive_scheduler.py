@@ -31,7 +31,7 @@ if importlib.util.find_spec("xxhash") is None:
 
 from publisher.events import Event, encode_batch
 from tests.publisher.pool.layouts import FAMILIES, Layout
-from tests.publisher.pool.pool_load import Alone, Ask, load_rng, run_load
+from tests.publisher.pool.pool_load import Alone, PlacementRequest, load_rng, run_load
 
 
 class DifferenceError(AssertionError):
@@ -55,12 +55,12 @@ class Pair(Alone):
         self._schedule = self.real.scheduler.schedule
         self.real.scheduler.schedule = self._watched  # type: ignore[method-assign]
 
-    def add(self, ask: Ask, max_tokens: int) -> int:
+    def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         name = super().add(ask, max_tokens)
         self._theirs[name] = self.real.add(_prompt(ask), max_tokens)
         return name
 
-    def probe(self, ask: Ask) -> int:
+    def probe(self, ask: PlacementRequest) -> int:
         hit = super().probe(ask)
         self._same("hit", self.real.probe(_prompt(ask))[0], hit)
         return hit
@@ -118,7 +118,7 @@ class Pair(Alone):
             raise DifferenceError(f"step {self.counts['steps']}, {what}: vLLM {theirs!r}, pool {mine!r}")
 
 
-def _prompt(ask: Ask) -> Prompt:
+def _prompt(ask: PlacementRequest) -> Prompt:
     return Prompt(ask.token_ids, ask.lora_name, ask.lora_path, ask.cache_salt, ask.mm)
 
 

@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 
 from publisher.engine import EngineSettings, SimulatedEngine
-from publisher.groups import GroupSpec
-from router.tools.capture.writer import CaptureWriter
-from router.tools.record.recorder import RecordSource, SourceRecorder
+from publisher.events import GroupSpec
+from router.tools.capture import CaptureWriter
+from router.tools.record import RecordSource, SourceRecorder
 from tests.support.paths import DATA
 
 FOLDER = DATA / "captures"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from publisher.block_hash import HashScheme
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from publisher.pool.layout import pool_layout
 from tests.publisher.pool.layouts import Layout, chunked, full, mamba, window
-from tests.publisher.pool.pool_load import VOCAB_TOKENS, Ask
+from tests.publisher.pool.pool_load import VOCAB_TOKENS, PlacementRequest
 
 Group = dict[str, Any]
 
@@ -176,9 +176,9 @@ class Prompts:
         self._rng = rng
         self._sizes = [group["block_size"] for group in mix.layout.groups]
         self._roots = [self._tokens(rng.randint(40, 200)) for _ in range(3)]
-        self.history: list[Ask] = []
+        self.history: list[PlacementRequest] = []
 
-    def ask(self, *, asked: bool = True) -> Ask:
+    def ask(self, *, asked: bool = True) -> PlacementRequest:
         """The next prompt; ``asked``: it will be a request, so later ones may go on from it."""
         rng = self._rng
         if not self.history or rng.random() < 0.2:
@@ -190,7 +190,7 @@ class Prompts:
             self.history.append(fresh)
         return fresh
 
-    def _related(self, base: Ask) -> Ask:
+    def _related(self, base: PlacementRequest) -> PlacementRequest:
         rng, tokens = self._rng, list(base.token_ids)
         kind = rng.random()
         if kind < 0.5:
@@ -208,7 +208,7 @@ class Prompts:
             return max(1, min(length, rng.randint(1, length // size) * size + rng.choice((-1, 0, 1))))
         return rng.randint(1, length)
 
-    def _fresh(self) -> Ask:
+    def _fresh(self) -> PlacementRequest:
         rng = self._rng
         root = rng.choice(self._roots) if rng.random() < 0.6 else []
         tokens = root[: rng.randint(0, len(root))] + self._tokens(rng.randint(1, 160))
@@ -217,7 +217,7 @@ class Prompts:
         salt = rng.choice(SALTS) if rng.random() < chances.get("salt", 0) else None
         tokens = self._long_enough(tokens)
         items = self._items(len(tokens)) if rng.random() < chances.get("mm", 0) else ()
-        return Ask(tokens, lora, ADAPTERS[lora] if lora else None, salt, items)
+        return PlacementRequest(tokens, lora, ADAPTERS[lora] if lora else None, salt, items)
 
     def _items(self, length: int) -> tuple[tuple[str, int, int], ...]:
         rng, items = self._rng, list[tuple[str, int, int]]()
@@ -237,7 +237,7 @@ class Prompts:
         return [first + self._rng.randrange(3, VOCAB_TOKENS) for _ in range(count)]
 
 
-def _with_tokens(ask: Ask, tokens: list[int]) -> Ask:
+def _with_tokens(ask: PlacementRequest, tokens: list[int]) -> PlacementRequest:
     """``ask`` with other tokens and the items that still fit."""
     items = tuple(item for item in ask.mm if item[1] + item[2] < len(tokens))
-    return Ask(tokens, ask.lora_name, ask.lora_path, ask.cache_salt, items)
+    return PlacementRequest(tokens, ask.lora_name, ask.lora_path, ask.cache_salt, items)

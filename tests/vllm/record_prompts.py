@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from router.openai.apis import BATCH, COHERE, MESSAGES, RESPONSES
+from router.openai.request import BATCH, COHERE, MESSAGES, RESPONSES
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases
 from tests.support.prompts.readers import plain_tokenizer

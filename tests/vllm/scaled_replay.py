@@ -16,11 +16,10 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.groups import GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
+from publisher.events import GroupSpec
+from router.observe.history import UNIT_TOKENS
 from router.simulate.run.engine import SimEngine
-from router.simulate.run.request_run import RequestRun
-from router.simulate.timing import Timing
+from router.simulate.run.setup import RequestRun, Timing
 from router.simulate.workload.requests import Request, block_hashes
 
 NUM_GPU_BLOCKS = 220

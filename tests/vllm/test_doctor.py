@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.tools.doctor.verdict import PROPERTIES
+from router.tools.doctor.findings import PROPERTIES
 from tests.support.paths import ROOT
 from tests.vllm.vllm_engine import VllmEngine
 

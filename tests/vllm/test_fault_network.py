@@ -26,12 +26,11 @@ import pytest
 import zmq
 
 from publisher.events import AllBlocksCleared, BlockHash, BlockStored, DecodedBatch, Event, to_block_hash
-from router.feeds.base import FeedSettings, FeedState
+from router.feeds.base import FeedSettings, FeedState, Frame
 from router.feeds.subscriber import Feed
-from router.feeds.wire import Frame
 from router.index.learn.layout import ModelFacts
+from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.store.memory import MemoryIndex
 from tests.support.feed_world import LAYOUTS, Engine, Held, credited
 from tests.vllm.fault_network import FaultyNetwork
 from tests.vllm.publisher_process import VllmPublisher, publisher_process

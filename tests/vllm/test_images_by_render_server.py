@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import HashScheme
-from router.fleet.calls import EngineCalls
-from router.openai.apis import CHAT, MESSAGES
+from router.fleet.poller import EngineCalls
+from router.openai.request import CHAT, MESSAGES
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
 from tests.support.ports import free_ports
 from tests.support.prompts.readers import chat, request, say

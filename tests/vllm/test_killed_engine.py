@@ -15,8 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.events import BlockHash, BlockStored, DecodedBatch, to_block_hash
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, BlockStored, DecodedBatch, GroupSpec, to_block_hash
 from router.feeds.base import FeedSettings, FeedState
 from router.feeds.subscriber import Feed
 from router.index.learn.layout import ModelFacts

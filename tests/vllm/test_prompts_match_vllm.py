@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
+from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.reader import Prompt
 from tests.support.paths import ROOT
 from tests.support.prompts import agent_cases, cases

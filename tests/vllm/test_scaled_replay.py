@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 from tests.vllm.scaled_replay import BLOCK_TOKENS, CHUNK_TOKENS, NUM_GPU_BLOCKS, Sent, replayed_hits

@@ -18,12 +18,11 @@ import pytest
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.groups import GroupSpec
-from router.simulate.models import MODELS, groups_of
+from publisher.events import GroupSpec
+from router.simulate.plan import MODELS, groups_of
 from router.simulate.run.engine import SimEngine
-from router.simulate.run.request_run import RequestRun
+from router.simulate.run.setup import RequestRun, Timing
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
-from router.simulate.timing import Timing
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request, block_hashes, continued
 from tests.support.paths import ROOT

@@ -23,14 +23,13 @@ import msgspec
 import openai
 import pytest
 
-from router.simulate.advise.command import ObservedFleet, see
+from router.simulate.advise import ObservedFleet, see
 from router.simulate.fit import fit_capture
 from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetSetup
-from router.simulate.timing import Timing
+from router.simulate.run.setup import FleetSetup, Timing
 from router.simulate.workload.requests import Asked
-from router.simulate.workload.usage import Captured
+from router.simulate.workload.traces import Captured
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess

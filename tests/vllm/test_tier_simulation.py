@@ -20,14 +20,12 @@ import pytest
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.groups import GroupSpec
-from router.observe.prefix_ids import UNIT_TOKENS
-from router.simulate.advise.command import see
+from publisher.events import GroupSpec
+from router.observe.history import UNIT_TOKENS
+from router.simulate.advise import see
 from router.simulate.run.engine import SimEngine
-from router.simulate.run.request_run import RequestRun
-from router.simulate.run.tier_setup import TierSetup, TierSpec
-from router.simulate.run.tiers import tiers_of
-from router.simulate.timing import Timing
+from router.simulate.run.setup import RequestRun, Timing
+from router.simulate.run.tiers import TierSetup, TierSpec, tiers_of
 from router.simulate.workload.requests import block_hashes
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import running

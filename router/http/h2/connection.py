@@ -14,15 +14,91 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from router.http.deadlines import NEVER, Sweeper
+import msgspec
+
 from router.http.h2 import frames as h2
-from router.http.h2.control_budget import ControlBudget
 from router.http.h2.frames import FrameReader, H2Error, H2Frame
-from router.http.h2.header_blocks import HeaderBlocks
-from router.http.h2.hpack import Field, HeaderDecoder
-from router.http.h2.outbox import Outbox
-from router.http.h2.settings import H2Settings, H2Stats
-from router.http.h2.stream import Stream, StreamHandler
+from router.http.h2.hpack import Field, HeaderBlocks, HeaderDecoder
+from router.http.h2.stream import SendScheduler, Stream, StreamHandler
+from router.http.server.settings import HandshakeStats
+from router.http.sockets import NEVER, Sweeper
+
+# How many frames without content a peer may send in a second.
+#
+# Always true: beyond it the connection ends; the clock is read only when a budget is used up.
+
+
+class ControlBudget:
+    """Of one connection."""
+
+    def __init__(self, per_s: int, clock: Callable[[], float]) -> None:
+        self._per_s = per_s
+        self._clock = clock
+        self._left = per_s
+        self._from_s = clock()
+
+    def spend(self, cost: int) -> None:
+        """A frame without content. Raises ``H2Error`` where there were too many in this second."""
+        self._left -= cost
+        if self._left >= 0:
+            return
+        now = self._clock()
+        if now - self._from_s < 1.0:
+            raise H2Error(h2.ENHANCE_YOUR_CALM, "too many control frames")
+        self._from_s = now
+        self._left = self._per_s
+
+
+# Limits of HTTP/2 connections, and what happened at them. Names carry units; all defaults live here.
+
+
+class H2Settings(msgspec.Struct, frozen=True):
+    """Limits of the connections of a gateway."""
+
+    handshake_timeout_s: float = 10.0
+    """Time-out of a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are
+    there, in seconds."""
+    stall_timeout_s: float = 60.0
+    """A connection that takes nothing of what waits to be sent to it for this long is cut, in seconds."""
+    connections_max: int = 256
+    """Most connections; further ones are closed at once. A gateway holds one for each of its threads."""
+    streams_max: int = 4096
+    """Most requests at one time on one connection; further ones are refused."""
+    stream_window_bytes: int = 1024 * 1024
+    """Bytes of one stream that may be under way to here and not taken yet."""
+    header_bytes_max: int = 32 * 1024
+    """Largest head of a stream; a larger one ends its connection."""
+    control_frames_per_s_max: int = 20_000
+    """Most frames without content (pings, settings, window updates) that a connection may send per second; a
+    reset of a running stream counts as ten. One that sends more is ended."""
+
+
+class H2Stats(HandshakeStats):
+    """What peers did."""
+
+    connections: int = 0
+    """Connections accepted from gateways."""
+    connections_open: int = 0
+    """Gauge: connections of gateways now."""
+    connections_refused: int = 0
+    """Connections refused because there were too many."""
+    connections_broken: int = 0
+    """Connections ended because the peer broke the protocol or a limit of it."""
+    handshake_timeouts: int = 0
+    """Connections closed because they did not begin to speak HTTP/2 in time."""
+    stalled_connections: int = 0
+    """Connections cut because they took nothing of what was to be sent."""
+    streams: int = 0
+    """Streams opened by gateways, health checks included."""
+    streams_open: int = 0
+    """Gauge: streams now."""
+    streams_refused: int = 0
+    """Streams refused because their connection had too many, or was ending."""
+    streams_reset: int = 0
+    """Streams that a gateway reset."""
+    streams_broken: int = 0
+    """Streams ended because the gateway broke a limit of theirs."""
+
 
 _WINDOW_BYTES = 16 * 1024 * 1024
 """Of the whole connection, granted again as bytes come: what is held is bounded by stream."""
@@ -64,7 +140,7 @@ class H2Connection(asyncio.Protocol):
         self._sweeper = sweeper
         self._members = members
         self._transport: asyncio.Transport  # from connection_made on, as the next
-        self._outbox: Outbox
+        self._outbox: SendScheduler
         self._preface = b""
         self._reader = FrameReader(_FRAME_BYTES)
         self._frames: Iterator[H2Frame] = iter(())  # that have come and wait for their turn
@@ -84,7 +160,7 @@ class H2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._outbox = Outbox(self._transport, lambda stream: self.drop(stream, None))
+        self._outbox = SendScheduler(self._transport, lambda stream: self.drop(stream, None))
         if len(self._members) >= self._settings.connections_max:
             self._stats.connections_refused += 1
             self._transport.abort()

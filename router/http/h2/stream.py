@@ -7,9 +7,12 @@ other one up. Always true: after ``reset``, or the peer's reset, nothing is sent
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
-from router.http.h2.frames import CANCEL
+from router.http.h2 import frames as h2
+from router.http.h2.frames import CANCEL, H2Error
 
 
 class StreamHandler(Protocol):
@@ -147,3 +150,148 @@ class Stream:
         self._pieces.clear()
         self.queued_bytes = 0
         self.wake()
+
+
+# What one HTTP/2 connection has to send: frames of its own at once, streams in their turns.
+#
+# Always true: a stream gets one frame per turn, as far as its window and the connection's allow, so one
+# that is not read holds no other up; what is written in one turn of the loop goes out in one piece, of
+# bodies about ``_PUMP_BYTES`` at most. The peer's initial window is kept once and not in each stream, so
+# that a frame that changes a window costs the same however many streams there are.
+
+
+_PUMP_BYTES = 256 * 1024
+_TURN_BYTES = 64
+"""What a turn counts beyond the bytes that it sends: many short frames take as long as few long ones."""
+
+
+class SendScheduler:
+    """``ended`` is told of a stream whose last frame has been written. ``frame_bytes_max`` is the peer's."""
+
+    def __init__(self, transport: asyncio.Transport, ended: Callable[[Stream], None]) -> None:
+        self.frame_bytes_max = h2.FRAME_BYTES_MIN
+        self.paused = False
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        self._ended = ended
+        self._waiting: OrderedDict[Stream, None] = OrderedDict()  # in the order of their turns
+        self._blocked: dict[Stream, None] = {}  # have bytes to send, and no window
+        self._ending: OrderedDict[Stream, None] = OrderedDict()  # send only trailers, without a window
+        self._window = h2.WINDOW_DEFAULT
+        self._stream_window = h2.WINDOW_DEFAULT
+        self._widened = False
+        self._out: list[bytes | memoryview] = []
+        self._due = False  # a pump will come
+
+    def grow(self, increment: int) -> None:
+        """The peer lets the connection send more. Raises ``H2Error``."""
+        self._window += increment
+        if self._window > h2.WINDOW_MAX:
+            raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
+
+    def widen(self, window: int) -> None:
+        """Every stream's window begins with so many bytes, those that are open included (RFC 9113, section
+        6.9.2). One that so gets beyond the limit is found when it is its turn."""
+        self._widened = self._widened or window > self._stream_window
+        self._stream_window = window
+
+    def unblock(self) -> int:
+        """Give turns to the streams that have a window since ``widen``; the work, in control frames."""
+        if not self._widened:
+            return 0
+        self._widened = False
+        blocked = len(self._blocked)
+        for stream in [each for each in self._blocked if self._window_of(each) > 0]:
+            del self._blocked[stream]
+            self._waiting[stream] = None
+        return (blocked >> 4) + ((blocked - len(self._blocked)) >> 2)
+
+    def _window_of(self, stream: Stream) -> int:
+        return stream.credit + self._stream_window
+
+    def write(self, data: bytes) -> None:
+        """Frames of the connection's own."""
+        self._out.append(data)
+        self._pump_soon()
+
+    def ready(self, stream: Stream) -> None:
+        """It has something to send, or its window has grown. Raises ``H2Error`` for a window beyond its
+        limit, which is the stream's error alone."""
+        window = self._window_of(stream)
+        if window > h2.WINDOW_MAX:
+            raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
+        if not stream.queued_bytes:
+            if stream.trailers is None:
+                return
+            self._ending[stream] = None
+        elif window <= 0:
+            self._blocked[stream] = None
+            return
+        else:
+            self._blocked.pop(stream, None)
+            self._waiting[stream] = None
+        self._pump_soon()
+
+    def forget(self, stream: Stream) -> None:
+        """It is over."""
+        for streams in (self._waiting, self._blocked, self._ending):
+            streams.pop(stream, None)
+
+    def hold(self) -> None:
+        """Whoever says this will pump: what is written until then goes out with it."""
+        self._due = True
+
+    def _pump_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Send what waits, each stream in its turn, as far as the windows and the socket allow."""
+        self._due = True  # what is written meanwhile goes out below
+        room = _PUMP_BYTES
+        while self._ending and room > 0 and not self.paused:
+            room -= self._end(next(iter(self._ending)))
+        while self._waiting and self._window > 0 and room > 0 and not self.paused:
+            room -= self._turn(next(iter(self._waiting)))
+        self.flush()
+        self._due = False
+        if (self._ending or (self._waiting and self._window > 0)) and not self.paused:
+            self._pump_soon()
+
+    def _turn(self, stream: Stream) -> int:
+        """Send a frame of its body; what that counts."""
+        del self._waiting[stream]
+        window = self._window_of(stream)
+        size = min(stream.queued_bytes, window, self.frame_bytes_max, self._window)
+        if size > 0:
+            self._window -= size
+            self._out.append(h2.frame_head(h2.DATA, 0, stream.stream_id, size))
+            stream.take(size, self._out)
+        if stream.queued_bytes:
+            if window > size:
+                self._waiting[stream] = None
+            else:
+                self._blocked[stream] = None
+        elif stream.trailers is not None:
+            self._end(stream)
+        return max(0, size) + _TURN_BYTES
+
+    def _end(self, stream: Stream) -> int:
+        """Send its trailers; what that counts."""
+        self._ending.pop(stream, None)
+        trailers = stream.trailers or b""
+        flags = h2.END_HEADERS | h2.END_STREAM
+        self._out.append(h2.frame(h2.HEADERS, flags, stream.stream_id, trailers))
+        self._ended(stream)
+        return len(trailers) + _TURN_BYTES
+
+    def flush(self) -> None:
+        """Hand what was written to the socket."""
+        if self._out and not self._transport.is_closing():
+            self._transport.write(b"".join(self._out))
+        self._out.clear()
+
+    def clear(self) -> None:
+        """There is nobody to send to."""
+        self._out.clear()

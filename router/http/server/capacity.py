@@ -7,11 +7,16 @@ answered however many connections others hold. There are few spares; the newest 
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import ssl
+import types
 from collections import Counter, OrderedDict
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Protocol, cast
 
-from router.http.server.settings import ListenSettings
+from router.http.server.settings import HandshakeStats, ListenSettings
+from router.http.sockets import is_last
 
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
 """What a spare connection may ask for."""
@@ -97,3 +102,128 @@ def client_of(peer: object) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+
+
+# The TLS handshake of one accepted connection, which counts as a connection from its first byte on.
+#
+# asyncio tells a protocol of a connection only after its handshake, so that half-open ones would be bounded
+# by nothing but time. Here the connection is accepted plain, takes its place (``Capacity``; without one it
+# is a spare), and is given to its protocol once TLS stands. Always true: a handshake ends within its
+# time-out.
+
+
+class Handshakes:
+    """Of one listener; ``timeout_s`` is asked for at each. ``close`` ends those that are under way."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        capacity: Capacity,
+        stats: HandshakeStats,
+        timeout_s: Callable[[], float],
+    ) -> None:
+        self.context = context
+        self.capacity = capacity
+        self.stats = stats
+        self.timeout_s = timeout_s
+        self.open: set[Handshake] = set()
+
+    def protocol(self, inner: asyncio.Protocol) -> Handshake:
+        """Of an accepted connection, before ``inner``."""
+        return Handshake(self, inner)
+
+    def close(self) -> None:
+        """No protocol will get what has not shaken hands yet."""
+        for handshake in list(self.open):
+            handshake.abort()
+
+
+@types.coroutine
+def _rest(begun: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any, Any]:
+    """What a coroutine that waits for ``first`` comes to; it waits for nothing else."""
+    try:
+        yield first
+    except BaseException as error:
+        begun.throw(error)
+        raise
+    try:
+        begun.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("start_tls waits twice")
+
+
+class Handshake(asyncio.Protocol):
+    """See the module."""
+
+    def __init__(self, line: Handshakes, inner: asyncio.Protocol) -> None:
+        self._line = line
+        self._inner = inner
+        self._transport: asyncio.Transport | None = None
+        self._early: list[bytes] = []  # came in the packet that ended the handshake
+        self._ended = False
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        line = self._line
+        self._transport = cast(asyncio.Transport, transport)
+        self._client = client_of(transport.get_extra_info("peername"))
+        self._spare = not line.capacity.enter(self._client)
+        if self._spare:
+            line.capacity.add_spare(self)
+        line.open.add(self)
+        line.stats.descriptor_shortages += is_last(transport.get_extra_info("socket"))
+        self._task = asyncio.get_running_loop().create_task(self._shake(self._transport), name="handshake")
+
+    async def _shake(self, transport: asyncio.Transport) -> None:
+        line = self._line
+        tls: Any = None
+        try:
+            loop = asyncio.get_running_loop()
+            begun = loop.start_tls(
+                transport, self, line.context, server_side=True, ssl_handshake_timeout=line.timeout_s()
+            )
+            first = begun.send(None)
+            loop.call_soon(self._feed, transport)  # behind what ``start_tls`` has put there, before a read
+            tls = await _rest(begun, first)
+        except (OSError, asyncio.CancelledError):  # ssl.SSLError and TimeoutError are of the former
+            line.stats.handshakes_failed += 1
+            transport.abort()
+        finally:
+            self._leave()
+        if tls is not None and not self._ended:
+            tls.set_protocol(self._inner)
+            self._inner.connection_made(tls)
+            for data in self._early:
+                self._inner.data_received(data)
+
+    def _feed(self, transport: asyncio.Transport) -> None:
+        """Give TLS what came before it stood there: uvloop reads before it makes another turn."""
+        data, self._early = b"".join(self._early), []
+        protocol: Any = transport.get_protocol()
+        while data and protocol is not self and not transport.is_closing():
+            room = protocol.get_buffer(len(data))
+            size = min(len(room), len(data))
+            room[:size] = data[:size]
+            protocol.buffer_updated(size)
+            data = data[size:]
+
+    def _leave(self) -> None:
+        line = self._line
+        line.open.discard(self)
+        line.capacity.drop_spare(self)
+        if not self._spare:
+            line.capacity.leave(self._client)
+
+    def data_received(self, data: bytes) -> None:
+        self._early.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+
+    def abort(self) -> None:
+        """Close it at once."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._transport is not None:
+            self._transport.abort()

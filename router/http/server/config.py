@@ -9,11 +9,9 @@ from typing import Any, cast
 
 import uvicorn
 
-from router.http.deadlines import Sweeper, tick_for
-from router.http.server.capacity import Capacity
-from router.http.server.handshake import Handshakes
-from router.http.server.settings import ListenSettings
-from router.http.server.stats import ListenStats
+from router.http.server.capacity import Capacity, Handshakes
+from router.http.server.settings import ListenSettings, ListenStats
+from router.http.sockets import Sweeper, tick_for
 
 
 class ListenConfig(uvicorn.Config):

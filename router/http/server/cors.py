@@ -12,7 +12,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 
-from router.http.server.seam import TOLD
+from router.http.server.request_cycle import TOLD
 
 
 class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec.structs import replace
 
-from publisher.groups import Family, GroupSpec, spec_classes
+from publisher.events import Family, GroupSpec, spec_classes
 from router.fleet.statement import EngineStatement
 from router.index.learn.layout import ModelFacts
 

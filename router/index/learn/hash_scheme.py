@@ -25,17 +25,191 @@ a given-up one, which a plain event after all may settle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
 
 import msgspec
+import xxhash
+from msgspec.structs import replace
 
-from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, NO_EXTRAS, HashScheme, PromptExtras
-from publisher.events import BlockStored
-from router.index.learn.evidence import PATIENCE, SearchEvidence
+from publisher.block_hash import (
+    ALGORITHMS,
+    DEFAULT_SEED,
+    NO_EXTRAS,
+    HashScheme,
+    PromptExtras,
+    canonical_cbor,
+    hashed_parts,
+    pickled,
+    sha256,
+)
+from publisher.events import BlockHash, BlockStored
 from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
-from router.index.learn.seed_search import search
 from router.index.learn.told import ToldBlocks, proven_algorithm
+
+# The long search: which small number is the engine's PYTHONHASHSEED.
+#
+# Every seed is tried with every algorithm and hash block size on one piece of evidence. Only the parent of
+# the first hash depends on the seed, so what is hashed is written out once, with a mark in the parent's
+# place, and each try puts its own parent there; that is several times as fast as hashing from the start.
+# What matches is checked again by the ordinary way, so a defect here can cost a detection but never make a
+# wrong one.
+
+
+_HASHES_PER_SLICE = 512
+"""One slice of the search costs up to 1 ms of the event loop."""
+
+_MARK = bytes(range(100, 132))
+"""Stands for a parent; 32 bytes, the first 16 of it for the shorter digests."""
+
+_PARTS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes], int]] = {
+    "sha256": (pickled, sha256, 32),
+    "sha256_cbor": (canonical_cbor, sha256, 32),
+    "xxhash": (pickled, xxhash.xxh3_128_digest, 16),
+    "xxhash_cbor": (canonical_cbor, xxhash.xxh3_128_digest, 16),
+}
+
+
+class _Trial(NamedTuple):
+    """One way to hash the evidence, but for the seed."""
+
+    scheme: HashScheme
+    dump: Callable[[object], bytes]
+    digest: Callable[[bytes], bytes]
+    blocks: list[tuple[bytes, bytes]]
+    """What is hashed before and after the parent, block by block."""
+
+    def meets(self, seed: str, told: frozenset[BlockHash], *, last: bool) -> bool:
+        """Whether this seed gives one of the hashes ``told`` (``last``: at the last block)."""
+        digest, parent = self.digest, self.digest(self.dump(seed))
+        for before, after in self.blocks:
+            parent = digest(before + parent + after)
+            if not last and int.from_bytes(parent[-8:], "big") in told:
+                return True
+        return last and int.from_bytes(parent[-8:], "big") in told
+
+
+def search(
+    root: RootEvent, sizes: Iterable[int], algos: Iterable[str], seeds_max: int
+) -> Iterator[HashScheme | None]:
+    """The scheme with a seed below ``seeds_max`` that gives the hashes of ``root``; None per slice without
+    one. ``sizes`` are hash block sizes."""
+    trials = [t for algo in algos for size in sizes for t in _trials(root, algo, size)]
+    told = frozenset(root.hashes[:1] if root.full else root.hashes)
+    hashes_per_seed = sum(1 + len(trial.blocks) for trial in trials)
+    per_slice = max(1, _HASHES_PER_SLICE // max(1, hashes_per_seed))
+    for start in range(0, seeds_max, per_slice):
+        found = None
+        for number in range(start, min(start + per_slice, seeds_max)):
+            for trial in trials:
+                if trial.meets(str(number), told, last=root.full):
+                    scheme = replace(trial.scheme, seed=str(number))
+                    found = scheme if matches(root, scheme) else found
+        yield found
+        if found is not None:
+            return
+
+
+def _trials(root: RootEvent, algo: str, size: int) -> Iterator[_Trial]:
+    """The ways to hash the evidence with this algorithm and hash block: extra keys tagged or not."""
+    if root.block_size % size:
+        return
+    dump, digest, width = _PARTS[algo]
+    tokens = root.tokens[: root.block_size + root.lookahead] if root.full else root.tokens
+    for tagged in (True, False) if root.extras != NO_EXTRAS else (True,):
+        scheme = HashScheme(algo, "", size, root.lookahead, tagged)
+        mark = _MARK[:width]
+        blocks = [
+            dump((mark, block, extra)).partition(mark)
+            for block, extra in hashed_parts(tokens, scheme, root.extras)
+        ]
+        yield _Trial(scheme, dump, digest, [(before, after) for before, _, after in blocks])
+
+
+# What the long search for a seed may begin with, where no event shows all that its hashes cover.
+#
+# One piece is kept, the surest seen and of equals the cheapest. Those that most likely show everything are
+# searched with at once, others after 8 pieces and again after 64. Every kind has searches of its own, so
+# that what is wrong with one leaves those of the others; and nothing is searched with twice.
+
+
+PATIENCE = 64
+_WEAK_PATIENCE = 8
+_SEARCHES_MAX = 2
+"""With evidence of each trust."""
+_SEARCHED_MAX = 16
+
+_SEARCH_TOKENS_MAX = 4096
+"""A span is searched with only if it is this short: every seed hashes it whole."""
+
+_CHEAP_TOKENS = 512
+"""One longer than this has to wait until ``PATIENCE`` pieces of evidence proved nothing."""
+
+
+class Trust(IntEnum):
+    """How surely a piece of evidence shows all that its hashes cover; the surest first."""
+
+    PLACED = 0
+    """A placed prompt that begins as the event does; nothing else tells how far multimodal items reach."""
+    LEGIBLE = 1
+    """An event whose first block shows all of its extra keys."""
+    JOINED = 2
+    """The block stands in a placed prompt, but the engine may have told of it after another beginning."""
+    HIDDEN = 3
+
+
+class SearchEvidence:
+    """The evidence of one engine, and how often it was searched with."""
+
+    def __init__(self) -> None:
+        self._best: RootEvent | None = None
+        self._trust = Trust.HIDDEN
+        self._seen = 0
+        self._searches = dict.fromkeys(Trust, 0)
+        self._searched: deque[RootEvent] = deque(maxlen=_SEARCHED_MAX)
+
+    def keep(self, root: RootEvent, *, placed: bool) -> None:
+        """Look at a span that lists hashes; ``placed``: its tokens are a prompt's that is to be placed."""
+        if root.full:
+            root = root.first_block
+        if root.cost > _SEARCH_TOKENS_MAX or root in self._searched:
+            return
+        self._seen += 1
+        trust = _trust(root, placed=placed)
+        if self._best is None or (trust, root.cost) < (self._trust, self._best.cost):
+            self._best, self._trust = root, trust
+
+    def drop(self) -> None:
+        """Nothing is to be searched for any more."""
+        self._best = None
+
+    def take(self, pending: PendingRoots, unmatched: int) -> RootEvent | None:
+        """What to search with now; None where it is too early. ``unmatched`` events proved nothing so far."""
+        seen = max(self._seen, unmatched)
+        trust = Trust.HIDDEN if self._best is None else self._trust
+        if self._searches[trust] >= _SEARCHES_MAX:
+            trust = Trust.HIDDEN
+        hidden = self._searches[Trust.HIDDEN]
+        early = seen < _WEAK_PATIENCE ** (1 + hidden)
+        if trust is Trust.HIDDEN and (early or hidden >= _SEARCHES_MAX):
+            return None
+        evidence = self._best or pending.evidence()
+        if evidence is None or evidence.cost > (_CHEAP_TOKENS if seen < PATIENCE else _SEARCH_TOKENS_MAX):
+            return None
+        self._best, self._seen = None, 0
+        self._searched.append(evidence)
+        pending.tried(evidence)
+        self._searches[trust] += 1
+        return evidence
+
+
+def _trust(root: RootEvent, *, placed: bool) -> Trust:
+    if placed:
+        return Trust.JOINED if root.joined else Trust.PLACED
+    return Trust.LEGIBLE if root.legible else Trust.HIDDEN
+
 
 SEEDS_MAX = 1 << 16
 """PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``."""

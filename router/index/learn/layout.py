@@ -15,8 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import BlockStored
-from publisher.groups import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+from publisher.events import BlockStored, Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
 from router.index.learn.partial import PartialEvidence
 
 _SILENT_ROOTS_MAX = 16

@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from publisher.events import BlockStored
-from publisher.groups import Family, GroupSpec, scheduler_block_size
+from publisher.events import BlockStored, Family, GroupSpec, scheduler_block_size
 
 
 class PartialEvidence:

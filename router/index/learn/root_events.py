@@ -8,12 +8,23 @@ event's extra keys or token ids, reading it gives a ``RootEvent`` or None.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from itertools import islice
+from typing import Any
 
 import msgspec
 
-from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras, block_hashes
+from publisher.block_hash import (
+    NO_EXTRAS,
+    HashScheme,
+    MultimodalItem,
+    PromptExtras,
+    block_hashes,
+    hash_function,
+)
 from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
+from router.index.base import Plane
 
 _PENDING_MAX = 8
 _PARENTS_MAX = 64
@@ -188,3 +199,197 @@ def end_hash(root: RootEvent, scheme: HashScheme) -> BlockHash | None:
     if scheme.lookahead != root.lookahead or len(root.tokens) % scheme.hash_block_size:
         return None
     return block_hashes(root.tokens, scheme, root.extras)[-1]
+
+
+# What a publisher means by "removed": told by its events, with counts of the evidence for each reading.
+#
+# - PER_COPY: one of several copies is gone (vLLM to date). Proof: a block of which a removal left copies is
+#   removed again, with no store between.
+# - COUNTED: the event says how many copies are left (``remaining_copy_counts``). Believed as it comes.
+# - LAST_COPY: sent when no copy is left. Taken for it when the index came to hold more copies than the
+#   engine's
+#   pool has blocks and PER_COPY was not proven; withdrawn by that proof at any time.
+#
+# Undecided reads as PER_COPY: blocks that merely stay long are no evidence, since hot ones do. Copies
+# beyond the pool of a publisher proven PER_COPY mean re-reports (``kv_cache_report_mode=full``), which are
+# then looked for. A decision holds until the engine restarts. Bounded: the last ``_WATCHED_MAX`` removals
+# are watched.
+
+
+_WATCHED_MAX = 4096
+
+
+class Removals(StrEnum):
+    """How removals are read."""
+
+    UNDECIDED = "undecided"
+    PER_COPY = "per_copy"
+    COUNTED = "counted"
+    LAST_COPY = "last_copy"
+
+
+class RemovalEvidence:
+    """Evidence of one publisher's removals. Counters are since its start."""
+
+    def __init__(self) -> None:
+        self.semantics = Removals.UNDECIDED
+        self.removed_again = 0
+        """Blocks removed twice in a row: copies are told one by one."""
+        self.told_counts = 0
+        self.phantoms = 0
+        """Audits that found more copies than blocks."""
+        self.re_reports_suspected = False
+        self._watched: dict[tuple[Plane, BlockHash], None] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether removals may still prove something."""
+        return self.semantics in {Removals.UNDECIDED, Removals.LAST_COPY}
+
+    @property
+    def watching(self) -> bool:
+        """Whether stores matter to it now."""
+        return bool(self._watched)
+
+    def counted(self) -> None:
+        """An event told the copies left."""
+        self.told_counts += 1
+        self.semantics = Removals.COUNTED
+        self._watched.clear()
+
+    def stored(self, plane: Plane, hashes: Iterable[BlockHash]) -> None:
+        """Blocks were stored: a later removal of them proves nothing."""
+        for block in hashes:
+            self._watched.pop((plane, block), None)
+
+    def removed(self, plane: Plane, hashes: Iterable[BlockHash], left: Iterable[BlockHash]) -> None:
+        """Blocks were removed; of those in ``left`` there were copies before that were not told gone."""
+        for block in hashes:
+            if (plane, block) in self._watched:
+                self.removed_again += 1
+        if self.removed_again:
+            self.semantics = Removals.PER_COPY
+            self._watched.clear()
+            return
+        for block in left:
+            if len(self._watched) >= _WATCHED_MAX:
+                del self._watched[next(iter(self._watched))]
+            self._watched[plane, block] = None
+
+    def phantom(self) -> list[tuple[Plane, BlockHash]]:
+        """The index holds more copies than the pool has blocks. Returns blocks now known to be gone."""
+        self.phantoms += 1
+        if self.semantics is Removals.PER_COPY:
+            self.re_reports_suspected = True
+        if self.semantics is not Removals.UNDECIDED:
+            return []
+        self.semantics = Removals.LAST_COPY
+        return list(self._watched)
+
+
+# Learned mode: engine hashes looked up by token prefix, where they cannot be computed.
+#
+# From every stored event whose tokens and parent are known, our own chained key of the prefix is computed
+# and mapped to the hash the engine gave it. A query computes the own keys of its prompt and translates
+# them. What cannot be placed (parent unknown, masked blocks that no full event of another group names,
+# several media items in a block larger than a hash block) is left out and counted: learned mode
+# under-predicts, it never invents a block. Bounded: when more than ``_ENTRIES_MAX`` keys are held the
+# oldest half is dropped.
+
+
+_ENTRIES_MAX = 1 << 19
+"""About 150 MB; engines hold fewer blocks than this."""
+
+_ABSENT = BlockHash(-1)
+"""Stands for "no such block": hashes on the wire are never negative, so no index holds it."""
+
+
+class LearnedKeys:
+    """Own key of a prefix -> the engine's hash of it, for one engine."""
+
+    def __init__(self) -> None:
+        self._digest = hash_function("learned")
+        self._digest_of: dict[BlockHash, bytes] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self.unplaced = 0
+
+    def __len__(self) -> int:
+        return len(self._hash_of)
+
+    def observe(self, event: BlockStored, unit: int) -> None:
+        """Learn from one stored event; ``unit`` is the hash block size in tokens."""
+        hashes, size = event.block_hashes, event.block_size
+        if not hashes or size == 0 or size % unit:
+            return
+        if event.num_tokens() != len(hashes) * size:
+            return  # masked: the positions of its blocks are learned from full events only
+        parent = self._parent(event)
+        if parent is None:
+            self.unplaced += len(hashes)
+            return
+        try:
+            self._learn(event, event.tokens(), parent, unit)
+        except (EventDecodeError, _BadExtraKeysError):
+            self.unplaced += len(hashes)
+        self._bound()
+
+    def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
+        """The engine's hash for each own key; -1, which no index holds, where none is known."""
+        get = self._hash_of.get
+        return [get(key, _ABSENT) for key in own_keys]
+
+    def _parent(self, event: BlockStored) -> bytes | None:
+        if event.parent_block_hash is None:
+            return self._digest("")
+        return self._digest_of.get(to_block_hash(event.parent_block_hash))
+
+    def _learn(self, event: BlockStored, tokens: list[int], parent: bytes, unit: int) -> None:
+        size, per_block = event.block_size, event.block_size // unit
+        for number, wire in enumerate(event.block_hashes):
+            extra = _with_lookahead(event, number, _extra(event, number))
+            if extra is not None and per_block > 1:
+                self.unplaced += len(event.block_hashes) - number
+                return
+            for start in range(number * size, (number + 1) * size, unit):
+                parent = self._digest((parent, tuple(tokens[start : start + unit]), extra))
+            block = to_block_hash(wire)
+            self._digest_of[block] = parent
+            self._hash_of[int.from_bytes(parent[-8:], "big")] = block
+
+    def _bound(self) -> None:
+        tables: tuple[dict[Any, Any], ...] = (self._hash_of, self._digest_of)
+        for table in tables:
+            if len(table) > _ENTRIES_MAX:
+                for key in list(islice(table, _ENTRIES_MAX // 2)):
+                    del table[key]
+
+
+class _BadExtraKeysError(ValueError):
+    """Extra keys that vLLM never writes."""
+
+
+def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
+    """Extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
+    if event.extra_keys is None:
+        return _fields(event, number)
+    keys = event.extra_keys[number] if number < len(event.extra_keys) else None
+    if not keys:
+        return None
+    if not isinstance(keys, list):
+        raise _BadExtraKeysError
+    return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
+
+
+def _fields(event: BlockStored, number: int) -> tuple[str, ...] | None:
+    """The same of an engine that sends fields in the place of extra keys (SGLang)."""
+    first = number == 0 and event.parent_block_hash is None
+    keys = (event.lora_name, event.cache_salt if first else None)
+    return tuple(key for key in keys if key) or None
+
+
+def _with_lookahead(event: BlockStored, number: int, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """The extra a look-ahead hash covers: the keys and the tokens after the block."""
+    ahead = event.lookahead_token_ids
+    if not ahead or number >= len(ahead) or not ahead[number]:
+        return keys
+    return (keys, *ahead[number])

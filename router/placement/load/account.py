@@ -229,7 +229,7 @@ class LoadAccount:
         ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
         how long, as far as computing and loading go. ``prompt_tokens``, all of the prompt, say what it takes
         of the pool. ``running`` and ``waiting`` are there already, those of others with them. ``rank_s``: its
-        key in the engine's order (``router.placement.order``), the same for all where that is of arrival.
+        key in the engine's order (``router.placement.engine``), the same for all where that is of arrival.
         """
         if self._awaited:
             self._advance(now)

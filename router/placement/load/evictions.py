@@ -32,8 +32,7 @@ from typing import Final
 
 import msgspec
 
-from publisher.events import BlockHash
-from publisher.groups import Family, GroupSpec
+from publisher.events import BlockHash, Family, GroupSpec
 from router.placement.load.others import NEWS
 
 POOL_BLOCKS_MAX: Final = 4_096

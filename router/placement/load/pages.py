@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
-from publisher.groups import Family, GroupSpec
+from publisher.events import Family, GroupSpec
 from router.placement.load.others import NEWS
 
 _STATES_HELD: Final = 2

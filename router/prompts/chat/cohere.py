@@ -16,15 +16,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from router.prompts.chat.conversions import (
-    Memory,
-    TemplateTraits,
-    decoded,
-    dumped,
-    encoded,
-    items_of,
-    text_of,
-)
+from router.prompts.chat.messages import Memory, TemplateTraits, decoded, dumped, encoded, items_of, text_of
 from router.prompts.request import NULL, ChatBody, NotLocalError, decode_fields
 
 _TOOL_CHOICES: Final = {None: None, "REQUIRED": "required", "NONE": "none"}

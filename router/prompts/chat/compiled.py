@@ -13,15 +13,233 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import jinja2
 import minijinja
-from jinja2 import meta, nodes, sandbox
+import msgspec
+from jinja2 import Environment, TemplateError, meta, nodes, sandbox
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.tests import test_iterable, test_sequence
 
-from router.prompts.chat.content_format import detect_content_format
-from router.prompts.chat.probes import PROBES
-from router.prompts.chat.watched import may_be_watched, watching
-from router.prompts.clock import local_time
+from router.prompts.chat.messages import Message, text_message
+from router.prompts.chat.watched import (
+    NotPlainError,
+    Part,
+    TemplateTracer,
+    TracedText,
+    may_be_watched,
+    watching,
+)
+from router.prompts.settings import local_time
+
+# Whether a chat template takes message content as text ("string") or as a list of parts ("openai").
+#
+# vLLM decides by the template's syntax tree: it is "openai" when some loop runs over the content of a
+# message. Loops are followed through renamed message lists, renamed messages and macro parameters. The
+# rule is vLLM's (vllm/renderers/hf.py of 0.32), with its limits: where it gives up, so does this.
+
+
+class _UnfollowableError(Exception):
+    """A loop or assignment target that is no plain name: the engine stops looking there."""
+
+
+def detect_content_format(source: str, environment: Environment) -> str:
+    """ "string" or "openai"; "string" too where the template cannot be parsed or followed."""
+    try:
+        tree = environment.parse(source)
+        return "openai" if _loops_over_content(tree) else "string"
+    except (TemplateError, _UnfollowableError):
+        return "string"
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    messages = list(_message_names(tree))
+    parameters, inside_macros = _content_parameters(tree, messages)
+    for loop in tree.find_all(nodes.For):
+        if any(_is_content(loop.iter, name) for name in messages):
+            _name(loop.target)
+            return True
+        if not isinstance(loop.iter, nodes.Name):
+            continue
+        from_macro = loop.iter.name in parameters.get(id(loop), ())
+        if from_macro or (id(loop) not in inside_macros and loop.iter.name == "content"):
+            _name(loop.target)
+            return True
+    return False
+
+
+def _message_names(tree: nodes.Template) -> Iterator[str]:
+    """Loop variables that run over the messages, whatever the list was renamed to."""
+    lists = _renamings(tree, "messages")
+    for loop in tree.find_all(nodes.For):
+        if any(_is_variable(loop.iter, name) for name in lists):
+            yield _name(loop.target)
+
+
+def _renamings(tree: nodes.Template, start: str) -> list[str]:
+    """Variables that were assigned ``start``, a slice or filter of it, directly or by way of others."""
+    found, queue = [start], [start]
+    while queue:
+        current = queue.pop(0)
+        for assign in tree.find_all(nodes.Assign):
+            if _is_variable(assign.node, current):
+                name = _name(assign.target)
+                if name not in found:
+                    found.append(name)
+                    queue.append(name)
+    return found
+
+
+def _content_parameters(tree: nodes.Template, messages: list[str]) -> tuple[dict[int, set[str]], set[int]]:
+    """Per loop inside a macro: the parameters that receive a message's content; and all such loops."""
+    parameters: dict[int, set[str]] = {}
+    inside: set[int] = set()
+    calls = list(tree.find_all(nodes.Call))
+    for macro in tree.find_all(nodes.Macro):
+        names = [argument.name for argument in macro.args]
+        received: set[str] = set()
+        for call in calls:
+            if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
+                continue
+            given = [*zip(names, call.args, strict=False)]
+            given += [(item.key, item.value) for item in call.kwargs if item.key in names]
+            received |= {key for key, value in given if any(_is_content(value, name) for name in messages)}
+        for loop in macro.find_all(nodes.For):
+            inside.add(id(loop))
+            if received:
+                parameters[id(loop)] = received
+    return parameters, inside
+
+
+def _is_variable(node: nodes.Node | None, name: str) -> bool:
+    """``name`` itself, or a filter, test or slice of it."""
+    core = _unwrapped(node)
+    return isinstance(core, nodes.Name) and core.ctx == "load" and core.name == name
+
+
+def _is_content(node: nodes.Node | None, name: str) -> bool:
+    """``name.content`` or ``name['content']``, or a filter, test or slice of it."""
+    core = _unwrapped(node)
+    if isinstance(core, nodes.Getattr):
+        return core.attr == "content" and _is_plain(core.node, name)
+    if isinstance(core, nodes.Getitem) and isinstance(core.arg, nodes.Const):
+        return core.arg.value == "content" and _is_plain(core.node, name)
+    return False
+
+
+def _is_plain(node: nodes.Node, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
+
+
+def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
+    """What is left of an expression without the filters, tests and slices around it."""
+    current = node
+    while isinstance(current, nodes.Filter | nodes.Test | nodes.Getitem):
+        if isinstance(current, nodes.Getitem) and not isinstance(current.arg, nodes.Slice):
+            break
+        current = current.node
+    return current
+
+
+def _name(target: nodes.Node) -> str:
+    if not isinstance(target, nodes.Name):
+        raise _UnfollowableError
+    return target.name
+
+
+# Probe conversations: what a chat template is rendered with at load, by both template engines.
+#
+# They cover what templates treat differently: system text or none, several turns, tool definitions, calls
+# and results, reasoning, empty and odd text, the generation prompt on and off, and template switches.
+
+
+_UNPRINTED = "\xa0\xad"
+"""Python quotes these in a list, minijinja does not: shows templates that print lists with texts in them."""
+_ODD = f" <b>&\"'\\ \t{{{{ x }}}} {{% y %}} é 漢字 😀 {_UNPRINTED}\n\n</think> a\n"
+_TOOLS: Final = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a place, <now> & 'later'",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "place": {"type": "string", "enum": ["Zürich", "b"], "default": None},
+                    "days": {"type": ["integer", "null"], "minimum": 1, "maximum": 1.5},
+                },
+                "required": ["place"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "ping", "description": None, "parameters": None}},
+]
+_CALL: Final = {
+    "id": "call00001",
+    "function": {"arguments": {"place": "Zürich", "days": 2, "x": [1.0, None, True]}, "name": "get_weather"},
+    "type": "function",
+}
+
+
+def _chat(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(message) for message in messages]
+
+
+_SYSTEM: Final = {"role": "system", "content": f"You are brief. <&>{_UNPRINTED}"}
+_USER: Final = {"role": "user", "content": "Hello"}
+_ASSISTANT: Final = {"role": "assistant", "content": f" Hi {_UNPRINTED} there. "}
+_THINKING: Final = {
+    "role": "assistant",
+    "content": "<think>\nhm\n</think>\n\nDone",
+    "reasoning": f"because{_UNPRINTED}",
+    "reasoning_content": f"because{_UNPRINTED}",
+}
+_CALLING: Final = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_CALLING_TWICE: Final = {"role": "assistant", "content": "Both:", "tool_calls": [_CALL, _CALL]}
+_RESULT: Final = {"role": "tool", "content": f'{{"t": 21.5}}{_UNPRINTED}', "tool_call_id": "call00001"}
+_ODD_USER: Final = {"role": "user", "content": _ODD, "name": "bob"}
+
+_CONVERSATIONS: Final = (
+    _chat(_USER),
+    _chat(_SYSTEM, _USER),
+    _chat(_ODD_USER),
+    _chat({"role": "user", "content": ""}),
+    _chat(_USER, _ASSISTANT, _ODD_USER),
+    _chat(_SYSTEM, _USER, _ASSISTANT, _USER, _THINKING, _ODD_USER),
+    _chat(_SYSTEM, _USER, _CALLING, _RESULT, _ASSISTANT, _USER),
+    _chat(_USER, _CALLING_TWICE, _RESULT, {**_RESULT, "name": "get_weather"}),
+    _chat(_USER, _ASSISTANT),
+    _chat({"role": "developer", "content": "Be kind", "tools": None}, _USER),
+    _chat(_USER, _USER),
+    _chat({"role": "critic", "content": "custom role"}, _USER),
+)
+_SWITCHES: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"enable_thinking": False},
+    {"enable_thinking": True, "reasoning_effort": "high", "thinking": True},
+    {"documents": [{"title": "T", "text": "body"}]},
+)
+
+
+def _contexts(content_format: str) -> list[dict[str, Any]]:
+    contexts = []
+    for conversation in _CONVERSATIONS:
+        messages = [_as_parts(m) for m in conversation] if content_format == "openai" else conversation
+        for tools in (None, _TOOLS):
+            for prompt in (True, False):
+                for switches in _SWITCHES:
+                    base = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
+                    contexts.append({**base, "documents": None, **switches})
+    return contexts
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] == "tool":
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+PROBES: Final = {"string": _contexts("string"), "openai": _contexts("openai")}
+
 
 _COMPILED_MAX: Final = 16
 """Templates kept; a fleet has a handful."""
@@ -269,3 +487,110 @@ def by_reference(reference: jinja2.Template, context: Context) -> str:
         return reference.render(**context)
     except Exception as error:  # noqa: BLE001  # templates can raise anything; the engine answers 400
         raise TemplateRejectsError(str(error)) from None
+
+
+# What a chat template writes around the texts of plain messages: rendered once, then only put together.
+#
+# Most chats are messages of a role and a text. For the same roles in the same order and the same other
+# arguments a template mostly writes the same around every text. Where one rendering by jinja2 with texts
+# that note what is asked about them (``watched.py``) shows that, what it wrote is kept, with the questions,
+# and the next such chat is put together from it: 1 to 3 us instead of 7 to 17 by minijinja, and a copy of
+# all texts instead of five. A chat for which a question has another answer is rendered, and kept beside.
+#
+# Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_WAYS_MAX`` times
+# ``_CHARS_MAX`` characters. Any thread may call it.
+
+
+_KEPT_MAX: Final = 256
+"""Sequences of roles with other arguments; when full, all are forgotten."""
+_WAYS_MAX: Final = 4
+"""Kept of each, by the answers; a chat that needs one more is always rendered."""
+_CHARS_MAX: Final = 1 << 14
+"""That the template itself wrote; more is not kept."""
+_MESSAGES_MAX: Final = 64
+
+Key = tuple[bytes, str, tuple[str, ...]]
+"""What is equal only where all other arguments are; the content format; the roles of all messages."""
+
+
+class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
+    """``pieces`` with nothing in the ``places`` of whole texts (index of the message, and where) and in
+    ``changed``, the places of others."""
+
+    pieces: list[str]
+    places: list[tuple[int, int]]
+    changed: list[tuple[int, Part]]
+    answers: list[TracedText]
+
+    def around(self, texts: list[str]) -> str | None:
+        """The whole text of such a chat; None where the template would be told something else."""
+        if self.answers and not all(one.holds(texts) for one in self.answers):
+            return None
+        pieces = self.pieces.copy()
+        for at, index in self.places:
+            pieces[at] = texts[index]
+        for at, part in self.changed:
+            pieces[at] = part.of(texts)
+        return "".join(pieces)
+
+
+class Skeletons:
+    """Those of one template; ``watching`` is compiled with ``watched.watching``, None: nothing is kept."""
+
+    def __init__(self, watching: jinja2.Template | None) -> None:
+        self._watching = watching
+        self._kept: dict[Key, tuple[PrecompiledLayout, ...]] = {}
+
+    def text(self, key: Key, texts: list[str]) -> str | None:
+        """The text of a chat whose messages are a role and a text alone, none empty. None: it is to be
+        rendered."""
+        for skeleton in self._kept.get(key, ()):
+            text = skeleton.around(texts)
+            if text is not None:
+                return text
+        return None
+
+    def learn(self, key: Key, texts: list[str], names: dict[str, Any], rendered: str) -> None:
+        """Keep what was rendered for such a chat, if that can be shown."""
+        ways = self._kept.get(key, ())
+        if self._watching is None or len(ways) >= _WAYS_MAX or len(texts) > _MESSAGES_MAX:
+            return
+        if len(self._kept) >= _KEPT_MAX:
+            self._kept.clear()
+        found = _watched(self._watching, key, texts, names)
+        if found is None or found.around(texts) != rendered:
+            found = _NEVER
+        self._kept[key] = (*ways, found)
+
+    def forget(self) -> None:
+        """Keep nothing any more."""
+        self._watching, self._kept = None, {}
+
+
+_NEVER: Final = PrecompiledLayout([], [], [], [TracedText(Part(0), "startswith", ("",), False)])
+"""Of a chat whose texts the template reads itself: fits none."""
+
+
+def text_messages(key: Key, texts: list[str]) -> list[Message]:
+    """The messages with this key and these texts."""
+    _, form, roles = key
+    return [text_message(role, text, form) for role, text in zip(roles, texts, strict=True)]
+
+
+def _watched(
+    template: jinja2.Template, key: Key, texts: list[str], names: dict[str, Any]
+) -> PrecompiledLayout | None:
+    watch = TemplateTracer(texts)
+    messages = text_messages(key, [watch.text(Part(at)) for at in range(len(texts))])
+    try:
+        pieces = watch.pieces(template.render({**names, "messages": messages}))
+    except (NotPlainError, Exception):  # noqa: BLE001  # templates can raise anything
+        return None
+    written = [one if isinstance(one, str) else "" for one in pieces]
+    if sum(map(len, written)) > _CHARS_MAX:
+        return None
+    parts = [(at, one) for at, one in enumerate(pieces) if isinstance(one, Part)]
+    whole = [(at, part.message) for at, part in parts if not part.changes]
+    return PrecompiledLayout(
+        written, whole, [(at, part) for at, part in parts if part.changes], list(watch.answers)
+    )

@@ -31,13 +31,15 @@ from typing import Any, Final
 
 from router.prompts.chat.compiled import (
     Context,
+    Key,
+    Skeletons,
     TemplateRejectsError,
     by_fast,
     by_reference,
     compile_template,
+    text_messages,
 )
 from router.prompts.chat.messages import Message
-from router.prompts.chat.skeletons import Key, Skeletons, text_messages
 from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 

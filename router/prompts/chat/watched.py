@@ -64,7 +64,7 @@ class Part(NamedTuple):
         return text
 
 
-class Noted(NamedTuple):
+class TracedText(NamedTuple):
     """What a template was told about a text."""
 
     part: Part
@@ -77,13 +77,13 @@ class Noted(NamedTuple):
         return _QUESTIONS[self.question](self.part.of(texts), *self.given) is self.answer
 
 
-class Watch:
+class TemplateTracer:
     """One rendering: the real texts, none of them empty, and what it asked about them."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
         self._parts: list[Part] = []
-        self.answers: dict[Noted, None] = {}
+        self.answers: dict[TracedText, None] = {}
 
     def text(self, part: Part) -> WatchedText:
         """What stands for a text."""
@@ -97,7 +97,7 @@ class Watch:
         if not all(type(one) in {str, tuple} for one in given):
             raise NotPlainError
         answer = _QUESTIONS[question](part.of(self._texts), *given)
-        self.answers[Noted(part, question, given, answer)] = None
+        self.answers[TracedText(part, question, given, answer)] = None
         return answer
 
     def pieces(self, rendered: str) -> list[str | Part]:
@@ -111,10 +111,10 @@ class WatchedText(str):
 
     __slots__ = ("_part", "_watch")
     _part: Part | None
-    _watch: Watch
+    _watch: TemplateTracer
 
     @classmethod
-    def of(cls, raw: str, watch: Watch, part: Part | None) -> WatchedText:
+    def of(cls, raw: str, watch: TemplateTracer, part: Part | None) -> WatchedText:
         """``part``: of which message it is; None: it is put together."""
         made = cls(raw)
         made._watch, made._part = watch, part
@@ -160,7 +160,7 @@ class WatchedText(str):
     __lt__ = __le__ = __gt__ = __ge__ = __format__ = __repr__ = __getnewargs__ = _refuse
 
 
-def _own(text: WatchedText) -> tuple[Watch, Part | None]:
+def _own(text: WatchedText) -> tuple[TemplateTracer, Part | None]:
     return str.__getattribute__(text, "_watch"), str.__getattribute__(text, "_part")
 
 

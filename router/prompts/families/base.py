@@ -10,15 +10,46 @@ from __future__ import annotations
 
 from collections.abc import Container
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
-from router.prompts.families.deepseek import DeepseekV32
-from router.prompts.families.deepseek_v4 import DeepseekV4
-from router.prompts.families.missing import Missing
-from router.prompts.request import ChatBody
-from router.prompts.tokens.ids import Encoded, Ids
+from router.prompts.cuts import Encoded, Ids
+from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
+from router.prompts.request import ChatBody, NotLocalError
+
+# A family whose package or vocabulary is not there: its chats are left to a render server or an engine.
+
+
+class Missing(Exception):  # noqa: N818  # a state more than an error
+    """``str()`` says what is missing and how to get it."""
+
+    def family(self) -> MissingFamily:
+        """What stands for the family."""
+        return MissingFamily(str(self))
+
+
+class MissingFamily:
+    """Refuses every chat, and says in ``name`` what to install or set."""
+
+    variables: frozenset[str] = frozenset()
+    takes_defaults = False
+    paths: frozenset[str] = frozenset()
+
+    def __init__(self, problem: str) -> None:
+        self.name = problem
+
+    def stamp(self) -> bytes:
+        return b""
+
+    def check(self, body: ChatBody) -> NoReturn:
+        raise NotLocalError("renderer")
+
+    def parse(self, message: Message) -> NoReturn:
+        raise NotLocalError("renderer")
+
+    def render(self, conversation: list[Message], context: ChatContext) -> NoReturn:
+        raise NotLocalError("renderer")
 
 
 class TextTokenizer(Protocol):

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, Final
 
-from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
+from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
-from router.prompts.families.missing import Missing
+from router.prompts.families.base import Missing
 from router.prompts.model_dir import load_chat_template
 from router.prompts.request import ChatBody, NotLocalError
 

@@ -14,13 +14,13 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from router.openai.apis import CHAT, COMPLETION, MESSAGES
+from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
-from router.prompts.clock import local_time
-from router.prompts.families.missing import Missing
+from router.prompts.families.base import Missing
 from router.prompts.request import ChatBody, NotLocalError
+from router.prompts.settings import local_time
 
 try:
     import openai_harmony as library

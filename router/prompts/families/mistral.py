@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from router.http.reasons import reason_of
-from router.openai.apis import CHAT, COMPLETION, MESSAGES
+from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
-from router.prompts.families.missing import Missing
+from router.prompts.cuts import Encoded, Ids
+from router.prompts.families.base import Missing
 from router.prompts.request import ChatBody, NotLocalError
-from router.prompts.tokens.ids import Encoded, Ids
 
 try:
     from mistral_common.protocol.instruct.request import ChatCompletionRequest

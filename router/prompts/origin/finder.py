@@ -25,15 +25,13 @@ import structlog
 
 from router.fleet.status import Fleet
 from router.openai.errors import ApiError
-from router.prompts.config import ModelPrompts, PromptSettings
-from router.prompts.origin.locate import Located, Locator
-from router.prompts.origin.model_config import ModelConfigFile, read_model_file
-from router.prompts.origin.probes import compare, compare_one
+from router.prompts.origin.hub import Located, Locator, TokenizerSource, named_by_engine, parse_source
+from router.prompts.origin.model_config import ModelConfigFile, compare, compare_one, read_model_file
 from router.prompts.origin.problem import TokenizerProblem
-from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
 from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
-from router.prompts.remote.engine_side import EngineSide, Post
+from router.prompts.remote import EngineSide, Post
 from router.prompts.request import NotLocalError
+from router.prompts.settings import ModelPrompts, PromptSettings
 from router.prompts.stats import PromptStats
 
 _log = structlog.get_logger()

@@ -10,17 +10,74 @@ Blocking: for a thread.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from threading import Thread
+from typing import Any, Final, Literal, NamedTuple
 
 from router.http.reasons import reason_of
 from router.prompts.origin.problem import TokenizerProblem
-from router.prompts.origin.source import TokenizerSource
+from router.prompts.settings import PromptSettings
+
+# The setting that says where a tokenizer is: a directory, a repository's name, ``auto`` or ``off``.
+
+
+AUTO: Final = "auto"
+OFF: Final = "off"
+_TOKENIZERS: Final = ("tokenizer.json", "tekken.json", "tokenizer.model.v*")
+_NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+_REPOSITORY: Final = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9][A-Za-z0-9._/-]{{0,254}}))?")
+"""The hub's rule for names; a revision is a branch, a tag or a commit."""
+
+
+class TokenizerSource(NamedTuple):
+    """``name`` is a path or a repository; ``revision`` None: its main branch."""
+
+    kind: Literal["auto", "off", "directory", "repository"]
+    name: str = ""
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def parse_source(text: str) -> TokenizerSource:
+    """What ``models.NAME.tokenizer`` means. A directory of that name goes before a repository."""
+    if text == AUTO:
+        return TokenizerSource("auto")
+    if text == OFF:
+        return TokenizerSource("off")
+    match = _REPOSITORY.fullmatch(text)
+    if match is None or ".." in text or "--" in text or Path(text).is_dir():
+        return TokenizerSource("directory", text)
+    return TokenizerSource("repository", match[1], match[2])
+
+
+def named_by_engine(root: str) -> TokenizerSource:
+    """What the ``root`` of a model card means: no setting, whatever it is called."""
+    source = parse_source(root)
+    return source if source.kind in {"directory", "repository"} else TokenizerSource("directory", root)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a directory has a tokenizer of any kind in it."""
+    if not str(folder).strip("."):
+        return False  # no name at all
+    try:
+        return any(any(folder.glob(name)) for name in _TOKENIZERS)
+    except OSError:
+        return False
+
+
+def download_command(name: str, folder: str) -> str:
+    """Fills a directory on a machine that reaches the hub."""
+    return f"hf download {name} --include '*.json' 'tokenizer*' '*.jinja' --local-dir {folder}"
+
 
 _FILES: Final = re.compile(
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.(jinja|json)|config\.json"
@@ -262,3 +319,75 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
         f"{source}: {text or reason_of(error)}",
         "let the router reach the hub, name a mirror (prompts.hub_endpoint), or give --tokenizer DIR",
     )
+
+
+# A tokenizer's directory: the one that is named, or one of the hub's cache, fetched in a thread.
+#
+# The thread is a daemon: what a hub holds open does not hold the router at its end. Always true: one fetch
+# at a time.
+
+
+class Located(NamedTuple):
+    """``shown`` says where it is from: a path, or ``ORG/NAME@COMMIT``."""
+
+    folder: Path
+    shown: str
+
+
+class Locator:
+    """Finds directories; ``settings`` bound what is fetched."""
+
+    def __init__(self, settings: PromptSettings) -> None:
+        self._limits = HubLimits(
+            settings.hub_downloads, settings.hub_endpoint, settings.hub_bytes_max, settings.hub_timeout_s
+        )
+        self._thread: Thread | None = None
+        self._one = asyncio.Lock()
+
+    async def locate(self, source: TokenizerSource) -> Located:
+        """Where this source's files are. Raises ``TokenizerProblem``."""
+        if source.kind == "repository":
+            async with self._one:
+                found = await self._fetch(source)
+            return Located(found.folder, f"{source.name}@{found.commit[:12]}")
+        folder = Path(source.name)
+        if not await asyncio.to_thread(has_tokenizer, folder):
+            raise TokenizerProblem(
+                "not_readable",
+                f"{source.name}, where the engine has its model, is no directory with a tokenizer here",
+                "mount it here too, or give --tokenizer ORG/NAME or DIR",
+            )
+        return Located(folder, source.name)
+
+    async def _fetch(self, source: TokenizerSource) -> Fetched:
+        if self._thread is not None and self._thread.is_alive():
+            raise too_slow(self._limits)  # an earlier one still waits for the hub
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Fetched] = loop.create_future()
+
+        def deliver(found: Fetched | None, problem: Exception | None) -> None:
+            if not result.done():
+                if found is not None:
+                    result.set_result(found)
+                elif problem is not None:
+                    result.set_exception(problem)
+
+        def work() -> None:
+            found, problem = None, None
+            try:
+                found = fetch(source, self._limits)
+            except Exception as error:  # noqa: BLE001  # raised where it is awaited
+                problem = error
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(deliver, found, problem)
+
+        self._thread = Thread(target=work, name="tokenizer-fetch", daemon=True)
+        self._thread.start()
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                await asyncio.wait([result])
+        except TimeoutError:
+            result.cancel()  # what comes later is not used
+            raise too_slow(self._limits) from None
+        self._thread = None  # it delivered, and ends
+        return result.result()

@@ -12,21 +12,74 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import structlog
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import Connection, SSLConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from router.http.reasons import reason_of
-from router.replication.redis.connecting import connection_arguments
-from router.replication.redis.connection import PipelinedConnection, Reply
-from router.replication.redis.errors import IndexUnavailable, unavailable
-from router.replication.redis.master import Master, Script, ScriptCall
-from router.replication.redis.settings import SharedSettings
-from router.replication.redis.topology import Address, Topology, cluster_topology, sentinel_master, single
-from router.replication.redis.url import SettingsError, parse_url
+from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, unavailable
+from router.replication.redis.settings import SettingsError, SharedSettings, Target, parse_url
+from router.replication.redis.topology import (
+    Address,
+    Master,
+    Script,
+    ScriptCall,
+    Topology,
+    cluster_topology,
+    sentinel_master,
+    single,
+)
+
+# What redis-py needs to connect to the target of a URL.
+#
+# Always true: where ``?ca=`` is given, only certificates of its authorities are accepted.
+
+
+class TlsConnection(SSLConnection):
+    """TLS with a given context. The one that redis-py makes of file names trusts the system's certificate
+    authorities beside the given one."""
+
+    def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.ssl_context.context = tls
+
+
+def connection_arguments(target: Target, connect_timeout_s: float) -> dict[str, Any]:
+    """What redis-py connects with, but for host and port: no retries, and no time-outs for single reads,
+    as every call has a deadline. Raises ``SettingsError`` for unreadable TLS files."""
+    arguments: dict[str, Any] = {
+        "connection_class": Connection,
+        "db": target.db,
+        "username": target.username,
+        "password": target.password,
+        "protocol": 2,
+        "socket_timeout": None,
+        "socket_connect_timeout": connect_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "driver_info": None,
+    }
+    if target.tls:
+        arguments |= {"connection_class": TlsConnection, "tls": _tls_context(target)}
+    return arguments
+
+
+def _tls_context(target: Target) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=target.ca)
+        if target.cert or target.key:
+            context.load_cert_chain(target.cert or "", target.key)
+    except OSError as error:
+        raise SettingsError(f"index TLS files: {error}; give PEM files") from error
+    return context
+
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0

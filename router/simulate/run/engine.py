@@ -19,14 +19,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from router.simulate.run.request_run import RequestRun
-from router.simulate.run.tier_setup import Medium
-from router.simulate.run.tiers import EngineTiers
-from router.simulate.timing import Timing
+from router.simulate.run.setup import RequestRun, Timing
+from router.simulate.run.tiers import EngineTiers, Medium
+from router.simulate.workload.requests import Follows, Request
 
 Told = Callable[[RequestRun, float], None]
 _rank_s = attrgetter("rank_s")
@@ -335,3 +334,90 @@ class SimEngine:
         self.pool.finish(visit.pool_request)
         visit.ended_s = now
         self._told[1](visit, now)
+
+
+# When something happens next on each engine of a simulated fleet, and when requests come, in virtual time.
+#
+# Always true: an engine has one time at most, the one noted last; every request comes once, and in closed
+# sessions none before the one it follows.
+
+
+class Calendar:
+    """Seconds of virtual time; infinity is never."""
+
+    def __init__(self, engines: int) -> None:
+        self._noted = [float("inf")] * engines
+        self._heap: list[tuple[float, int]] = []
+
+    def note(self, engine: int, at_s: float) -> None:
+        """Something happens on this engine then, and not when it was said before."""
+        if at_s != self._noted[engine]:
+            self._noted[engine] = at_s
+            if at_s < float("inf"):
+                heapq.heappush(self._heap, (at_s, engine))
+
+    def next_s(self) -> float:
+        """When the next thing happens."""
+        heap = self._heap
+        while heap and heap[0][0] != self._noted[heap[0][1]]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else float("inf")
+
+    def take(self) -> int:
+        """That engine, which has no time from now on; ``next_s`` has said that there is one."""
+        engine = heapq.heappop(self._heap)[1]
+        self._noted[engine] = float("inf")
+        return engine
+
+
+class Arrivals:
+    """Requests that are still to come, in the order of their times and then of the workload.
+
+    Open: every request comes at its recorded time. Closed: a request that follows another one comes when its
+    client would send it, which is known once that one has been sent or answered. Recorded times and pauses
+    are divided by ``speed``.
+    """
+
+    def __init__(self, requests: Sequence[Request], *, speed: float, closed: bool) -> None:
+        self._speed = speed
+        self._times_s = [request.at_s / speed for request in requests]
+        self._after_start: dict[int, list[tuple[int, float]]] = {}
+        self._after_end: dict[int, list[tuple[int, Follows]]] = {}
+        self._heap: list[tuple[float, int]] = []
+        for index, request in enumerate(requests):
+            follows = request.follows if closed else None
+            if follows is None:
+                self._heap.append((self._times_s[index], index))
+            elif follows.answered:
+                self._after_end.setdefault(follows.request, []).append((index, follows))
+            else:
+                self._after_start.setdefault(follows.request, []).append((index, follows.gap_s))
+        heapq.heapify(self._heap)
+
+    def next_s(self) -> float:
+        """When the next request comes; infinity: none is known to come."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def take(self) -> int:
+        """That request, which comes now."""
+        index = heapq.heappop(self._heap)[1]
+        for later, gap_s in self._after_start.pop(index, ()):
+            self._come(later, self._times_s[index] + gap_s / self._speed)
+        return index
+
+    def arrived_s(self, index: int) -> float:
+        """When a request came that has come."""
+        return self._times_s[index]
+
+    def ended(self, index: int, now: float) -> None:
+        """A request has its answer, or will never have one; those that waited for it come after a pause."""
+        for later, follows in self._after_end.pop(index, ()):
+            if follows.think_s is not None:
+                at_s = now + follows.think_s / self._speed
+            else:
+                at_s = max(now, self._times_s[index] + follows.gap_s / self._speed)
+            self._come(later, at_s)
+
+    def _come(self, index: int, at_s: float) -> None:
+        self._times_s[index] = at_s
+        heapq.heappush(self._heap, (at_s, index))

@@ -16,30 +16,106 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash
-from publisher.groups import Family
-from router.admission.queue.fair import GENERATED_WORTH
-from router.placement.candidate import Ask, Candidate, Hit, ask
+from publisher.events import BlockHash, Family
+from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
 from router.placement.cost import Choice, chosen, weigh
+from router.placement.engine import EngineOrder, order_of
+from router.placement.hold import gap_s, joins_sibling
 from router.placement.holding.wait import long_wait, predicted_wait_s
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
-from router.placement.order import EngineOrder, order_of
 from router.placement.policies import ArmState, policy
-from router.simulate.run.apart import Leg, Roles
-from router.simulate.run.arms import Arm
-from router.simulate.run.calendar import Arrivals, Calendar
-from router.simulate.run.engine import SimEngine
-from router.simulate.run.holding import Holding
-from router.simulate.run.peers.router import PeerRouter
-from router.simulate.run.request_run import RequestRun
-from router.simulate.run.router_view import PrefixHit, router_view
-from router.simulate.run.rows import FleetRun, Row
-from router.simulate.run.setup import FleetSetup
+from router.simulate.run.arms import Arm, HoldSetup
+from router.simulate.run.engine import Arrivals, Calendar, SimEngine
+from router.simulate.run.peers import PeerRouter
+from router.simulate.run.router_view import Leg, PrefixHit, Roles, router_view
+from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row
 from router.simulate.run.tiers import tiers_of
 from router.simulate.workload.requests import Request, block_hashes
+
+# Requests that a simulated router holds while every engine is saturated, in the router's own queue.
+#
+# An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or as
+# many requests as it runs at once; which siblings are not held is the router's own rule
+# (``router.placement.hold``).
+
+
+_SOONEST_S = 0.001
+_POOL = "fleet"
+_REQUESTS_MAX = 10_000_000
+"""Of a simulation: nobody is turned away, so that arms answer the same requests."""
+
+Held = tuple[int, Request]
+
+
+class Holding:
+    """Who waits, and who is next. ``loads`` are the router's accounts of the engines."""
+
+    def __init__(self, hold: HoldSetup, loads: Sequence[LoadAccount], seqs_max: int) -> None:
+        self._hold = hold
+        self._loads = loads
+        self._seqs_max = seqs_max
+        self._queue: FairQueue[Held] = FairQueue(_REQUESTS_MAX, ageing=hold.ageing)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def room(self, now: float) -> bool:
+        """Whether some engine is not saturated."""
+        return self._gap_s(now) <= 0
+
+    def holds(self, request: Request, candidates: Sequence[Candidate], now: float) -> bool:
+        """Whether a request that comes now has to wait."""
+        if not self._queue and self.room(now):
+            return False
+        share, hold_s = self._hold.siblings, self._hold.hold_s
+        if share is None or not self._queue.alone(request.tenant, _POOL):
+            return True
+        return not joins_sibling(candidates, request.input_tokens, share=share, hold_s=hold_s)
+
+    def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
+        work_s = min(
+            (request.input_tokens - one.hit.whole_tokens) * one.prefill_s_per_token for one in candidates
+        )
+        tokens_per_s = sum(1 / one.prefill_s_per_token for one in candidates)
+        self._queue.add(
+            Waiting(
+                (index, request),
+                arrived_s=now,
+                work_s=work_s,
+                tenant=request.tenant,
+                pool=_POOL,
+                credit_tokens=self._hold.credit * tokens_per_s,
+            )
+        )
+
+    def release(self, now: float, place: Callable[[int, Request], None]) -> None:
+        """Place those that wait for as long as there is room."""
+        while self._queue and self.room(now):
+            held = self._queue.take(lambda _: True)
+            if held is not None:
+                place(*held.item)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """So much is computed for the tenant."""
+        self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
+
+    def wake_s(self, now: float) -> float:
+        """When there may be room without anything happening before; infinity: nobody waits."""
+        return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
+
+    def _gap_s(self, now: float) -> float:
+        """Seconds of work until an engine is no longer saturated; 0 or less: one is not."""
+        gaps = []
+        for account in self._loads:
+            load = account.at(now)
+            requests, hold_s = load.running + load.waiting, self._hold.hold_s
+            gaps.append(gap_s(load.queue_s, requests, hold_s=hold_s, requests_max=self._seqs_max))
+        return min(gaps)
+
 
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256
@@ -217,7 +293,7 @@ class FleetSim:
         )
 
     def _choose(
-        self, index: int, candidates: list[Candidate], question: Ask, hashes: Sequence[BlockHash]
+        self, index: int, candidates: list[Candidate], question: PlacementRequest, hashes: Sequence[BlockHash]
     ) -> tuple[int, Choice, int | None]:
         """The engine that answers, the choice of the one that computes, and which that is if another."""
         if self._peer is not None:
@@ -275,7 +351,7 @@ class FleetSim:
         self._engines[place].arrive(visit, self._now)
         self._note(place)
 
-    def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> Ask:
+    def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> PlacementRequest:
         question = ask(
             request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
         )

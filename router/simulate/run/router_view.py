@@ -2,7 +2,7 @@
 
 Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
 trunk (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees anyway.
-Nothing but ``Truth`` ever asks an engine.
+Nothing but ``OracleView`` ever asks an engine.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash
-from publisher.groups import Family, GroupSpec
-from router.placement.shadow import Shadow, ShadowPrompt, ShadowSpec
+from publisher.events import BlockHash, Family, GroupSpec
+from router.pd.settings import PdSettings
+from router.placement.affinity import Shadow, ShadowPrompt, ShadowSpec
+from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
+from router.placement.cost import Choice, chosen
+from router.placement.inflight import InflightPrompt
+from router.placement.load.account import Ticket
+from router.placement.split import Pick, Side, plan
 from router.simulate.run.arms import Arm
-from router.simulate.run.setup import FleetSetup
+from router.simulate.run.setup import Fetch, FleetSetup, RequestRun
 from router.simulate.run.tiers import EngineTiers
 
 
@@ -43,7 +50,7 @@ class RouterView(Protocol):
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None: ...
 
 
-class Blind:
+class NoView:
     """Knows no cache at all."""
 
     def __init__(self, engines: int) -> None:
@@ -59,7 +66,7 @@ class Blind:
         pass
 
 
-class Truth:
+class OracleView:
     """An exact index without delay: the engines' own pools, and the memory outside them where ``tiers`` are
     given (one per pool)."""
 
@@ -131,7 +138,7 @@ class History:
 
 
 class ExactRules:
-    """The router's own shadow pools (``router.placement.shadow``): the engine's rules without its events."""
+    """The router's own shadow pools (``router.placement.affinity``): the rules of engines, without events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
         self._shadows = [Shadow(spec) for _ in range(engines)]
@@ -184,7 +191,7 @@ def router_view(
     count, scheme = len(pools), pools[0].scheme
     match arm.view:
         case "truth":
-            return Truth(pools, tiers if arm.tiers else None)
+            return OracleView(pools, tiers if arm.tiers else None)
         case "history":
             return History(count, scheme.hash_block_size, None)
         case "capped-history":
@@ -201,4 +208,58 @@ def router_view(
             )
             return ExactRules(count, spec)
         case "blind":
-            return Blind(count)
+            return NoView(count)
+
+
+# Prefill and decode apart in the simulated fleet: the router's own decision over pairs, and both legs.
+#
+# The first engines of the fleet compute prompts for the others; these fetch them and generate, or do all
+# themselves. What is not simulated: failures, and leases (blocks are kept until they are fetched).
+
+
+class Leg(msgspec.Struct, eq=False):
+    """A prompt that is computed on one engine for another. ``whole``: the hashes of prompt and answer."""
+
+    engine: int
+    ticket: Ticket
+    prefix: InflightPrompt | None
+    visit: RequestRun
+    whole: Sequence[BlockHash]
+    answer_tokens: int
+    """Tokens that the other one generates."""
+
+
+class Roles:
+    """Who computes prompts for whom: engines 0 to ``prefill - 1`` for the others."""
+
+    def __init__(self, prefill: int, groups: tuple[GroupSpec, ...], pd: PdSettings) -> None:
+        self.prefill = prefill
+        self._pd = pd
+        families = {group.family for group in groups}
+        self._states = Family.MAMBA in families
+
+    def choose(
+        self, candidates: Sequence[Candidate], question: PlacementRequest, pick: Pick, policy: PolicySettings
+    ) -> tuple[int, Choice, int | None]:
+        """The engine that answers, the choice of the one that computes the prompt, and which that is if it
+        is another one."""
+        tokens = question.prompt_tokens
+        decode = [Side(one, "", self._lacks(one, tokens)) for one in candidates[self.prefill :]]
+        prefill = [Side(one, "") for one in candidates[: self.prefill]]
+        found = plan(decode, prefill, tokens, question.prompt_key, pick=pick, policy=policy, pd=self._pd)
+        place = self.prefill + found.decode
+        if found.partner is not None:
+            choice = found.partner.choice
+            return place, choice, choice.index
+        return place, chosen(found.weighed, found.decode, "cheapest"), None
+
+    def fetch(self, prompt_tokens: int) -> Fetch:
+        """What the decode engine asks for; the last token before a recurrent state is its own to compute."""
+        end = prompt_tokens - 1 if self._states and prompt_tokens > 1 else prompt_tokens
+        return Fetch(end, self._pd.transfer_s_per_token, self._pd.leg_overhead_s)
+
+    def _lacks(self, candidate: Candidate, prompt_tokens: int) -> int:
+        """A model with recurrent states is always sent them, so the full-attention prefix counts."""
+        hit = candidate.hit
+        has = max(hit.soon_tokens, hit.trunk_tokens) if self._states else hit.soon_tokens
+        return max(0, prompt_tokens - has)

@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
-from publisher.groups import GroupSpec
+from publisher.block_pool import PoolRequest
+from publisher.events import GroupSpec
+from publisher.pool.host_tier import HeldKey
 from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
-from router.simulate.run.tier_setup import TierSetup
-from router.simulate.timing import Timing
+from router.simulate.run.tiers import Medium, TierSetup
+
+# How long an engine takes: the whole timing model, in seconds.
+#
+# A chunk of ``n`` prompt tokens beside ``r`` sequences that are generating takes::
+#
+#     chunk_s + prefill_s_per_token * n + interference_s * r
+#
+# Prompts are computed one after the other in the order of their arrival, in chunks of at most
+# ``chunk_tokens``; every sequence that generates makes one token per ``decode_s``. ``request_s`` is the way
+# to the engine and back: it comes on top of every time to first token and keeps no engine busy. At most
+# ``seqs_max`` requests are on an engine at once. ``stall_share`` is how much of a chunk's time those that
+# generate lose, but for the one token that each step gives them: 1 as in vLLM, where all of a step's tokens
+# come at its end; 0, the default, where only times to first token are looked at. This leaves out what
+# attention's quadratic part and the batch add; ``fit`` finds the values that come closest to what an engine
+# was seen to do.
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults: an engine that prefills 8,000 tokens a second and decodes 50 tokens a second per sequence."""
+
+    prefill_s_per_token: float = 1 / 8000
+    request_s: float = 0.0
+    chunk_s: float = 0.0
+    interference_s: float = 0.0
+    decode_s: float = 0.02
+    stall_share: float = 0.0
+    chunk_tokens: int = 8192
+    seqs_max: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_s_per_token", "decode_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ValueError(f"{name} must be seconds above 0, got {getattr(self, name)}")
+        for name in ("request_s", "chunk_s", "interference_s"):
+            if not 0 <= getattr(self, name) < 1e6:
+                raise ValueError(f"{name} must be seconds, not negative, got {getattr(self, name)}")
+        if not 0 <= self.stall_share <= 1:
+            raise ValueError(f"stall_share must be 0 to 1, got {self.stall_share}")
+        for name in ("chunk_tokens", "seqs_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def chunk_seconds(self, tokens: int, generating: int) -> float:
+        return self.chunk_s + self.prefill_s_per_token * tokens + self.interference_s * generating
+
+    def stall_s(self, chunk_seconds: float) -> float:
+        """How much later the tokens of an answer come for a chunk beside them."""
+        return self.stall_share * max(0.0, chunk_seconds - self.decode_s)
 
 
 class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,3 +85,119 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Memory outside the GPUs. Arms that see it are told what loads take."""
     pd: PdSettings = PdSettings()
     """What transfers take, for arms that have prefill and decode apart."""
+
+
+# What one run of a simulated fleet gives: what became of each request, and what the engines did.
+
+
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What became of one request. Tokens and seconds; ``ttft_s`` is -1 for one that no engine could hold."""
+
+    index: int
+    arrived_s: float
+    engine: int
+    prompt_tokens: int
+    predicted: int
+    """What the arm believed at the decision."""
+    hit: int
+    ttft_s: float
+    queue_s: float
+    preempted: int
+    cpu: int = 0
+    """Of the hit, loaded from host memory; ``storage``: from the store."""
+    storage: int = 0
+    answer_s: float = -1.0
+    """To the last token; ``per_token_s``: between two of them, -1 for an answer of one."""
+    per_token_s: float = -1.0
+    fetched: int = 0
+    """Tokens that came from the engine that computed the prompt for this one."""
+
+
+class FleetRun(msgspec.Struct):
+    """Rows in the workload's order, and what the engines did."""
+
+    rows: list[Row]
+    busy_s: list[float]
+    computed_tokens: list[int]
+    preemptions: int
+    ended_s: float
+    moved_bytes: int = 0
+    """Loaded from outside the GPUs."""
+    left_out_blocks: int = 0
+    """Not written into the store, for too many waited."""
+
+
+# One request on its simulated engine: its times and tokens, and what of it lies elsewhere.
+#
+# The engine (``engine``) writes it, the fleet (``fleet``) reads it. Times are seconds of the run's clock.
+
+
+class Fetch(NamedTuple):
+    """A prompt that another engine has: up to token ``end``, at so many seconds per token that is missing
+    here, and ``fixed_s`` for asking."""
+
+    end: int
+    s_per_token: float
+    fixed_s: float
+
+
+class RequestRun:
+    """One request on its engine. Times in seconds, ``-1`` before they are known; ``hit`` in tokens, of which
+    ``loaded`` came from ``medium``, outside the GPU, or were fetched. ``keeps``: its blocks are for another
+    engine."""
+
+    __slots__ = (
+        "arrived_s",
+        "coming",
+        "due",
+        "ended_s",
+        "fetch",
+        "first_token_s",
+        "generated",
+        "hit",
+        "index",
+        "input_tokens",
+        "keeps",
+        "kept",
+        "loaded",
+        "medium",
+        "output_tokens",
+        "pool_request",
+        "preempted",
+        "rank_s",
+        "stalled_s",
+        "started_s",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        pool_request: PoolRequest,
+        input_tokens: int,
+        output_tokens: int,
+        now: float,
+        *,
+        keeps: bool = False,
+        fetch: Fetch | None = None,
+        rank_s: float = 0.0,
+    ) -> None:
+        self.index = index
+        self.pool_request = pool_request
+        self.input_tokens = input_tokens
+        self.output_tokens = output_tokens
+        self.arrived_s = now
+        self.started_s = -1.0
+        self.first_token_s = -1.0
+        self.ended_s = -1.0
+        self.hit = 0
+        self.loaded = 0
+        self.medium: Medium | None = None
+        self.due: list[HeldKey] = []  # what the chunk under way copies out
+        self.coming = 0
+        self.generated = 0
+        self.preempted = 0
+        self.stalled_s = 0.0  # the engine's, as far as this request's next event counts it
+        self.keeps = keeps
+        self.kept: list[int] = []
+        self.fetch = fetch
+        self.rank_s = rank_s  # its key in the engine's order; 0 for all: that of arrival

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from router.observe.prefix_ids import UNIT_TOKENS
+from router.observe.history import UNIT_TOKENS
 from router.simulate.workload.requests import Asked
 
 TURN_TOKENS_MAX = 6000

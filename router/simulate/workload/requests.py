@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from publisher.events import BlockHash
-from router.observe.prefix_ids import UNIT_TOKENS
+from router.observe.history import UNIT_TOKENS
 
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20

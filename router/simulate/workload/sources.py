@@ -23,8 +23,7 @@ from router.simulate.workload.requests import (
     spread,
 )
 from router.simulate.workload.sessions import is_session, read_sessions
-from router.simulate.workload.traces import read
-from router.simulate.workload.usage import asked_in, is_capture, read_capture
+from router.simulate.workload.traces import asked_in, is_capture, read, read_capture
 
 COUNT = 4000
 SECONDS_PER_REQUEST = 0.3

@@ -76,7 +76,7 @@ def certify(
     ] = False,
 ) -> int:
     """A verdict on one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
-    from router.tools.doctor.certify import run_certify
+    from router.tools.doctor.command import run_certify
     from router.tools.doctor.examine import ExamineSettings
     from router.tools.doctor.gather.load import LoadPlan
 

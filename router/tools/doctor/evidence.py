@@ -2,23 +2,86 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.fleet.statement import EngineStatement
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency
 from router.prompts.origin.model_config import ModelConfigFile
 from router.prompts.origin.problem import TokenizerProblem
-from router.tools.doctor.gather.event_counts import EventCounts
-from router.tools.doctor.gather.gauges import EngineGauges
-from router.tools.doctor.gather.http import HttpAnswer
+from router.tools.doctor.gather.http import EngineGauges, HttpAnswer
+from router.tools.doctor.gather.listener import EventCounts
 from router.tools.doctor.gather.observation import Observation, ReplayComparison, ReplayState
 from router.tools.doctor.gather.stores import StoredOf
-from router.tools.doctor.versions import Version, parse_version
+
+# What each vLLM release before the current ones lacks for exact routing.
+
+
+Version = tuple[int, int]
+
+EVENT_SOURCES_SINCE: Version = (0, 31)
+FIXED_SEED_SINCE: Version = (0, 29)
+MAP_ENCODING_SINCE: Version = (0, 24)
+NEWEST_KNOWN: Version = (0, 33)
+
+
+class MissingFeature(msgspec.Struct, frozen=True):
+    """Something that releases before ``since`` lack; ``severe`` where predictions suffer without a remedy."""
+
+    since: Version
+    what: str
+    remedy: str
+    severe: bool
+
+
+LACKS = (
+    MissingFeature(
+        (0, 20),
+        "events do not name the KV cache group, so models with several groups cannot be predicted",
+        "upgrade to 0.24 or later, or serve single-group models only",
+        severe=True,
+    ),
+    MissingFeature(
+        (0, 22),
+        "events do not tell kind and window of a group",
+        "upgrade, or set models.NAME.kinds and models.NAME.windows",
+        severe=True,
+    ),
+    MissingFeature(
+        MAP_ENCODING_SINCE,
+        "events are arrays; with unequal block sizes large blocks are hashed in another way",
+        "upgrade, or serve models whose groups have equal block sizes",
+        severe=False,
+    ),
+    MissingFeature(
+        FIXED_SEED_SINCE,
+        "the hash seed is random unless PYTHONHASHSEED is set",
+        "set the same PYTHONHASHSEED for all engines and name it in models.NAME.hash_seeds",
+        severe=False,
+    ),
+    MissingFeature(
+        EVENT_SOURCES_SINCE,
+        "no /kv_event_sources, and LoRA and salt keys are hashed in the old way",
+        "give events= and replay= with each --engine",
+        severe=False,
+    ),
+)
+
+
+def parse_version(text: str) -> Version | None:
+    """(major, minor) of a version such as ``0.32.0+cpu``; None where there is none."""
+    found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.|$|[^\d])", text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def lacks(version: Version) -> list[MissingFeature]:
+    """What this release lacks."""
+    return [lack for lack in LACKS if version < lack.since]
 
 
 class EventSource(msgspec.Struct):

@@ -20,23 +20,22 @@ import msgspec
 from msgspec.structs import replace
 
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
+from router.fleet.settings import EngineAddress
 from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
 from router.following import complete, setup_evidence
 from router.http.reasons import reason_of
+from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
-from router.index.media import GPU
-from router.index.models import Scopes
-from router.prompts.config import ANY_MODEL, ModelPrompts
-from router.prompts.origin.locate import Locator
+from router.index.model import ModelIndexes
+from router.prompts.origin.hub import Locator, TokenizerSource, named_by_engine, parse_source
 from router.prompts.origin.model_config import ModelConfigFile, read_model_file
 from router.prompts.origin.problem import TokenizerProblem
-from router.prompts.origin.source import TokenizerSource, named_by_engine, parse_source
 from router.prompts.reader import ModelDirError, PromptReader
+from router.prompts.settings import ANY_MODEL, ModelPrompts
 from router.tools.doctor.evidence import (
     EngineEvidence,
     EventSource,
@@ -47,16 +46,13 @@ from router.tools.doctor.evidence import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gather.asker import Asker
-from router.tools.doctor.gather.gauges import EngineGauges, read_engine_gauges, series
-from router.tools.doctor.gather.http import Http, HttpAnswer
+from router.tools.doctor.gather.asker import Asker, compare, probe
+from router.tools.doctor.gather.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
 from router.tools.doctor.gather.listener import EventListener, replay_comparison
 from router.tools.doctor.gather.load import Load, LoadPlan
 from router.tools.doctor.gather.observation import ReplayComparison
-from router.tools.doctor.gather.parity import compare
-from router.tools.doctor.gather.probe import probe
 from router.tools.ops_client import ops_headers
-from router.tools.replay.ledger import Ledger
+from router.tools.replay_player import JournaledIndex
 
 _DETECTION_S_MAX = 20.0
 _PROBE_QUIET_S = 0.3
@@ -225,8 +221,8 @@ class _Examination:
         self._http = http
         self._settings = settings
         self._say = say
-        self._ledgers: dict[str, Ledger] = {}
-        self._scopes = Scopes(self._facts, self._new_ledger)
+        self._ledgers: dict[str, JournaledIndex] = {}
+        self._scopes = ModelIndexes(self._facts, self._new_ledger)
         self._listeners: dict[str, EventListener] = {}
         self._probed_url: str | None = None
         self._reader = self._make_reader()
@@ -327,7 +323,7 @@ class _Examination:
         heard = self._listeners.get(engine.engine_id)
         if heard is None or engine.engine.events is None or engine.engine.replay is None:
             return None
-        scopes = Scopes(self._facts)
+        scopes = ModelIndexes(self._facts)
         scopes.assign(engine.engine_id, _scope_name(engine))
         again = EventListener(
             engine.engine_id,
@@ -394,11 +390,11 @@ class _Examination:
         names = {"stored": "stored", "removed": "removed", "unknown": "unknown_removals"}
         return {name: sum(getattr(count, field) for count in counts) for name, field in names.items()}
 
-    def _ledger(self, engine: EngineEvidence) -> Ledger:
+    def _ledger(self, engine: EngineEvidence) -> JournaledIndex:
         return self._ledgers[_scope_name(engine)]
 
-    def _new_ledger(self, scope_name: str) -> Ledger:
-        ledger = self._ledgers[scope_name] = Ledger()
+    def _new_ledger(self, scope_name: str) -> JournaledIndex:
+        ledger = self._ledgers[scope_name] = JournaledIndex()
         return ledger
 
     async def _find_tokenizers(self) -> None:

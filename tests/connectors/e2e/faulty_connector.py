@@ -13,15 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.offload import HybridOffloadConnector
 from connectors.settings import OffloadSettings
 from connectors.tiered import EXTRA_CONFIG
 from connectors.transfer.base import TransferEngine, TransferJob
 from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_pool import PinnedHostPool
-from connectors.worker.engines import EngineWithPool
-from connectors.worker.worker import EngineFactory
+from connectors.transfer.host_memory import PinnedHostPool
+from connectors.worker.worker import EngineFactory, EngineWithPool
 
 
 class FaultyOffloadConnector(HybridOffloadConnector):

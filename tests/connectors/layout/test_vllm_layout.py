@@ -33,8 +33,13 @@ except ImportError:  # before 0.33
         get_kv_cache_groups,
     )
 
-from connectors.layout.blocks import CacheView, LayoutError, layout_digest, row_bytes_from_config  # noqa: E402
-from connectors.layout.tensors import view_of_tensors  # noqa: E402
+from connectors.layout import (  # noqa: E402
+    CacheView,
+    LayoutError,
+    layout_digest,
+    row_bytes_from_config,
+    view_of_tensors,
+)
 from connectors.transfer.base import Direction  # noqa: E402
 from connectors.transfer.host import HostTransferEngine  # noqa: E402
 from tests.connectors.transfer.contract import ArrayMemory, job, move  # noqa: E402

@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from connectors.messages.stats import OffloadStats
 from connectors.multi import HybridMultiConnector
+from connectors.stats import OffloadStats
 
 
 @dataclass

@@ -16,9 +16,9 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.outputs import KVConnectorOutput
 
-from connectors.errors import ConfigError
 from connectors.multi import HybridMultiConnector
 from connectors.multi.stats import MultiStats
+from connectors.settings import ConfigError
 from tests.connectors.multi.fake_children import (
     SHUT_DOWN,
     Told,
@@ -123,7 +123,7 @@ REFUSALS = """
 import warnings
 warnings.simplefilter("ignore")
 from tests.connectors.multi.fake_children import child, config_of, multi, request
-from connectors.errors import ConfigError
+from connectors.settings import ConfigError
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 assert False, "assertions are on"

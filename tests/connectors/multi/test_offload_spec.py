@@ -34,14 +34,14 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from connectors.errors import ConfigError
-from connectors.layout.blocks import LayoutError
+from connectors.layout import LayoutError
 from connectors.offload import HybridOffloadConnector
 from connectors.offload_spec import HostOffloadingSpec, view_of
+from connectors.settings import ConfigError
 from connectors.shared_store import SharedStoreConnector
 from connectors.transfer.base import TransferJob
 from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.host_memory import PinnedHostPool
 from connectors.worker.offload_worker import RowOffloadingWorker, chunk_moves
 
 BLOCKS = 12

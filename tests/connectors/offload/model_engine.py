@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.messages.jobs import StepResults
-from connectors.messages.keys import block_key
+from connectors.hits import GroupKind, GroupShape
+from connectors.messages import StepResults, block_key
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
-from connectors.tier.eviction.recency import LruPolicy
+from connectors.tier.eviction import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.worker.worker import OffloadWorker
 from tests.connectors.offload.sim_memory import SimEngine, SimMemory

@@ -11,9 +11,9 @@ pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from connectors import compat
-from connectors.errors import ConfigError
 from connectors.multi.children import read_children
 from connectors.offload import HybridOffloadConnector
+from connectors.settings import ConfigError
 from connectors.shared_store import SharedStoreConnector
 from tests.connectors.offload.sim_engine import Setup, SimConnector, SimEngineCore
 from tests.vllm.tiny_model import write_tiny_model

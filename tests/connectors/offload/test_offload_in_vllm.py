@@ -18,11 +18,11 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from connectors import compat, tiered
-from connectors.errors import ConfigError
-from connectors.messages.jobs import StepResults
-from connectors.messages.stats import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
+from connectors.messages import StepResults
 from connectors.offload import HybridOffloadConnector
 from connectors.register import CONNECTORS
+from connectors.settings import ConfigError
+from connectors.stats import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
 from connectors.tiered import TieredConnector, WorkerResults, check_engine
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
 from tests.vllm.forked import run

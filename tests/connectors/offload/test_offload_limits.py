@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.messages.jobs import StepResults
+from connectors.messages import StepResults
 from connectors.scheduler.plans import PlannedBlock
 from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
 from connectors.settings import OffloadSettings
 from connectors.tier.base import TierChanges
-from connectors.tier.eviction.recency import LruPolicy
+from connectors.tier.eviction import LruPolicy
 from connectors.tier.host import HostTier
 from connectors.transfer.base import Direction, TransferResult
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver

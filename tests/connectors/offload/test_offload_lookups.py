@@ -9,9 +9,8 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.messages.keys import block_key
-from connectors.messages.tally import Tally
-from connectors.scheduler.lookups import REST, Lookups
+from connectors.messages import Tally, block_key
+from connectors.scheduler.open_jobs import REST, Lookups
 from tests.connectors.offload.model_engine import BLOCK, ModelRequest, ModelResolver
 
 COST_S = 0.5

@@ -9,17 +9,20 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.errors import ConfigError
-from connectors.layout.blocks import CacheView, LayoutError
-from connectors.messages.jobs import StepJobs, StepResults
-from connectors.messages.tally import Tally
-from connectors.scheduler.open_jobs import OpenJobs
-from connectors.scheduler.pins import SourcePins
-from connectors.scheduler.plans import PlannedBlock, make_job, plan_load, plan_states, plan_store
-from connectors.scheduler.requests import RequestState
+from connectors.layout import CacheView, LayoutError
+from connectors.messages import StepJobs, StepResults, Tally
+from connectors.scheduler.open_jobs import OpenJobs, SourcePins
+from connectors.scheduler.plans import (
+    PlannedBlock,
+    RequestState,
+    make_job,
+    plan_load,
+    plan_states,
+    plan_store,
+)
+from connectors.settings import ConfigError
 from connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
-from connectors.worker.engines import make_engine, slots_of
-from connectors.worker.worker import OffloadWorker, device_of
+from connectors.worker.worker import OffloadWorker, device_of, make_engine, slots_of
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 
 RESOLVER: Any = ModelResolver()

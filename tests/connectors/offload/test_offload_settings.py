@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from connectors.errors import ConfigError
-from connectors.settings import OffloadSettings, size_bytes
+from connectors.settings import ConfigError, OffloadSettings, size_bytes
 
 
 @pytest.mark.parametrize(

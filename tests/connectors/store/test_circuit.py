@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from connectors.store.base import StoreUnavailable
-from connectors.store.circuit import Circuit, GuardedStore
+from connectors.store.open import Circuit, GuardedStore
 from tests.connectors.store.store_kit import MemoryStore
 
 

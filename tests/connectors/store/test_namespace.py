@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from connectors.store.model_identity import weights_digest
-from connectors.store.namespace import EPOCHS_MAX, Namespace
+from connectors.store.namespace import EPOCHS_MAX, Namespace, weights_digest
 
 ENGINE = "engine-1"
 

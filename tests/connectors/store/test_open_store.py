@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from connectors.errors import ConfigError
+from connectors.settings import ConfigError
 from connectors.store.base import StoreUnavailable
 from connectors.store.open import open_store
 

@@ -11,8 +11,7 @@ import pytest
 
 from connectors.store.base import StoreUnavailable
 from connectors.store.open import open_store
-from connectors.store.redis import RedisSettings, RedisStore
-from connectors.store.redis_link import RedisAddress
+from connectors.store.redis import RedisAddress, RedisSettings, RedisStore
 from tests.support.pki import make_authority, make_certificate
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, any_program

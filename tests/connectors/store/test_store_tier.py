@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from connectors.store.namespace import Namespace
+from connectors.tier.base import StoreTierSettings
 from connectors.tier.store import StoreTier
-from connectors.tier.store_settings import StoreTierSettings
 from tests.connectors.store.store_kit import MemoryStore
 from tests.support.examples import examples
 

@@ -9,10 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.messages.keys import block_key
-from connectors.tier.eviction.policies import POLICY_NAMES, make_policy
-from connectors.tier.eviction.recency import LruPolicy
+from connectors.hits import GroupKind, GroupShape
+from connectors.messages import block_key
+from connectors.tier.eviction import POLICY_NAMES, LruPolicy, make_policy
 from connectors.tier.host import HostTier
 from tests.support.examples import examples
 

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.hits.group_shapes import GroupKind, GroupShape
-from connectors.messages.keys import block_key
-from connectors.tier.eviction.boundary import BoundaryPolicy
-from connectors.tier.eviction.policies import POLICY_NAMES, make_policy
-from connectors.tier.eviction.prefix_tree import Node
-from connectors.tier.eviction.recency import ArcPolicy, LruPolicy
+from connectors.hits import GroupKind, GroupShape
+from connectors.messages import block_key
+from connectors.tier.eviction import POLICY_NAMES, ArcPolicy, BoundaryPolicy, LruPolicy, make_policy
 from connectors.tier.host import HostTier
+from connectors.tier.prefix_tree import Node
 from tests.connectors.tier import eviction_simulation
 from tests.support.examples import examples
 

@@ -7,11 +7,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.messages.keys import block_key, split_key
-from connectors.tier.eviction.recency import LruPolicy
+from connectors.messages import block_key, split_key
+from connectors.tier.eviction import LruPolicy
 from connectors.tier.host import HostTier
 from publisher.block_hash import HashScheme
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from publisher.pool import host_tier
 from publisher.pool.layout import pool_layout
 from tests.support.examples import examples

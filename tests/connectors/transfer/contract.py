@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.transfer.base import (
     Direction,
     GroupMoves,

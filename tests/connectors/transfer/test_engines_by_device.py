@@ -11,9 +11,9 @@ import pytest
 
 import connectors.transfer.cuda
 import connectors.transfer.host
-from connectors.layout.blocks import CacheView, Piece, group_pages
+from connectors.layout import CacheView, Piece, group_pages
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
-from connectors.worker.engines import make_engine, open_rows
+from connectors.worker.worker import make_engine, open_rows
 
 BLOCKS = 200
 BLOCK_BYTES = 64

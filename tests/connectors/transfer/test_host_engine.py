@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.transfer.base import Direction, TransferJob
 from connectors.transfer.host import BufferMemory, CopyFault, HostTransferEngine
 from tests.connectors.transfer.contract import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.layout.blocks import (
+from connectors.layout import (
     CacheView,
     GroupPages,
     LayoutError,
@@ -19,9 +19,8 @@ from connectors.layout.blocks import (
     round_up_row,
     strided_pieces,
 )
-from connectors.transfer import plan
-from connectors.transfer.base import Direction, GroupMoves
-from connectors.transfer.plan import Pieces, TransferPlan, merge_adjacent
+from connectors.transfer import base as plan
+from connectors.transfer.base import Direction, GroupMoves, Pieces, TransferPlan, merge_adjacent
 from tests.connectors.transfer.contract import job, move
 
 Triples = list[tuple[int, int, int]]

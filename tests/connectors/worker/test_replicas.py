@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout.blocks import CacheView, Piece, group_pages
+from connectors.layout import CacheView, Piece, group_pages
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
-from connectors.transfer.host_pool import HostMemoryError, PinnedHostPool, SharedMapping
-from connectors.worker import engines
-from connectors.worker.engines import make_engine, slots_of
-from connectors.worker.replicas import Replicas
+from connectors.transfer.host_memory import HostMemoryError, PinnedHostPool, SharedMapping
+from connectors.worker import worker as engines
+from connectors.worker.worker import Replicas, make_engine, slots_of
 
 BLOCKS, BLOCK_BYTES, RANKS = 20, 4096, 2
 NAMED = np.arange(1, 13, dtype=np.int64)

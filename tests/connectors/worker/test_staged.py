@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout.blocks import CacheView
-from connectors.store.frame import FRAME_BYTES
+from connectors.layout import CacheView
+from connectors.store.base import FRAME_BYTES
 from connectors.store.namespace import Namespace
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
 from connectors.transfer.host import BufferMemory, HostTransferEngine
-from connectors.worker.staged import StagedTransfers
-from connectors.worker.staged_jobs import StagingSettings, staging_row_bytes
+from connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes
 from tests.connectors.store.store_kit import MemoryStore
 from tests.connectors.transfer.contract import NUM_BLOCKS, WAIT_S, PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache

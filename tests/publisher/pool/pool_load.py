@@ -16,8 +16,7 @@ from typing import Any
 
 from publisher.block_hash import DEFAULT_SEED, HashScheme, MultimodalItem, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import Event, encode_batch
-from publisher.groups import GroupSpec
+from publisher.events import Event, GroupSpec, encode_batch
 from tests.publisher.pool.layouts import Layout
 
 VOCAB_TOKENS = 2000
@@ -29,7 +28,7 @@ RESET_CHANCE = 0.02
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlacementRequest:
     """A prompt and what else enters its hashes; ``mm`` is (identifier, offset, length) per item."""
 
     token_ids: list[int]
@@ -61,12 +60,12 @@ class PoolScheduler:
         self.limits: dict[int, int] = {}
         self.preemptions = 0
 
-    def request(self, ask: Ask) -> PoolRequest:
+    def request(self, ask: PlacementRequest) -> PoolRequest:
         items = tuple(MultimodalItem(*item) for item in ask.mm)
         extras = PromptExtras(ask.lora_name, ask.lora_path, ask.cache_salt, items)
         return self.pool.request(ask.token_ids, extras)
 
-    def add(self, ask: Ask, max_tokens: int) -> PoolRequest:
+    def add(self, ask: PlacementRequest, max_tokens: int) -> PoolRequest:
         request = self.request(ask)
         self.limits[id(request)] = len(ask.token_ids) + max_tokens
         self.waiting.append(request)
@@ -138,7 +137,7 @@ class Alone:
         self.ours = PoolScheduler(layout)
         self.rng = rng
         self.live: dict[int, PoolRequest] = {}
-        self.texts: list[Ask] = []
+        self.texts: list[PlacementRequest] = []
         self.counts = {"steps": 0, "events": 0, "probes": 0, "hit_tokens": 0, "preemptions": 0}
         self._digest = hashlib.sha256()
         self._arrived = 0
@@ -152,12 +151,12 @@ class Alone:
         """Of everything seen so far."""
         return self._digest.hexdigest()[:24]
 
-    def add(self, ask: Ask, max_tokens: int) -> int:
+    def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         self._arrived += 1
         self.live[self._arrived] = self.ours.add(ask, max_tokens)
         return self._arrived
 
-    def probe(self, ask: Ask) -> int:
+    def probe(self, ask: PlacementRequest) -> int:
         hit = self.ours.pool.find_hit(self.ours.request(ask))
         self.counts["probes"] += 1
         self.counts["hit_tokens"] += hit
@@ -189,19 +188,23 @@ class Alone:
         return self.ours.pool.reset()
 
 
-def _ask_of(request: PoolRequest) -> Ask:
+def _ask_of(request: PoolRequest) -> PlacementRequest:
     extras = request.extras
     items = tuple((item.identifier, item.offset, item.length) for item in extras.multimodal)
-    return Ask(request.token_ids.copy(), extras.lora_name, extras.lora_path, extras.cache_salt, items)
+    return PlacementRequest(
+        request.token_ids.copy(), extras.lora_name, extras.lora_path, extras.cache_salt, items
+    )
 
 
-def new_ask(rng: random.Random, texts: list[Ask], roots: list[list[int]], longest: int) -> Ask:
+def new_ask(
+    rng: random.Random, texts: list[PlacementRequest], roots: list[list[int]], longest: int
+) -> PlacementRequest:
     """Fresh, from a shared root, a branch or a continuation of an earlier text, or that text again."""
     kind = rng.random()
     fresh = [rng.randrange(3, VOCAB_TOKENS) for _ in range(rng.randint(1, 80))]
     if kind < 0.3 or not texts:
         root = rng.choice(roots)
-        prompt = Ask(root[: rng.randint(0, len(root))] + fresh, **random_extras(rng))
+        prompt = PlacementRequest(root[: rng.randint(0, len(root))] + fresh, **random_extras(rng))
     else:
         old = rng.choice(texts[-12:])
         keep = len(old.token_ids)
@@ -211,10 +214,10 @@ def new_ask(rng: random.Random, texts: list[Ask], roots: list[list[int]], longes
             keep -= keep % 16
             fresh = []
         tokens = (old.token_ids[:keep] + fresh) or fresh or [3]
-        prompt = Ask(tokens, old.lora_name, old.lora_path, old.cache_salt, old.mm)
+        prompt = PlacementRequest(tokens, old.lora_name, old.lora_path, old.cache_salt, old.mm)
     tokens = prompt.token_ids[:longest]
     items = tuple(item for item in prompt.mm if item[1] + item[2] <= len(tokens))
-    return Ask(tokens, prompt.lora_name, prompt.lora_path, prompt.cache_salt, items)
+    return PlacementRequest(tokens, prompt.lora_name, prompt.lora_path, prompt.cache_salt, items)
 
 
 def random_extras(rng: random.Random) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from publisher.groups import GroupSpec
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, GroupSpec
 
 
 def full(idx: int, size: int = 16, **extra: Any) -> GroupSpec:

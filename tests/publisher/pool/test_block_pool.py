@@ -6,8 +6,7 @@ import pytest
 
 from publisher.block_hash import HashChain, HashScheme, MultimodalItem, PromptExtras, block_hashes
 from publisher.block_pool import HybridBlockPool, IntegrityError
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored
-from publisher.groups import GroupSpec
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, GroupSpec
 from tests.publisher.pool.pools import (
     CopyCounter,
     chunked,

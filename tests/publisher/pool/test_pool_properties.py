@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from tests.publisher.pool.pools import CopyCounter, chunked, full, mamba, window
 from tests.support.examples import examples
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from publisher.simulator.http import kept
+from publisher.simulator import http_agents as kept
 from tests.publisher.simulator.support import all_blocks_free, client, engine, request
 from tests.support.waiting import until
 

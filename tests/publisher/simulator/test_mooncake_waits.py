@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.transfer.mooncake import MooncakeLink
+from publisher.simulator.kv_protocols import MooncakeLink
 from tests.publisher.simulator.support import all_blocks_free, engine, request
 from tests.support.waiting import run, until
 

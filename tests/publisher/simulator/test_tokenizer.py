@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from publisher.simulator.text import TextSource
+from publisher.simulator.model import TextSource
 from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
 from tests.support.paths import ROOT
 

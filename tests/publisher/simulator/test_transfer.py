@@ -18,11 +18,10 @@ import pytest
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.engine import PRESETS, SimRequest, SimulatedEngine
-from publisher.events import BlockStored, Event
-from publisher.groups import GroupSpec
-from publisher.simulator.text import WRONG_MARK, WrongContinuation
-from publisher.simulator.transfer.connector import KvConnector
-from publisher.simulator.transfer.params import TransferParams
+from publisher.events import BlockStored, Event, GroupSpec
+from publisher.simulator.kv_connector import KvConnector
+from publisher.simulator.kv_messages import TransferParams
+from publisher.simulator.model import WRONG_MARK, WrongContinuation
 from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
 from tests.support.waiting import run, until
 

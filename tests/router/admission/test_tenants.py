@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.bucket import TokenBucket
 from router.admission.key_file import TenantRules
-from router.admission.tenants import Tenant, TenantRequest
+from router.admission.tenants import Tenant, TenantRequest, TokenBucket
 from router.openai.errors import ApiError
 from router.openai.request import Usage
 

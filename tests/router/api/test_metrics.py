@@ -13,42 +13,39 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
-from router.admission.queue.room import QueueStats
+from router.admission.admission_queue import QueueStats
 from router.admission.tenants import TenantStats
-from router.api.admin.stats import AdminStats
-from router.api.metrics.families import GAUGES, exported
-from router.api.metrics.page import Sources, page_steps
-from router.api.metrics.page import families as all_families
-from router.api.metrics.reloads import ReloadStats
+from router.api.admin_auth import AdminStats
+from router.api.metrics_page import ReloadStats, Sources, page_steps
+from router.api.metrics_page import families as all_families
+from router.api.metrics_tables import GAUGES, exported
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.desired import Roster
+from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
-from router.fleet.sources.base import SourceStats
+from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.sources import SourceStats
 from router.fleet.status import Fleet
-from router.http.server.stats import ListenStats
+from router.http.server.settings import ListenStats
 from router.index.learn.layout import ModelFacts
-from router.index.models import Scopes
+from router.index.model import ModelIndexes
 from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, Receipt
 from router.observe.requests import RequestTracker
-from router.openai.members import at_leisure, at_once
-from router.pd.stats import PdStats
-from router.placement.affinity import AffinityStats
+from router.openai.members import at_once, run_cooperatively
+from router.pd.settings import PdStats
+from router.placement.affinity import AffinityStats, ShadowStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
 from router.placement.load.account import LoadStats
-from router.placement.shadow import ShadowStats
 from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats
-from router.replication.gossip.inflight import GossipStats
-from router.replication.leases.lease_manager import LeaseStats
+from router.replication.gossip import GossipStats
+from router.replication.lease_manager import LeaseStats
 from router.replication.lookup import LookupStats
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings
-from router.replication.writer.dirty import MirrorStats
+from router.replication.write_queue import MirrorStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
 PARTS: dict[str, type[msgspec.Struct]] = {
@@ -88,14 +85,14 @@ def sources() -> Sources:
     fleet = Fleet([EngineAddress(name, role="both") for name in IDS], make)
     for engine in fleet:
         engine.load.admit(uncached_tokens=100, now=100.0)
-    scopes = Scopes(lambda _: ModelFacts())
+    scopes = ModelIndexes(lambda _: ModelFacts())
     first = engine_of(fleet, 0)
     first.residency = scopes.assign(IDS[0], "m")
     first.feed = FeedStats(state=FeedState.READY, last_seq=None, malformed_frames={"too_large": 2})
     proxy = ProxyStats(requests=5, errors={"invalid_json": 2})
     shared = SharedIndex(IndexSettings(url="redis://127.0.0.1"), lambda now: {}, clock=lambda: 100.0)
     shared.scope("m")  # nothing is connected before it runs
-    origins = FleetSources([], FleetSettings(), Roster(engines_max=9), changed=lambda: None)
+    origins = FleetSources([], FleetSettings(), DesiredState(engines_max=9), changed=lambda: None)
     origins.stats["static"].complain("fleet_full", "too many")
     return Sources(
         fleet,
@@ -268,7 +265,7 @@ def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
 
     async def both() -> bytes:
         beside = asyncio.create_task(other())
-        page = await at_leisure(page_steps(found, pause_every_s=0.0))
+        page = await run_cooperatively(page_steps(found, pause_every_s=0.0))
         beside.cancel()
         return page
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import structlog
 
-from router.api.admin.settings import AdminSettings
+from router.api.admin_settings import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
 from router.http.server.server import ListenError
-from router.serve.check import check
-from router.simulate.advise.command import see
-from router.simulate.fetch import fetch_usage
+from router.serve.reload import check
+from router.simulate.advise import see
+from router.simulate.fit import fetch_usage
 from router.tools.doctor.examine import ask_router
 from router.tools.doctor.gather.http import Http
-from router.tools.explain.command import ExplainOptions, run_explain
-from router.tools.top.command import take
+from router.tools.explain import ExplainOptions, run_explain
+from router.tools.top import take
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 

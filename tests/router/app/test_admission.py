@@ -15,8 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from router.admission.key_file import digest_of
-from router.admission.queue.settings import QueueSettings
-from router.admission.settings import KeySettings
+from router.admission.settings import KeySettings, QueueSettings
 from router.placement.engine import Engine
 from router.placement.load.rates import PrefillSample
 from router.serve.reload import apply

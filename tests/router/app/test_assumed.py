@@ -10,11 +10,11 @@ import pytest
 
 from publisher.block_hash import DEFAULT_SEED, HashScheme
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.index.learn import hash_scheme
 from router.openai.request import InboundRequest, Usage
 from router.placement.placement import Placement
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
 from tests.support.waiting import run, until
 from tests.support.whole_router import LOCAL, MODEL, Rig, configure, routing, running

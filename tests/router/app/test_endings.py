@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from router.admission.queue.settings import QueueSettings
+from router.admission.settings import QueueSettings
 from router.epp.settings import EppSettings
 from router.http.h2 import frames as h2
 from router.http.h2.frames import frame, reset_frame, settings_frame, window_frame

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.api.protocol import invalid
-from publisher.simulator.http.call import Call
+from publisher.simulator.api_protocol import invalid
+from publisher.simulator.http_agents import Call
 from router.admission.settings import KeySettings
 from router.placement.candidate import PolicySettings
-from router.placement.order import BAND_MS
+from router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES
 from tests.support.proxy_rig import Engine, answer, ask, request, says
 from tests.support.proxy_rig import routing as proxying
@@ -47,7 +47,7 @@ async def ordered(**changes: Any) -> AsyncIterator[tuple[Rig, list[int]]]:
 
 
 def test_a_prompt_has_its_arrival_and_twice_its_work_as_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.placement.order.time.time", lambda: 1_800_000_000.0)
+    monkeypatch.setattr("router.placement.engine.time.time", lambda: 1_800_000_000.0)
 
     async def main() -> None:
         async with ordered() as (rig, seen):

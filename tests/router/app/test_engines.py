@@ -16,14 +16,13 @@ import pytest
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.block_pool import HybridBlockPool
 from publisher.engine import EngineSettings, SimulatedEngine
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
 from router.config.schema import ShadowConfig
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import EngineAddress, FleetSettings
 from router.openai.request import InboundRequest
-from router.prompts.config import ANY_MODEL, PromptSettings
+from router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.front import Front, fronting
 from tests.support.ports import free_ports
 from tests.support.waiting import run, until

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from router.config.schema import ModelConfig
-from router.openai.apis import CHAT, MESSAGES
-from router.prompts.config import ANY_MODEL, PromptSettings
+from router.openai.request import CHAT, MESSAGES
+from router.prompts.settings import ANY_MODEL, PromptSettings
 from tests.support.prompts.images import TEMPLATE, Engine, shows
 from tests.support.prompts.readers import model_dir, say
 from tests.support.waiting import run, until

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.text import WRONG_MARK, Continuation
-from publisher.simulator.transfer.mooncake import MooncakeLink
+from publisher.simulator.kv_protocols import MooncakeLink
+from publisher.simulator.model import WRONG_MARK, Continuation
 from router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import (
     BODIES,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.text import WRONG_MARK
+from publisher.simulator.model import WRONG_MARK
 from tests.router.app.test_prefill_decode import (
     BODIES,
     SPLITS,

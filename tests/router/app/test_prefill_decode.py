@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.groups import GroupSpec
-from publisher.simulator.text import WRONG_MARK
-from router.admission.queue.settings import QueueSettings
-from router.fleet.identity import EngineAddress, Role
+from publisher.events import GroupSpec
+from publisher.simulator.model import WRONG_MARK
+from router.admission.settings import QueueSettings
+from router.fleet.settings import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.serve.reload import apply
 from tests.support.pairs import busy

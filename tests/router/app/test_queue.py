@@ -14,10 +14,9 @@ import openai
 import pytest
 
 from publisher.engine import SimulatedEngine
+from router.admission.admission_queue import AdmissionQueue
 from router.admission.key_file import digest_of
-from router.admission.queue.room import WaitingRoom
-from router.admission.queue.settings import QueueSettings
-from router.admission.settings import KeySettings
+from router.admission.settings import KeySettings, QueueSettings
 from router.proxy.settings import ProxySettings
 from router.serve.reload import apply
 from tests.support.waiting import run, until
@@ -29,7 +28,7 @@ LOW, HIGH = {"x-kvatlas-priority": "low"}, {"x-kvatlas-priority": "high"}
 
 
 @asynccontextmanager
-async def crowded(**changes: Any) -> AsyncIterator[tuple[Rig, SimulatedEngine, WaitingRoom]]:
+async def crowded(**changes: Any) -> AsyncIterator[tuple[Rig, SimulatedEngine, AdmissionQueue]]:
     """One engine that may have one request at a time."""
     settings = changes.pop("settings", {})
     given = {"saturation_s": 60.0, "engine_requests_max": 1, "wait_s_max": 600.0, **settings}
@@ -74,7 +73,7 @@ def ended(order: list[str], name: str, _: asyncio.Task[Any]) -> None:
     order.append(name)
 
 
-async def waits(room: WaitingRoom, count: int) -> None:
+async def waits(room: AdmissionQueue, count: int) -> None:
     await until(lambda: room.stats.waiting == count, f"{count} wait")
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from publisher.events import BlockHash
 from router.feeds.base import FeedSettings, FeedState
-from router.fleet.gauges import read_pool_blocks
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
+from router.fleet.status import read_pool_blocks
 from router.index.base import Plane
-from router.proxy.paths import Verdict, judge
+from router.proxy.headers import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running

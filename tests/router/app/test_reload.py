@@ -15,8 +15,8 @@ from router.admission.settings import KeySettings
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.http.server.settings import ListenSettings
 from router.placement.candidate import PolicySettings
-from router.prompts.config import ANY_MODEL
 from router.prompts.reader import ModelDirError
+from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.serve.reload import apply, decide, reloads_of
 from tests.support.waiting import run, until

@@ -16,10 +16,9 @@ import pytest
 from publisher.engine import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FleetSettings
+from router.fleet.settings import EngineAddress, FleetSettings
 from router.http.tls import Certificates, TlsFiles, client_context, server_context
-from router.serve.check import check
+from router.serve.reload import check
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, OFTEN, configure, routing, running

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.apis import COMPLETION, GENERATE
+from router.openai.request import COMPLETION, GENERATE
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, configure, routing, running
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.admission.queue.settings import QueueSettings
+from router.admission.settings import QueueSettings
 from router.config.errors import ConfigError
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.observe.traces import Traces, TraceSettings
 from router.pd.settings import PdSettings
 from router.proxy.app import ProxyApp
-from router.serve.check import check
+from router.serve.reload import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import run, until

@@ -16,11 +16,11 @@ from aiohttp.test_utils import TestServer
 from publisher.simulator.request import SimRequest
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
-from router.fleet.identity import EngineAddress, endpoint_of
+from router.fleet.settings import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
-from router.simulate.fetch import fetch_usage
-from router.simulate.workload.usage import read_capture
+from router.simulate.fit import fetch_usage
+from router.simulate.workload.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import run, until

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.config.describe import describe
 from router.config.errors import ConfigError
-from router.config.load import SECTIONS, load, parse_engine, plain_keys
+from router.config.load import SECTIONS, describe, load, parse_engine, plain_keys
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
-from router.placement.shadow import Shadow
-from router.prompts.config import ANY_MODEL
-from router.serve.check import check
+from router.fleet.settings import EngineAddress
+from router.placement.affinity import Shadow
+from router.prompts.settings import ANY_MODEL
+from router.serve.reload import check
 
 EXAMPLE = f"""
 [server]

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.admission.queue.settings import QueueSettings
-from router.epp.fields import DESTINATION, SUBSET_KEY
+from router.admission.settings import QueueSettings
+from router.epp import messages as m
+from router.epp.grpc import DESTINATION, SUBSET_KEY, GrpcReader, message_frame
+from router.epp.messages import bytes_field, number_field
 from router.epp.settings import EppSettings, EppStats
-from router.epp.wire import messages as m
-from router.epp.wire.grpc import GrpcReader, message_frame
-from router.epp.wire.protobuf import bytes_field, number_field
 from router.http.server.settings import ListenSettings
 from router.observe.usage import UsageSettings
 from router.placement.candidate import PolicySettings
-from router.placement.order import BAND_MS
-from router.proxy.answers.relay import AnswerRelay
+from router.placement.engine import BAND_MS
+from router.proxy.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_messages import PB, read
 from tests.support.h2_peer import H2Peer, h2_peer

@@ -10,10 +10,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.epp.request.own_answer import own_answer
-from router.epp.wire import messages as m
-from router.epp.wire.grpc import GrpcError, GrpcReader, message_frame
-from router.epp.wire.protobuf import ProtobufError, bytes_field
+from router.epp import messages as m
+from router.epp.answers import own_answer
+from router.epp.grpc import GrpcError, GrpcReader, message_frame
+from router.epp.messages import ProtobufError, bytes_field
 from router.openai import errors
 from tests.support.examples import examples
 

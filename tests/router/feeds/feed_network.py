@@ -13,10 +13,9 @@ from typing import NamedTuple
 import xxhash
 
 from publisher.events import AllBlocksCleared, BlockRemoved, DecodedBatch, Event
-from router.feeds.actions import Apply, Forget, RequestReplay
-from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
-from router.feeds.wire import Frame
+from router.feeds.position import Apply, Forget, RequestReplay
 
 SETTINGS = FeedSettings(
     hold_batches_max=64,

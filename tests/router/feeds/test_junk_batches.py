@@ -22,8 +22,8 @@ from publisher.events import (
     encode_batch,
     encode_tokens,
 )
+from router.feeds.base import live_in_pieces
 from router.feeds.sockets import Slice
-from router.feeds.wire import live_in_pieces
 
 SIZE = 1 << 20
 FACTOR = 24

@@ -6,11 +6,9 @@ import msgspec
 import pytest
 
 from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
-from router.feeds.actions import Action, Apply, Forget, RequestReplay, StateChanged
-from router.feeds.base import FeedSettings, FeedState, FeedStats
+from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
-from router.feeds.trust import expected_share
-from router.feeds.wire import Frame
+from router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)

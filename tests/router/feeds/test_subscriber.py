@@ -12,8 +12,7 @@ import zmq
 
 from publisher.events import UNKNOWN_TYPES_MAX, AllBlocksCleared, BlockRemoved, DecodedBatch, encode_batch
 from publisher.zmq_publisher import END_SEQ, ZmqPublisher
-from router.feeds.base import FeedState
-from router.feeds.wire import REASONS
+from router.feeds.base import REASONS, FeedState
 from tests.router.feeds.feed_harness import ANY, FAST, RecordingSink, following
 from tests.support.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.feeds.base import FeedState, FeedStats
-from router.feeds.trust import expected_hit, expected_share
+from router.feeds.position import expected_hit, expected_share
 
 
 def feed(state: FeedState = FeedState.DEGRADED, **numbers: object) -> FeedStats:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.events import AllBlocksCleared, encode_batch
-from router.feeds.wire import REASONS, Frame, WireError, parse_live, parse_replay
+from router.feeds.base import REASONS, Frame, WireError, parse_live, parse_replay
 
 SEQ = (7).to_bytes(8, "big")
 PAYLOAD = encode_batch(1.5, [AllBlocksCleared()], 0)

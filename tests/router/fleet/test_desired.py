@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.desired import ORDER, FleetFullError, Roster
-from router.fleet.identity import EngineAddress
-from router.fleet.sources.base import DiscoveredEngine
+from router.fleet.desired import ORDER, DesiredState, FleetFullError
+from router.fleet.settings import EngineAddress
+from router.fleet.sources import DiscoveredEngine
 from router.fleet.status import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-def roster(engines_max: int = 100) -> Roster:
-    return Roster(engines_max=engines_max)
+def roster(engines_max: int = 100) -> DesiredState:
+    return DesiredState(engines_max=engines_max)
 
 
-def urls(of: Roster) -> list[str]:
+def urls(of: DesiredState) -> list[str]:
     return [engine.base_url for engine in of.wanted().engines]
 
 

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from router.fleet.gauges import read_statement
 from router.fleet.statement import SERVER_INFO, EngineStatement, server_info_statement
+from router.fleet.status import read_statement
 from tests.router.fleet.misbehaving import HANG, page, watching
 
 PAGE = b"""# TYPE vllm:cache_config_info gauge

@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from router.epp.settings import EppSettings
-from router.http import descriptors
+from router.http import sockets as descriptors
+from router.http.server.capacity import Handshakes
 from router.http.server.config import ListenConfig
-from router.http.server.handshake import Handshakes
-from router.http.server.settings import ListenSettings
-from router.http.server.stats import ListenStats
+from router.http.server.settings import ListenSettings, ListenStats
 from tests.support.loop_pauses import pauses
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until

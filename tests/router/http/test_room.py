@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from router.http import descriptors
+from router.http import sockets as descriptors
 from router.http.server.capacity import Capacity, client_of
 from router.http.server.settings import ListenSettings
 from tests.support.proxy_rig import (

@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
 from publisher.event_decoder import decode_batch
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_tokens
-from publisher.groups import Family
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Family, encode_tokens
 from publisher.snapshot import SnapshotLedger
 from router.index import engine as residency
 from router.index.base import Plane
 from router.index.learn import hash_scheme as detect
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.index.models import Scopes
+from router.index.model import FleetResidency, ModelIndexes
 from router.index.seats import EngineHit
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
@@ -441,7 +439,7 @@ class TestRestart:
         assert answer(fleet, PROMPT).why_unknown == "no stored blocks seen yet"
 
     def test_scopes_forget_an_engine_that_changes_its_model(self) -> None:
-        scopes = Scopes(lambda model: ModelFacts())
+        scopes = ModelIndexes(lambda model: ModelFacts())
         scopes.assign("a", "model-1")
         scopes.apply("a", batch(DENSE.stored(PROMPT)))
         scopes.assign("a", "model-1")

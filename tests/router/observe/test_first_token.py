@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.observe.first_token import (
+from router.observe.receipts import (
     HOLDS_S,
     HOLDS_SHARE,
     MODELS_MAX,

@@ -8,7 +8,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.observe.histogram import Histogram
+from router.observe.receipts import Histogram
 from router.observe.requests import (
     ENDED_KEPT,
     MODELS_MAX,

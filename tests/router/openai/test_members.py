@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.openai import members as members_module
-from router.openai.apis import CHAT
 from router.openai.errors import ApiError
 from router.openai.members import (
     MalformedError,
     Scan,
     TooManyStepsError,
-    at_leisure,
     at_once,
     has_any,
     joined,
+    run_cooperatively,
 )
+from router.openai.request import CHAT
 from router.pd.bodies import split_body
 from router.proxy.aliases import with_value
 from router.proxy.screen import Rules, screen
@@ -123,7 +123,7 @@ def test_many_bodies_hold_the_loop_no_longer_than_one() -> None:
         return name
 
     async def main() -> None:
-        walks = [asyncio.ensure_future(at_leisure(walk(name))) for name in range(20)]
+        walks = [asyncio.ensure_future(run_cooperatively(walk(name))) for name in range(20)]
         await asyncio.sleep(0)
         assert sorted(made) == list(range(20))  # each begins at once: most need no second step
         while not all(task.done() for task in walks):
@@ -144,7 +144,7 @@ def test_a_cancelled_walk_leaves_its_turn_to_the_others() -> None:
         return 1
 
     async def main() -> None:
-        walks = [asyncio.ensure_future(at_leisure(walk())) for _ in range(5)]
+        walks = [asyncio.ensure_future(run_cooperatively(walk())) for _ in range(5)]
         await asyncio.sleep(0)
         walks[0].cancel()
         walks[2].cancel()

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.pd.course import Course
-from router.pd.handoff import Handoff, HandoffRefusedError
+from router.pd.handoff import DisaggState, Handoff, HandoffRefusedError
 from router.pd.settings import PdSettings
 from tests.support.examples import examples
 
@@ -45,9 +44,9 @@ def test_the_lease_runs_from_when_the_answer_may_have_come() -> None:
     assert not held.alive(20.5)
 
 
-def asked(*transfer_ids: str) -> Course:
+def asked(*transfer_ids: str) -> DisaggState:
     """After so many prefills were asked for, with these names."""
-    course = Course(SETTINGS)
+    course = DisaggState(SETTINGS)
     for transfer_id in transfer_ids:
         course.asked(transfer_id)
     return course
@@ -116,7 +115,7 @@ class AnyCourse(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.course = Course(SETTINGS)
+        self.course = DisaggState(SETTINGS)
         self.running: dict[str, float] = {}
         self.names: dict[int, str] = {}
         self.ended_badly: set[str] = set()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pd.sidecar import PREFILLED, PREFILLERS, Prefilled, read_prefilled, read_prefillers, tell
+from router.pd.settings import PREFILLED, PREFILLERS, Prefilled, read_prefilled, read_prefillers, tell
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.events import DecodedBatch
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
-from router.index.models import Scopes
-from router.placement.askable import Parties, party_of
+from router.index.model import ModelIndexes
+from router.placement.affinity import ShadowSpec
+from router.placement.askable import CandidateSets, party_of
 from router.placement.engine import Accounts, Engine
-from router.placement.shadow import ShadowSpec
 from tests.support.event_writer import Writer, batch
 from tests.support.examples import examples
 
@@ -58,9 +58,9 @@ class World:
 
     def __init__(self, elsewhere: Elsewhere | None) -> None:
         self.accounts, self.elsewhere, self.known = Accounts(lambda: 0.0), elsewhere, set(range(4))
-        self.scopes = Scopes(lambda model: ModelFacts())
+        self.scopes = ModelIndexes(lambda model: ModelFacts())
         self.fleet: Fleet[Engine] = Fleet(ADDRESSES, self._make)
-        self.parties = Parties(self.fleet, self.scopes)
+        self.parties = CandidateSets(self.fleet, self.scopes)
 
     def _make(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
         other: Any = self.elsewhere

@@ -10,15 +10,15 @@ import pytest
 from publisher.block_hash import HashScheme, block_hashes
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.seats import EngineHit
+from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.engine import Accounts, Engine, PromptView, candidates
 from router.placement.load.others import OthersLoad
 from router.placement.load.rates import PrefillSample
-from router.placement.shadow import ShadowPrompt, ShadowSpec
 
 NOW = 100.0
 

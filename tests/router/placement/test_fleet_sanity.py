@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from publisher.groups import GroupSpec
-from router.placement.candidate import Ask, Candidate, PolicySettings
+from publisher.events import GroupSpec
+from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from router.placement.cost import Choice, within_bound
 from router.placement.policies import ArmState, Policy, policy
 from router.simulate.run import fleet
 from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.rows import FleetRun
-from router.simulate.run.setup import FleetSetup
-from router.simulate.timing import Timing
+from router.simulate.run.setup import FleetRun, FleetSetup, Timing
 from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Request, continued
 from tests.support.examples import examples
@@ -48,7 +46,7 @@ def simulated(arm: str, requests: Sequence[Request]) -> Outcome:
         decide = policy(name)
 
         def recorded(
-            candidates: Sequence[Candidate], prompt: Ask, knobs: PolicySettings, state: ArmState
+            candidates: Sequence[Candidate], prompt: PlacementRequest, knobs: PolicySettings, state: ArmState
         ) -> Choice:
             choices.append(decide(candidates, prompt, knobs, state))
             return choices[-1]

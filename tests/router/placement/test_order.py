@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.placement.engine import BAND_MS, EngineOrder, order_of
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.rates import FleetRates, RateSettings
-from router.placement.order import BAND_MS, EngineOrder, order_of
 from tests.support.examples import examples
 
 RATE = 0.001

@@ -7,14 +7,16 @@ from collections import Counter
 
 import pytest
 
-from router.placement.candidate import Ask, Candidate, PolicySettings
+from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from router.placement.policies import POLICIES, ArmState, policy
 from tests.router.placement.candidates import make_candidate
 
 DEFAULTS = PolicySettings()
 
 
-def place(name: str, candidates: list[Candidate], ask: Ask, state: ArmState | None = None) -> str:
+def place(
+    name: str, candidates: list[Candidate], ask: PlacementRequest, state: ArmState | None = None
+) -> str:
     return policy(name)(candidates, ask, DEFAULTS, state or ArmState()).engine_id
 
 
@@ -35,9 +37,9 @@ def test_the_names_are_those_documented() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_arm_needs_a_candidate_and_explains_itself(name: str) -> None:
     with pytest.raises(ValueError, match="no engine"):
-        policy(name)([], Ask(10), DEFAULTS, ArmState())
+        policy(name)([], PlacementRequest(10), DEFAULTS, ArmState())
     engines = [make_candidate(f"e{i}", hit_tokens=i) for i in range(3)]
-    choice = policy(name)(engines, Ask(10), DEFAULTS, ArmState())
+    choice = policy(name)(engines, PlacementRequest(10), DEFAULTS, ArmState())
     assert [c.engine_id for c in choice.costs] == ["e0", "e1", "e2"]
     assert choice.costs[choice.index].engine_id == choice.engine_id
     assert 1 <= choice.uncached_tokens <= 10
@@ -50,7 +52,7 @@ def test_where_the_arms_differ() -> None:
         make_candidate("hit", hit_tokens=1500, trunk_tokens=1500, queue_s=0.2),
         make_candidate("free", queue_s=0.1),
     ]
-    ask = Ask(8000)
+    ask = PlacementRequest(8000)
     assert place("kvatlas", engines, ask) == "trunk"
     assert place("full-attention", engines, ask) == "trunk"
     assert place("exact", engines, ask) == "hit"
@@ -59,8 +61,11 @@ def test_where_the_arms_differ() -> None:
 
 def test_the_full_attention_arm_charges_what_it_believes() -> None:
     engines = [make_candidate("trunk", trunk_tokens=7000), make_candidate("other")]
-    assert policy("full-attention")(engines, Ask(8000), DEFAULTS, ArmState()).uncached_tokens == 1000
-    assert policy("kvatlas")(engines, Ask(8000), DEFAULTS, ArmState()).uncached_tokens == 8000
+    assert (
+        policy("full-attention")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens
+        == 1000
+    )
+    assert policy("kvatlas")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens == 8000
 
 
 def test_the_exact_arm_does_not_see_prompts_in_flight() -> None:
@@ -68,36 +73,43 @@ def test_the_exact_arm_does_not_see_prompts_in_flight() -> None:
         make_candidate("soon", coming_tokens=7000, trunk_tokens=7000, queue_s=0.2),
         make_candidate("free", queue_s=0.0),
     ]
-    assert place("kvatlas", engines, Ask(8000)) == "soon"
-    assert policy("kvatlas")(engines, Ask(8000), DEFAULTS, ArmState()).uncached_tokens == 1000
-    assert place("exact", engines, Ask(8000)) == "free"
+    assert place("kvatlas", engines, PlacementRequest(8000)) == "soon"
+    assert policy("kvatlas")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens == 1000
+    assert place("exact", engines, PlacementRequest(8000)) == "free"
 
 
 def test_round_robin_takes_turns_and_keeps_them_in_its_state() -> None:
     engines, state = [make_candidate(f"e{i}") for i in range(3)], ArmState()
-    assert [place("round-robin", engines, Ask(10), state) for _ in range(4)] == ["e0", "e1", "e2", "e0"]
-    assert place("round-robin", engines, Ask(10), ArmState()) == "e0"
+    assert [place("round-robin", engines, PlacementRequest(10), state) for _ in range(4)] == [
+        "e0",
+        "e1",
+        "e2",
+        "e0",
+    ]
+    assert place("round-robin", engines, PlacementRequest(10), ArmState()) == "e0"
 
 
 def test_least_load_spreads_over_equals_by_the_prompt() -> None:
     engines = [make_candidate(f"e{i}") for i in range(4)]
-    assert {place("least-load", engines, Ask(10, prompt_key=key)) for key in range(40)} == {
+    assert {place("least-load", engines, PlacementRequest(10, prompt_key=key)) for key in range(40)} == {
         "e0",
         "e1",
         "e2",
         "e3",
     }
-    assert len({place("least-load", engines, Ask(10, prompt_key=7)) for _ in range(5)}) == 1
+    assert len({place("least-load", engines, PlacementRequest(10, prompt_key=7)) for _ in range(5)}) == 1
 
 
 def test_hash_follows_the_prefix_until_its_engine_is_full() -> None:
     engines = [make_candidate(f"e{i}", running=2) for i in range(4)]
-    homes = Counter(place("hash", engines, Ask(100, prompt_key=i, prefix_key=7)) for i in range(20))
+    homes = Counter(
+        place("hash", engines, PlacementRequest(100, prompt_key=i, prefix_key=7)) for i in range(20)
+    )
     assert len(homes) == 1
     (home,) = homes
     full = [make_candidate(e.engine_id, running=5 if e.engine_id == home else 2) for e in engines]
-    assert place("hash", full, Ask(100, prefix_key=7)) != home
-    spread = {place("hash", engines, Ask(100, prefix_key=key)) for key in range(40)}
+    assert place("hash", full, PlacementRequest(100, prefix_key=7)) != home
+    spread = {place("hash", engines, PlacementRequest(100, prefix_key=key)) for key in range(40)}
     assert len(spread) == 4
 
 
@@ -106,6 +118,6 @@ def test_power_of_two_never_takes_the_worst_and_repeats_with_its_seed() -> None:
     runs = []
     for _ in range(2):
         state = ArmState(random.Random(3))
-        runs.append([place("power-of-two", engines, Ask(10), state) for _ in range(50)])
+        runs.append([place("power-of-two", engines, PlacementRequest(10), state) for _ in range(50)])
     assert runs[0] == runs[1]
     assert set(runs[0]) == {"e0", "e1", "e2"}

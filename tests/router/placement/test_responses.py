@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from router.fleet.response_holders import HeldResponse, ResponseHolders
+from router.fleet.status import HeldResponse, ResponseHolders
 
 
 def test_what_was_told_is_found() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash
-from publisher.groups import GroupSpec
-from router.placement.shadow import HashesOf, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from publisher.events import BlockHash, GroupSpec
+from router.placement.affinity import HashesOf, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 
 HYBRID = (
     GroupSpec(0, "full_attention", 16),

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission.key_file import TenantRules
-from router.admission.queue.settings import QueueSettings
+from router.admission.settings import QueueSettings
 from router.openai.errors import predicted_wait
 from router.placement.candidate import Candidate
 from router.placement.holding.wait import long_wait, predicted_wait_s

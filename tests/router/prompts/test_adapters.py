@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.prompts.adapters import AdapterPaths
-from router.prompts.config import ANY_MODEL
+from router.prompts.reader import AdapterPaths
+from router.prompts.settings import ANY_MODEL
 
 CONFIGURED = {"m": {"sql": "/here"}, ANY_MODEL: {}}
 

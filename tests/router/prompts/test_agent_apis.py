@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.apis import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.openai.errors import ApiError
-from router.prompts.chat.conversions import Conversions
+from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.prompts.chat.messages import Conversions
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, TextAffinity
 from tests.support.examples import examples
 from tests.support.paths import ROOT

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.openai.apis import CHAT
 from router.openai.body import Peek, peek
 from router.openai.errors import ApiError, model_not_found
+from router.openai.request import CHAT
 from router.prompts.bodies import peek_chat
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
 from router.prompts.request import ChatBody, ChatFields, decode_chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.prompts.tokens.cut_text import CutText
+from router.prompts.cuts import CutText
 from tests.support.examples import examples
 
 PIECES = st.lists(st.text("ab\uff5c", max_size=3).map("|".__add__), min_size=1, max_size=9)

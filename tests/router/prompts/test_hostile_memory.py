@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import HashScheme
-from router.prompts.config import PromptSettings
 from router.prompts.reader import Prompt, PromptReader
+from router.prompts.settings import PromptSettings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, request, say
 
 BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20, context_cache_bytes_max=1 << 18)

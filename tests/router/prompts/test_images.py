@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import HashScheme
-from router.openai.apis import CHAT, MESSAGES
+from router.openai.request import CHAT, MESSAGES
+from router.prompts import remote as media_module
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings, TextAffinity
-from router.prompts.remote import media as media_module
 from tests.support.prompts.images import MARK, TEMPLATE, Engine, shows
 from tests.support.prompts.readers import chat, model_dir, read, reader, say
 

@@ -15,15 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.openai import body as body_module
-from router.openai import outline
-from router.openai.apis import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.openai.body import Peek, peek, peek_any_size
+from router.openai import body as outline
+from router.openai.body import OutlineError, Peek, peek, peek_any_size, top_level
 from router.openai.errors import ApiError
-from router.openai.outline import OutlineError, top_level
+from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
+from router.prompts import local_model as local_module
 from router.prompts import reader as reader_module
-from router.prompts.config import PromptSettings
-from router.prompts.local import model as local_module
 from router.prompts.reader import ModelPrompts, TextAffinity
+from router.prompts.settings import PromptSettings
 from tests.support.examples import examples
 from tests.support.prompts.readers import (
     chat,

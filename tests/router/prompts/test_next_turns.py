@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, block_hashes
-from router.prompts.local.cache import PrefixCache, common_tokens, message_keys, token_keys
-from router.prompts.local.entry import Entry, KnownMessage
+from router.prompts.prompt_cache import (
+    Entry,
+    KnownMessage,
+    PrefixCache,
+    common_tokens,
+    message_keys,
+    token_keys,
+)
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.request import ChatBody
 from router.prompts.stats import PromptStats
-from router.prompts.tokens.truncation import ids_of
+from router.prompts.tokenizer import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
@@ -103,8 +109,8 @@ def test_a_message_that_goes_on_where_another_ended(folder: Path) -> None:
 
 
 def test_colliding_keys_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.local.model.message_keys", lambda scope, raws: [7] * len(raws))
-    monkeypatch.setattr("router.prompts.local.cache.token_keys", lambda scope, ids: [8])
+    monkeypatch.setattr("router.prompts.local_model.message_keys", lambda scope, raws: [7] * len(raws))
+    monkeypatch.setattr("router.prompts.prompt_cache.token_keys", lambda scope, ids: [8])
     warm, other = fresh(folder), fresh(folder)
     rng = random.Random(4)
     for _ in range(60):

@@ -21,7 +21,7 @@ from router.prompts.reader import (
     PromptSettings,
     TextAffinity,
 )
-from router.prompts.remote.engine_side import without_tensors
+from router.prompts.remote import without_tensors
 from router.prompts.stats import REASONS
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.prompts.chat.compiled import TemplateRejectsError, compile_template
+from router.prompts.chat.compiled import Skeletons, TemplateRejectsError, compile_template, text_messages
 from router.prompts.chat.messages import only_text, text_message
-from router.prompts.chat.skeletons import Skeletons, text_messages
 from router.prompts.chat.template import CHECK_EVERY, ChatTemplate
 from router.prompts.stats import PromptStats
 from tests.support.examples import examples

@@ -10,8 +10,12 @@ from datetime import datetime
 import minijinja
 import pytest
 
-from router.prompts.chat.compiled import TemplateRejectsError, reference_environment, tojson
-from router.prompts.chat.content_format import detect_content_format
+from router.prompts.chat.compiled import (
+    TemplateRejectsError,
+    detect_content_format,
+    reference_environment,
+    tojson,
+)
 from router.prompts.chat.messages import parse_message
 from router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
 from router.prompts.stats import PromptStats

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from router.prompts import cuts
+from router.prompts import cuts as word_cuts
+from router.prompts import tokenizer as fast_module
+from router.prompts import tokenizer as module
+from router.prompts.cuts import Encoded, barrier_pattern, find_barriers
 from router.prompts.stats import PromptStats
-from router.prompts.tokens import cuts, word_cuts
-from router.prompts.tokens import fast as fast_module
-from router.prompts.tokens import tokenizer as module
-from router.prompts.tokens.barriers import barrier_pattern, find_barriers
-from router.prompts.tokens.fast import FastEncoder
-from router.prompts.tokens.ids import Encoded
-from router.prompts.tokens.tokenizer import PromptTokenizer
+from router.prompts.tokenizer import FastEncoder, PromptTokenizer
 from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer
 

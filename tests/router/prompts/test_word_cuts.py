@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from publisher.engine import DEMO_TOKENIZER_DIR
+from router.prompts import cuts as module
+from router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
 from router.prompts.stats import PromptStats
-from router.prompts.tokens import word_cuts as module
-from router.prompts.tokens.cuts import Cuts, cuts_of
-from router.prompts.tokens.tokenizer import PromptTokenizer
-from router.prompts.tokens.word_cuts import between_words, parts_words, word_cuts
+from router.prompts.tokenizer import PromptTokenizer
 from tests.support.examples import examples, some
 from tests.support.prompts.readers import CORPUS, byte_level_tokenizer, metaspace_tokenizer
 
@@ -247,6 +246,6 @@ def test_other_kinds_of_tokenizers_are_not_cut() -> None:
 
 
 def test_a_tokenizer_that_fails_a_probe_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.prompts.tokens.cuts.parts_words", lambda tokenizer: True)
+    monkeypatch.setattr("router.prompts.cuts.parts_words", lambda tokenizer: True)
     assert not cuts_of(Tokenizer.from_str(metaspace_tokenizer("never"))).words
     assert Cuts(None, 0, False, None, None).split("some words " * 1000) == [0]

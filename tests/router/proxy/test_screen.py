@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.body import peek
-from router.openai.members import at_leisure, at_once
+from router.openai.members import at_once, run_cooperatively
 from router.proxy.screen import Rules, screen
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, ask, request, routing, says
@@ -234,7 +234,7 @@ def test_large_bodies_are_looked_at_in_steps(kind: str) -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.ensure_future(others())
-        found = await at_leisure(screen(body, Rules()))
+        found = await run_cooperatively(screen(body, Rules()))
         assert bytes(found.body) == body.replace(b'"kv_transfer_params":{},', b"")
         stop = True
         await task

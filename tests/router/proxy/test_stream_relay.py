@@ -10,15 +10,14 @@ from collections.abc import Awaitable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.client.connection import UpstreamConnection
-from router.http.server.seam import Header
+from router.http.client import UpstreamConnection
+from router.http.server.request_cycle import Header
 from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.apis import CHAT
-from router.openai.request import InboundRequest
-from router.proxy.answers.relay import AnswerRelay
+from router.openai.request import CHAT, InboundRequest
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 from router.proxy.headers import read_answer_headers
+from router.proxy.relay import AnswerRelay
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, chunk, event

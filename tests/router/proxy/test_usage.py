@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.request import Usage
-from router.proxy.answers.sse import SseRelay
 from router.proxy.settings import ProxySettings
+from router.proxy.sse import SseRelay
 from tests.support.proxy_rig import (
     DONE,
     END,

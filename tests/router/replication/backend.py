@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from publisher.events import BlockHash
 from router.index.base import IndexStats, Plane, Rows, Slot
-from router.replication.leases.leases import Leases
+from router.replication.leases import Leases
+from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.client import Client
 from router.replication.redis.settings import SharedSettings
-from router.replication.writer.mirror import MirroredIndex
 
 MODEL = "org/model-{7b} instruct"
 _NAMESPACES = count()

@@ -7,12 +7,12 @@ from types import TracebackType
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.replication.leases.leases import Leases
+from router.replication.leases import Leases
+from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.client import Client
-from router.replication.redis.errors import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.settings import SharedSettings
-from router.replication.writer.mirror import MirroredIndex
 from tests.router.replication.backend import MODEL, bits
 from tests.support import waiting
 

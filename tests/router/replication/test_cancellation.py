@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from router.replication.mirror import MirroredIndex
 from router.replication.redis.client import Client
 from router.replication.redis.settings import SharedSettings
-from router.replication.writer.mirror import MirroredIndex
 from tests.support.waiting import run
 
 

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from router.replication.schema import write_scripts
-from router.replication.schema.codec import pack_records
-from router.replication.schema.keys import as_words
-from router.replication.schema.registry import EngineFacts, LeaseLost, Registry
-from router.replication.writer.gc import RegistryGc
+from router.replication import scripts as write_scripts
+from router.replication.codec import as_words, pack_records
+from router.replication.registry import EngineFacts, LeaseLost, Registry
+from router.replication.write_queue import RegistryGc
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks, until
 from tests.support.redis_servers import Cluster, Server

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.schema.registry import EngineFacts, IndexRefused
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import EngineFacts, IndexRefused
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until
 from tests.support.redis_servers import Cluster, Server, any_program

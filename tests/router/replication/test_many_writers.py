@@ -194,7 +194,7 @@ def test_two_hundred_and_fifty_five_generations(plain_server: Server) -> None:
 def test_a_scope_without_free_slots_is_begun_anew(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.schema.registry.SLOTS_MAX", 3)
+    monkeypatch.setattr("router.replication.registry.SLOTS_MAX", 3)
 
     async def body() -> None:
         async with Replicas(make_settings(plain_server.url), "a", "b") as replicas:
@@ -223,7 +223,7 @@ def test_a_scope_without_free_slots_is_begun_anew(
 def test_patterns_without_a_code_are_shown_in_part(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.replication.schema.registry.codes_max", lambda code_bytes: 2)
+    monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 2)
 
     async def body() -> None:
         async with Replicas(make_settings(plain_server.url), "a") as replicas:
@@ -246,8 +246,7 @@ def test_patterns_without_a_code_are_shown_in_part(
 def test_where_codes_run_short_the_gpu_is_shown_all_the_same(
     plain_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("registry", "pattern_codes"):
-        monkeypatch.setattr(f"router.replication.schema.{module}.codes_max", lambda code_bytes: 8)
+    monkeypatch.setattr("router.replication.registry.codes_max", lambda code_bytes: 8)
 
     async def body() -> None:
         async with Replicas(make_settings(plain_server.url), "a") as replicas:

@@ -9,10 +9,10 @@ from publisher.events import BlockStored, encode_tokens
 from router.feeds.base import FeedState
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.replication.gossip.load import LoadGossip
+from router.replication.gossip import LoadGossip
 from router.replication.lookup import IndexLookup
-from router.replication.schema.registry import EngineFacts
-from router.replication.writer.descriptions import engine_facts
+from router.replication.mirror import engine_facts
+from router.replication.registry import EngineFacts
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import Replicas
 from tests.support.event_writer import Prompt, Writer, batch, tokens

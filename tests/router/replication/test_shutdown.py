@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.replication.leases.leases import Leases
+from router.replication.leases import Leases
 from router.replication.redis.client import Client
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings

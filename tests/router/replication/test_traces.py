@@ -10,11 +10,17 @@ import pytest
 
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
-from router.index.seats import Seat, seat_hits
+from router.index.seats import EngineQuery, seat_hits
 from router.replication.redis.settings import SharedSettings
-from router.replication.schema.registry import EngineFacts
-from router.tools.verify.run import RECORDED, ProbePrompt, apply_line, learn_trace
-from router.tools.verify.traces import read_trace, trace_facts
+from router.replication.registry import EngineFacts
+from router.tools.trace_verification import (
+    RECORDED,
+    ProbePrompt,
+    apply_line,
+    learn_trace,
+    read_trace,
+    trace_facts,
+)
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.examples import some
 from tests.support.paths import TRACES
@@ -48,7 +54,7 @@ def predict(fleet: FleetResidency, shared: SharedIndex, prompt: ProbePrompt) -> 
     assert told.scheme == engine.scheme
     assert told.layout == engine.layout
     assert told.layout is not None
-    seat = Seat(RECORDED, told.scheme, told.layout, told.slot)
+    seat = EngineQuery(RECORDED, told.scheme, told.layout, told.slot)
     return seat_hits(found.rows, prompt.num_tokens, [seat], detail=False)[RECORDED].hit_tokens
 
 

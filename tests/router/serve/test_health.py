@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from router.config.schema import OPS_PORT, ServerConfig
-from router.serve import health
+from router.serve import server as health
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 

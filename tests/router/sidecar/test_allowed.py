@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.sidecar.allowed import Allowed
+from router.sidecar import Allowed
 from tests.support.examples import examples
 
 

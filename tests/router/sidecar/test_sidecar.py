@@ -11,17 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.simulator.text import WRONG_MARK
+from publisher.simulator.model import WRONG_MARK
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.settings import FileSettings, FleetSettings
 from router.openai.request import InboundRequest
-from router.pd.settings import PdSettings, SidecarSettings
-from router.pd.stats import PdStats
+from router.pd.settings import PdSettings, PdStats, SidecarSettings
 from router.proxy.attempt import Attempt
-from router.sidecar.allowed import Allowed
-from router.sidecar.placer import SidecarPlacer
-from router.sidecar.run import check, reloads_of
+from router.sidecar import Allowed, SidecarPlacer, check, reloads_of
 from tests.router.app.test_engine_order import watched
 from tests.support.pairs import CONNECTORS, connected
 from tests.support.ports import free_port

@@ -8,16 +8,12 @@ from typing import Any
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.simulate.run.arms import arms_of
 from router.simulate.run.engine import SimEngine
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.request_run import RequestRun
-from router.simulate.run.rows import FleetRun
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tier_setup import TierSetup
-from router.simulate.run.tiers import tiers_of
-from router.simulate.timing import Timing
+from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Timing
+from router.simulate.run.tiers import TierSetup, tiers_of
 from router.simulate.workload.requests import Request, block_hashes
 
 FULL = (GroupSpec(0, "full_attention", 64),)

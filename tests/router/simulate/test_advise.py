@@ -12,11 +12,18 @@ import pytest
 
 from router.cli import app
 from router.config.errors import ConfigError
-from router.simulate.advise.command import see
-from router.simulate.advise.judge import REQUESTS_MIN, Advice, doubt, judge
-from router.simulate.advise.trials import TrialResult, reusable_share, trials
+from router.simulate.advise import see
+from router.simulate.advise_trials import (
+    REQUESTS_MIN,
+    Advice,
+    TrialResult,
+    doubt,
+    judge,
+    reusable_share,
+    trials,
+)
 from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tier_setup import TierSetup, TierSpec
+from router.simulate.run.tiers import TierSetup, TierSpec
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
 from tests.support.waiting import run

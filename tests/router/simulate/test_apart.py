@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from router.cli import app
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
-from router.simulate.advise.judge import REQUESTS_MIN, judge
-from router.simulate.advise.trials import ALIKE, splits, trials
-from router.simulate.outcome import Outcome
+from router.simulate.advise_trials import ALIKE, REQUESTS_MIN, judge, splits, trials
+from router.simulate.report import SplitVerdict, verdict
 from router.simulate.run.arms import arms_of
 from router.simulate.run.fleet import FleetSim
-from router.simulate.run.request_run import Fetch, RequestRun
-from router.simulate.run.rows import FleetRun
-from router.simulate.run.setup import FleetSetup
-from router.simulate.timing import Timing
-from router.simulate.verdict import SplitVerdict, verdict
+from router.simulate.run.setup import Fetch, FleetRun, FleetSetup, RequestRun, Timing
+from router.simulate.study import Outcome
 from router.simulate.workload.requests import Request, block_hashes
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.router.simulate.test_advise import BASE, SETUP

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.simulate.run.calendar import Arrivals
-from router.simulate.timing import Timing
+from router.simulate.run.engine import Arrivals
+from router.simulate.run.setup import Timing
 from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Follows, Request, by_time, continued
 from tests.router.simulate.support import fleet_run, request

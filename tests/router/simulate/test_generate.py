@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from router.observe.prefix_ids import UNIT_TOKENS
+from router.observe.history import UNIT_TOKENS
 from router.simulate.workload.generate import GENERATORS, agents, chat, documents, shared, tenants
 from router.simulate.workload.requests import continued
 

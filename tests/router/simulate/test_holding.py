@@ -7,7 +7,7 @@ import re
 import pytest
 
 from router.simulate.run.arms import ARMS, HoldSetup, arms_of
-from router.simulate.run.rows import FleetRun
+from router.simulate.run.setup import FleetRun
 from router.simulate.workload.requests import Request
 from tests.router.simulate.support import fleet_run, request
 

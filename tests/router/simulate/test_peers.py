@@ -7,17 +7,9 @@ import random
 import pytest
 
 from publisher.events import BlockHash
+from router.simulate.run import peers as peer_router
 from router.simulate.run.arms import PEERS, arms_of
-from router.simulate.run.peers import router as peer_router
-from router.simulate.run.peers.formulas import (
-    FORMULAS,
-    PeerView,
-    cache_aware,
-    dynamo,
-    llm_d,
-    vllm_router,
-)
-from router.simulate.run.peers.router import PeerRouter
+from router.simulate.run.peers import FORMULAS, PeerRouter, PeerView, cache_aware, dynamo, llm_d, vllm_router
 from router.simulate.run.router_view import NOTHING, PrefixHit
 from tests.router.simulate.support import FULL, fleet_run, request
 

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
-from router.placement.shadow import ShadowSpec
+from router.placement.affinity import ShadowSpec
 from router.simulate.run.arms import ARMS, arms_of
 from router.simulate.run.router_view import (
     NOTHING,
-    Blind,
     ExactRules,
     History,
+    NoView,
+    OracleView,
     PrefixHit,
-    Truth,
     history_blocks,
 )
 from router.simulate.workload.requests import block_hashes
@@ -75,8 +75,8 @@ def test_the_truth_is_what_the_pools_hold() -> None:
     pools[1].start(pooled)
     pools[1].compute(pooled, 640)
     pools[1].finish(pooled)
-    assert Truth(pools).look(640, hashes, 0.0) == [PrefixHit(0, 0), PrefixHit(576, 576)]
-    assert Truth(pools).look(1000, block_hashes(request(0, 1000, 0, 1), 64), 0.0)[0] == NOTHING
+    assert OracleView(pools).look(640, hashes, 0.0) == [PrefixHit(0, 0), PrefixHit(576, 576)]
+    assert OracleView(pools).look(1000, block_hashes(request(0, 1000, 0, 1), 64), 0.0)[0] == NOTHING
 
 
 def test_rules_follow_the_engines_retention_without_events() -> None:
@@ -92,7 +92,7 @@ def test_rules_follow_the_engines_retention_without_events() -> None:
 
 
 def test_the_blind_see_nothing() -> None:
-    assert Blind(3).look(100, hashes_of("ab"), 0.0) == [NOTHING] * 3
+    assert NoView(3).look(100, hashes_of("ab"), 0.0) == [NOTHING] * 3
 
 
 def test_a_capped_history_is_as_large_as_the_pool_allows_beside_the_windows() -> None:

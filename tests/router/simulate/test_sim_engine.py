@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.groups import GroupSpec
-from router.simulate.timing import Timing
+from publisher.events import GroupSpec
+from router.simulate.run.setup import Timing
 from router.simulate.workload.requests import Request
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, request
 from tests.support.examples import examples

@@ -7,12 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.simulate.models import ModelError, check_units, groups_of
-from router.simulate.outcome import result_of
-from router.simulate.plan import Plan, check_layout, run_plan
+from router.simulate.plan import ModelError, Plan, check_layout, check_units, groups_of, run_plan
 from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import FleetSetup
-from router.simulate.study import Job, pool_blocks, round_robin, run_all, run_one, speed_for
+from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_all, run_one, speed_for
 from router.simulate.workload.requests import Request, WorkloadError
 from router.simulate.workload.sources import WorkloadSource
 from tests.router.simulate.support import FAST, HYBRID, line, request, write_lines

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from router.config.errors import ConfigError
 from router.simulate.command import read_tiers
 from router.simulate.run.arms import arms_of
-from router.simulate.run.tier_setup import TierSetup, TierSpec, block_bytes, read_host, read_store
-from router.simulate.run.tiers import WRITES_MAX, Link, SharedStore, tiers_of
-from router.simulate.timing import Timing
+from router.simulate.run.setup import Timing
+from router.simulate.run.tiers import (
+    WRITES_MAX,
+    Link,
+    SharedStore,
+    TierSetup,
+    TierSpec,
+    block_bytes,
+    read_host,
+    read_store,
+    tiers_of,
+)
 from router.simulate.workload.generate import agents
 from router.simulate.workload.requests import continued
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request

@@ -21,13 +21,12 @@ from publisher.event_decoder import decode_batch
 from publisher.events import EventDecodeError, encode_batch
 from router.config.errors import ConfigError
 from router.index.learn.layout import ModelFacts
-from router.tools.capture.file import CapturedFrame, CaptureError, read_capture
-from router.tools.capture.redact import redact
-from router.tools.explain.command import ExplainOptions, parse_scheme, run_explain
-from router.tools.replay.command import ReplayOptions, run_replay
-from router.tools.replay.player import Player
-from router.tools.verify.command import run_verify
-from router.tools.verify.traces import TraceError, read_trace
+from router.tools.capture import CapturedFrame, CaptureError, read_capture, redact
+from router.tools.explain import ExplainOptions, parse_scheme, run_explain
+from router.tools.replay import ReplayOptions, run_replay
+from router.tools.replay_player import Player
+from router.tools.trace_verification import TraceError, read_trace
+from router.tools.verify import run_verify
 from tests.support.captures import BLOCK, CAPTURES, removed, stored, tokens, write
 from tests.support.examples import examples
 from tests.support.paths import DATA, TRACES

@@ -16,11 +16,11 @@ import pytest
 import zmq
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.tools.capture.file import read_capture
-from router.tools.explain.command import ExplainOptions, run_explain
-from router.tools.record.command import resolve
-from router.tools.replay.command import facts_of
-from router.tools.replay.player import Player
+from router.tools.capture import read_capture
+from router.tools.explain import ExplainOptions, run_explain
+from router.tools.record import resolve
+from router.tools.replay import facts_of
+from router.tools.replay_player import Player
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens, truth, write
 from tests.support.paths import ROOT
 from tests.support.waiting import run

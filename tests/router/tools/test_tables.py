@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from router.demo.summary import Tally
-from router.demo.table import _compare
-from router.fleet.identity import EngineAddress
-from router.tools.capture.writer import CaptureWriter
-from router.tools.console import WIDTH_PIPED, output_console
-from router.tools.index.command import addressed
-from router.tools.record.command import _table as record_table
-from router.tools.record.order import RecordStats
-from router.tools.replay.player import PlaneSample, Sample, SourceRun
-from router.tools.replay.tables import sample_table, stream_table
-from router.tools.verify.command import _table as verify_table
-from router.tools.verify.run import verify_trace
+from router.demo.summary import Tally, _compare
+from router.fleet.settings import EngineAddress
+from router.tools.capture import CaptureWriter
+from router.tools.event_order import RecordStats
+from router.tools.index import addressed
+from router.tools.ops_client import WIDTH_PIPED, output_console
+from router.tools.record import _table as record_table
+from router.tools.replay import sample_table, stream_table
+from router.tools.replay_player import PlaneSample, Sample, SourceRun
+from router.tools.trace_verification import verify_trace
+from router.tools.verify import _table as verify_table
 from tests.support.paths import DATA
 
 TRACES = DATA / "traces"

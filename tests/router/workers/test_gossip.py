@@ -21,12 +21,12 @@ from router.admission.key_file import KeyFile
 from router.admission.peers import SILENCE_S
 from router.app import Router
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.engine import PromptView, candidates
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import WorkerSeat
+from router.workers.seat import WorkerContext
 from tests.support.waiting import run, until
 
 E = "http://e"
@@ -43,7 +43,7 @@ HASHES = [BlockHash(value) for value in (11, 12, 1 << 63, 14)]
 
 
 @contextmanager
-def seats(count: int) -> Iterator[list[WorkerSeat]]:
+def seats(count: int) -> Iterator[list[WorkerContext]]:
     """Places with nothing but the sockets between them."""
     pairs = {}
     for pair in itertools.combinations(range(count), 2):
@@ -53,7 +53,7 @@ def seats(count: int) -> Iterator[list[WorkerSeat]]:
     unused = socket.socket()
     try:
         yield [
-            WorkerSeat(
+            WorkerContext(
                 slot,
                 count,
                 life=0,
@@ -89,12 +89,12 @@ async def running(gossip: SiblingGossip) -> AsyncIterator[None]:
 class Worker:
     """One worker's gossip, and its load."""
 
-    def __init__(self, seat: WorkerSeat, life: int = 0, gate: KeyGate | None = None) -> None:
+    def __init__(self, seat: WorkerContext, life: int = 0, gate: KeyGate | None = None) -> None:
         self.load: dict[str, OthersLoad] = {}
         self.served: list[str] = []
         place = {name: getattr(seat, name) for name in seat.__struct_fields__}
         self.gossip = SiblingGossip(
-            WorkerSeat(**{**place, "life": life}),
+            WorkerContext(**{**place, "life": life}),
             lambda now: self.load,
             clock=time.monotonic,
             served=lambda prompt: self.served.append(prompt.engine_id),

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.api.metrics.page import page_steps
+from router.api.metrics_page import page_steps
 from router.openai.members import at_once
-from router.workers.merge import CountLedger, WorkerPage, family_of, merged
+from router.workers.view import CounterStore, WorkerPage, family_of, merged
 
 
 def page(slot: int, life: int, requests: float = 0.0, *more: Metric) -> WorkerPage:
@@ -34,11 +34,11 @@ def test_own_numbers_add_up_and_what_all_see_alike_counts_once() -> None:
         page(0, 0, 3.0, gauge("kvatlas_proxy_requests_active", 2), gauge("kvatlas_index_blocks", 700)),
         page(1, 0, 4.0, gauge("kvatlas_proxy_requests_active", 5), gauge("kvatlas_index_blocks", 710)),
     ]
-    alone = merged(pages, CountLedger(), shared_index=False)
+    alone = merged(pages, CounterStore(), shared_index=False)
     assert value(alone, "kvatlas_requests_total", model="m") == 7.0
     assert value(alone, "kvatlas_proxy_requests_active") == 7.0
     assert value(alone, "kvatlas_index_blocks") == 710.0
-    shared = merged(pages, CountLedger(), shared_index=True)  # each worker writes for its own engines
+    shared = merged(pages, CounterStore(), shared_index=True)  # each worker writes for its own engines
     assert value(shared, "kvatlas_index_blocks") == 1410.0
 
 
@@ -49,7 +49,7 @@ def test_histograms_add_up_bucket_by_bucket_and_the_page_is_valid() -> None:
         return family
 
     found = merged(
-        [page(0, 0, 1, times(1, 3)), page(1, 0, 1, times(2, 2))], CountLedger(), shared_index=False
+        [page(0, 0, 1, times(1, 3)), page(1, 0, 1, times(2, 2))], CounterStore(), shared_index=False
     )
     text = at_once(page_steps(found)).decode()
     assert 'kvatlas_request_duration_seconds_bucket{le="0.1",model="m"} 3.0' in text
@@ -67,7 +67,7 @@ def test_a_count_never_falls_and_nothing_that_was_shown_is_lost(steps: list[tupl
     file = os.memfd_create("ledger")
     try:
         lives, counts, past = [0, 0, 0], [0, 0, 0], 0
-        ledger = CountLedger(file)
+        ledger = CounterStore(file)
         merged([page(slot, 0) for slot in range(3)], ledger, shared_index=False)
         for slot, what, number in steps:
             if what == "counts":
@@ -76,7 +76,7 @@ def test_a_count_never_falls_and_nothing_that_was_shown_is_lost(steps: list[tupl
                 past += counts[slot]
                 lives[slot], counts[slot] = lives[slot] + 1, 0
                 if slot == 0:  # the one that merges
-                    ledger = CountLedger(file)
+                    ledger = CounterStore(file)
             late = {slot} - {0} if what == "is late" else set()
             pages = [page(one, lives[one], counts[one]) for one in range(3) if one not in late]
             found = merged(pages, ledger, shared_index=False)
@@ -90,9 +90,9 @@ def test_a_ledger_cut_short_is_begun_anew() -> None:
     file = os.memfd_create("ledger")
     try:
         os.pwrite(file, (100).to_bytes(8, "little") + b"\x93half", 0)
-        found = merged([page(0, 0, 5.0)], CountLedger(file), shared_index=False)
+        found = merged([page(0, 0, 5.0)], CounterStore(file), shared_index=False)
         assert value(found, "kvatlas_requests_total", model="m") == 5.0
-        again = merged([page(0, 1, 1.0)], CountLedger(file), shared_index=False)
+        again = merged([page(0, 1, 1.0)], CounterStore(file), shared_index=False)
         assert value(again, "kvatlas_requests_total", model="m") == 6.0
     finally:
         os.close(file)

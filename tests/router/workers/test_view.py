@@ -8,13 +8,11 @@ from typing import Any, cast
 import msgspec
 from prometheus_client.core import CounterMetricFamily
 
-from router.api.views import LATEST_SHOWN, OwnView
+from router.api.views import LATEST_SHOWN, LocalView
 from router.app import Router
 from router.config.schema import Config
-from router.workers.calls import SiblingCalls
-from router.workers.merge import WorkerPage, family_of
 from router.workers.seat import WorkerSockets
-from router.workers.view import WholeView
+from router.workers.view import AggregateView, SiblingCalls, WorkerPage, family_of
 
 
 class LateSibling:
@@ -42,7 +40,7 @@ async def _scrapes() -> None:
     router, sibling = Router(Config()), LateSibling()
     try:
         seat = sockets.seat(0, 0, lambda: None, -1)
-        view = WholeView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        view = AggregateView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
         first, second, gone = (asyncio.create_task(view.metrics()) for _ in range(3))
         while not sibling.asked:
             await asyncio.sleep(0)
@@ -85,11 +83,11 @@ async def _merged() -> None:
             record.request_id, record.status = request_id, 200
             router.proxy.requests.end(record)
         seat = sockets.seat(0, 0, lambda: None, -1)
-        own = OwnView(router.sources)
+        own = LocalView(router.sources)
         theirs, history = await own.answers(), await own.history()
         later = [msgspec.structs.replace(one, at_s=one.at_s + 60, request_id="theirs") for one in theirs]
         sibling = Sibling(answers=later * LATEST_SHOWN, receipts=[], history=history)
-        view = WholeView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        view = AggregateView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
         shown = await view.answers()
         assert len(shown) == LATEST_SHOWN
         assert {one.request_id for one in shown} == {"theirs"}, "the latest of all"

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from publisher.block_hash import DEFAULT_SEED
-from publisher.groups import Family, GroupSpec
+from publisher.events import Family, GroupSpec
+from router.index.base import GPU
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
-from router.index.media import GPU
 from router.prompts.origin.model_config import ModelConfigFile
-from router.tools.doctor.evidence import EngineEvidence
+from router.tools.doctor.evidence import FIXED_SEED_SINCE, EngineEvidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.gather.event_counts import GroupStores
+from router.tools.doctor.gather.listener import GroupStores
 from router.tools.doctor.registry import engine_check
-from router.tools.doctor.versions import FIXED_SEED_SINCE
 
 _STORES_MIN = 20
 """Fewer stored events of a group say nothing about retention."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from publisher.block_hash import HashScheme
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning

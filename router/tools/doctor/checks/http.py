@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.evidence import EngineEvidence
+from router.tools.doctor.evidence import EVENT_SOURCES_SINCE, NEWEST_KNOWN, EngineEvidence, lacks
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
-from router.tools.doctor.versions import EVENT_SOURCES_SINCE, NEWEST_KNOWN, lacks
 
 _SKEW_S_MAX = 2.0
 _LAG_S_MAX = 1.0

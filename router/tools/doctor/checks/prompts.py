@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.prompts.config import ANY_MODEL
+from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from router.api.problems import engine_problems
+from router.api.answers import engine_problems
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from router.tools.doctor.findings import CheckResult, Severity, error, info, ok, warning
-from router.tools.doctor.gather.gauges import series
+from router.tools.doctor.gather.http import series
 from router.tools.doctor.registry import fleet_check
 
 _SOURCE_REMEDIES = {

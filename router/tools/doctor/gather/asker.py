@@ -12,18 +12,82 @@ from typing import Any
 import msgspec
 
 from publisher.events import BlockStored
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
 from router.index.seats import EngineHit
 from router.openai.errors import ApiError
-from router.prompts.origin.probes import probe_path
+from router.openai.request import InboundRequest
+from router.prompts.origin.model_config import PROBES, first_difference, probe_path
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
-from router.tools.doctor.evidence import ProbeRequest
+from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest, PromptParity
 from router.tools.doctor.gather.http import Http, HttpAnswer
 from router.tools.doctor.gather.listener import EventListener
-from router.tools.doctor.gather.parity import inbound
+
+# Whether prompts become the same tokens here and at the engine: a few chats and completions, both ways.
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+def inbound(model: str, body: dict[str, Any]) -> InboundRequest:
+    """The request as the router would receive it."""
+    encoded = msgspec.json.encode({"model": model, **body})
+    return InboundRequest("POST", probe_path(body), b"", [], encoded, model)
+
+
+async def compare(reader: PromptReader, http: Http, base_url: str, model: str) -> list[PromptParity]:
+    """Every probe on one engine; stops asking an engine whose endpoint is absent."""
+    results: list[PromptParity] = []
+    for name, body in PROBES.items():
+        result = await _compare_one(reader, http, base_url, name, {"model": model, **body})
+        results.append(result)
+        if result.engine_problem.startswith(_ABSENT):
+            break
+    return results
+
+
+_ABSENT = "no endpoint"
+
+
+async def _compare_one(
+    reader: PromptReader, http: Http, base_url: str, name: str, body: dict[str, Any]
+) -> PromptParity:
+    local, local_problem = await _local(reader, body)
+    answer = await http.post(f"{base_url}/tokenize", body)
+    theirs, engine_problem = _theirs(answer)
+    if local is None or theirs is None:
+        return PromptParity(
+            name,
+            None if local is None else len(local),
+            None if theirs is None else len(theirs),
+            None,
+            local_problem,
+            engine_problem,
+        )
+    return PromptParity(name, len(local), len(theirs), first_difference(local, theirs))
+
+
+async def _local(reader: PromptReader, body: dict[str, Any]) -> tuple[list[int] | None, str]:
+    try:
+        read = await reader.read(inbound(str(body["model"]), body))
+    except ApiError as problem:
+        return None, f"refused: {problem}"
+    if not isinstance(read, Prompt):
+        return None, read.reason
+    return list(read.token_ids), ""
+
+
+def _theirs(answer: HttpAnswer) -> tuple[list[int] | None, str]:
+    if answer.status in {404, 405, 501}:
+        return None, f"{_ABSENT} ({answer.what})"
+    if not answer.ok:
+        return None, answer.what
+    tokenized = answer.json(_Tokenized)
+    return (None, "an answer without tokens") if tokenized is None else (tokenized.tokens, "")
+
 
 _TOKENS_MAX = 8192
 MARGIN_TOKENS = 16
@@ -187,3 +251,39 @@ def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, event
         reported_prompt_tokens=None if usage is None else usage.prompt_tokens,
         events_came=events_came,
     )
+
+
+# Two small requests to one engine: does it publish what it computes, and is the predicted hit the real one?
+#
+# The first prompt is new (random words); the second begins with it. Both are read and predicted by the
+# parts that serve traffic. Costs the engine the prefill of both prompts and two tokens.
+
+
+_FIRST_TOKENS = 600
+"""Where the layout is not known yet: four of the largest common blocks (128) and a little."""
+_BLOCKS = 3
+
+
+async def probe(asker: Asker) -> ProbeEvidence:
+    """Both requests; the first once more with a longer prompt where the blocks turn out to be large."""
+    seen = ProbeEvidence(requests=[])
+    length = _wanted_tokens(asker)
+    first = await asker.text(length)
+    seen.requests.append((await asker.send({"prompt": first})).request)
+    if seen.requests[-1].status:
+        return seen
+    await asker.detect()
+    if _wanted_tokens(asker) > length:
+        first = await asker.text(_wanted_tokens(asker))
+        seen.requests.append((await asker.send({"prompt": first})).request)
+        await asker.detect()
+    if not seen.requests[-1].status:
+        second = await asker.text(_wanted_tokens(asker) + MARGIN_TOKENS, first)
+        seen.requests.append((await asker.send({"prompt": second}, await_events=False)).request)
+    return seen
+
+
+def _wanted_tokens(asker: Asker) -> int:
+    alignment = asker.alignment
+    wanted = _FIRST_TOKENS if alignment is None else _BLOCKS * alignment + MARGIN_TOKENS
+    return max(2, min(wanted, asker.max_tokens))

@@ -18,7 +18,7 @@ from publisher.events import BlockHash
 from router.index.engine import EngineResidency
 from router.tools.doctor.evidence import LoadEvidence, LoadRequest
 from router.tools.doctor.gather.asker import Asker, ProbeAnswer
-from router.tools.doctor.gather.event_counts import EventCounts
+from router.tools.doctor.gather.listener import EventCounts
 from router.tools.doctor.gather.stores import StoredOf, compare_stores
 
 _IN_VAIN_MAX = 3

@@ -11,8 +11,7 @@ from collections.abc import Sequence, Set
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, BlockStored, EventDecodeError, to_block_hash
-from publisher.groups import Family, GroupSpec
+from publisher.events import BlockHash, BlockStored, EventDecodeError, Family, GroupSpec, to_block_hash
 from router.prompts.prompt import Prompt
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from connectors.transfer.base import Direction, Indices
-from connectors.transfer.driver import DriverError
+from connectors.transfer.cuda_driver import DriverError
 
 
 @dataclass(eq=False)

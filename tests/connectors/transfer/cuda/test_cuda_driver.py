@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.transfer.base import Direction
-from connectors.transfer.driver import CopyAttributes, CudaDriver, DriverError
+from connectors.transfer.cuda_driver import CopyAttributes, CudaDriver, DriverError
 from tests.connectors.transfer.cuda.fake_libcuda import FakeLibcuda
 
 STREAM = 0x51

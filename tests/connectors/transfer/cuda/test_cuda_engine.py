@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.layout.blocks import CacheView, GroupPages, Region
-from connectors.transfer import cuda_lane
+from connectors.layout import CacheView, GroupPages, Region
+from connectors.transfer import cuda as cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from connectors.transfer import host_memory
-from connectors.transfer.host_pool import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
+from connectors.transfer.host_memory import HUGE_PAGE_BYTES, HostMemoryError, PinnedHostPool
 from tests.connectors.transfer.cuda.fakes import FakeDevice, FakeDriver
 
 MIB = 1 << 20

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks import virtual_link
-from connectors.transfer import cuda_lane
+from connectors.transfer import cuda as cuda_lane
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
-from connectors.worker.joined_stores import JoinedStores
+from connectors.worker.staged import JoinedStores
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass, SlowDriver
 from tests.connectors.transfer.cuda.fakes import FakeDevice
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.messages.jobs import StepJobs
+from connectors.messages import StepJobs
 from connectors.transfer.base import Direction
 from connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass

@@ -6,11 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer import cuda_lane
-from connectors.transfer.base import Direction, TransferJob
-from connectors.transfer.cuda_lane import PreparedJobs, QueuedJob
-from connectors.transfer.cuda_mover import cut_at_chunks
-from connectors.transfer.plan import Pieces, merge_adjacent
+from connectors.transfer import cuda as cuda_lane
+from connectors.transfer.base import Direction, Pieces, TransferJob, merge_adjacent
+from connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
 
 BASE = 1 << 20
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from connectors.layout.blocks import CacheView
+from connectors.layout import CacheView
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine, open_cuda
-from connectors.transfer.cuda_device import TorchDevice
-from connectors.transfer.driver import CudaDriver
-from connectors.transfer.host_pool import PinnedHostPool
+from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
+from connectors.transfer.host_memory import PinnedHostPool
 from tests.connectors.transfer.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from router.admission.admission_queue import read_claim
 from router.admission.key_file import TenantRules
-from router.admission.queue.claims import read_claim
 from router.openai.body import peek
 from router.openai.errors import ApiError
-from router.openai.request import Claim
+from router.openai.request import QueueTicketRequest
 
 HIGH, NORMAL, LOW = 0, 1, 2
 
@@ -26,7 +26,7 @@ HIGH, NORMAL, LOW = 0, 1, 2
 )
 def test_the_header_comes_before_the_body(header: bytes | None, in_body: int | None, expected: int) -> None:
     fields = [] if header is None else [(b"x-kvatlas-priority", header)]
-    assert read_claim(fields, in_body=in_body, arrived_s=0.0) == Claim(priority=expected)
+    assert read_claim(fields, in_body=in_body, arrived_s=0.0) == QueueTicketRequest(priority=expected)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, NORMAL), (b"high", NORMAL), (b"low", LOW)])
@@ -34,7 +34,7 @@ def test_a_tenants_request_may_step_back_but_not_forward(asked: bytes | None, ex
     fields = [] if asked is None else [(b"x-kvatlas-priority", asked)]
     rules = TenantRules(weight=3.0)
     claim = read_claim(fields, in_body=None, arrived_s=0.0, tenant="acme", rules=rules)
-    assert claim == Claim("acme", 3.0, expected)
+    assert claim == QueueTicketRequest("acme", 3.0, expected)
 
 
 def test_a_deadline_counts_from_the_requests_arrival() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from router.admission.queue.fair import Lane
-from router.admission.queue.room import Ticket, WaitingRoom
-from router.admission.queue.settings import QueueSettings
+from router.admission.admission_queue import AdmissionQueue, Ticket
+from router.admission.fair_queue import Lane
+from router.admission.settings import QueueSettings
 from router.openai.errors import ApiError
-from router.openai.request import Claim, Usage
+from router.openai.request import QueueTicketRequest, Usage
 from tests.support.waiting import run, until
 
 FOREVER = 3600.0
@@ -29,17 +29,17 @@ class Engines:
         return self.gap_s
 
 
-def room_of(engines: Engines, **settings: float) -> WaitingRoom:
+def room_of(engines: Engines, **settings: float) -> AdmissionQueue:
     given = {"wait_s_max": FOREVER, **settings}
-    return WaitingRoom(
+    return AdmissionQueue(
         QueueSettings(saturation_s=1.0, **given),  # type: ignore[arg-type]
         clock=lambda: engines.now_s,
         gap_s=engines.gap,
     )
 
 
-def comes(room: WaitingRoom, tenant: str = "", **claim: object) -> asyncio.Task[Ticket]:
-    asked = Claim(tenant=tenant, **claim)  # type: ignore[arg-type]
+def comes(room: AdmissionQueue, tenant: str = "", **claim: object) -> asyncio.Task[Ticket]:
+    asked = QueueTicketRequest(tenant=tenant, **claim)  # type: ignore[arg-type]
     return asyncio.ensure_future(room.wait(asked, work_s=2.0, **TINY))
 
 
@@ -153,7 +153,7 @@ def test_what_the_engine_reports_corrects_what_was_charged() -> None:
         waits = {name: comes(room, name) for name in ("acme", "beta")}
         more = [comes(room, "acme"), comes(room, "beta")]
         await until(lambda: len(room) == 4, "all wait")
-        acme, beta = Claim("acme"), Claim("beta")
+        acme, beta = QueueTicketRequest("acme"), QueueTicketRequest("beta")
         charge = room.charge(acme, "tiny", 1000)
         room.charge(beta, "tiny", 500)
         room.settle(acme, "tiny", charge, 1000, Usage(1000, 10, 900))  # 100 and twice 10
@@ -164,7 +164,7 @@ def test_what_the_engine_reports_corrects_what_was_charged() -> None:
             await until(lambda: any(one.done() for one in waits.values()), "one is let go")
             name = next(name for name, one in waits.items() if one.done())
             order.append(name)
-            room.charge(Claim(name), "tiny", 1000)
+            room.charge(QueueTicketRequest(name), "tiny", 1000)
             room.leave(waits.pop(name).result())
         assert order == ["acme", "beta"]
         for one in more:

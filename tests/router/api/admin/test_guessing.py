@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from fastapi import Request
 
-from router.api.admin import rate_limit as limit
-from router.api.admin.authenticator import Authenticator
-from router.api.admin.tokens import TokenFile
+from router.api import admin_auth as limit
+from router.api.admin_auth import Authenticator, TokenFile
 from router.openai.errors import ApiError
 from tests.router.api.admin.admin_rig import OTHER, administered, audited, token_file
 from tests.support.waiting import run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.admin.rate_limit import TURN_S, WAITING_MAX, RateLimit, Turns
-from router.observe.log_throttle import LogThrottle
+from router.api.admin_auth import TURN_S, WAITING_MAX, RateLimit, Turns
+from router.observe.requests import LogThrottle
 
 
 @given(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from publisher.events import BlockRemoved, DecodedBatch
-from router.feeds.actions import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
-from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats
+from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
-from router.feeds.wire import Frame
+from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot
 
 OURS, OTHER = b"publisher number", b"another process!"
 

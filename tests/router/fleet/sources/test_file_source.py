@@ -13,11 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import FileSettings
-from router.fleet.sources.base import DiscoveredEngine
-from router.fleet.sources.engine_list import BadListError, read_list
-from router.fleet.sources.file import FileSource
+from router.fleet.settings import EngineAddress, FileSettings
+from router.fleet.sources import BadListError, DiscoveredEngine, FileSource, read_list
 from tests.support.waiting import until
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from router.http.deadlines import Sweeper
 from router.http.h2 import frames as h2
-from router.http.h2.connection import H2Connection
+from router.http.h2.connection import H2Connection, H2Settings, H2Stats
 from router.http.h2.frames import FrameReader, H2Frame, frame, settings_frame
 from router.http.h2.hpack import Field, literal
-from router.http.h2.settings import H2Settings, H2Stats
 from router.http.h2.stream import Stream
+from router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
 from tests.support.waiting import run, until
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http.h2.frames import H2Error
-from router.http.h2.hpack import HeaderDecoder, literal
-from router.http.h2.huffman import HuffmanError, decode
+from router.http.h2.hpack import HeaderDecoder, HuffmanError, decode, literal
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([b":path", b":method", b"content-type", b"x-a", b"x-b", b"te"]) | st.binary(

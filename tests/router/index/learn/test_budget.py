@@ -10,16 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
-from router.feeds.audit import ResidencyAudit
 from router.feeds.base import FeedSettings
-from router.feeds.manager import FeedManager
-from router.index.learn import budget as module
+from router.feeds.manager import FeedManager, ResidencyAudit
 from router.index.learn import hash_scheme
-from router.index.learn.budget import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
+from router.index.learn import knowledge as module
 from router.index.learn.hash_scheme import Detection
+from router.index.learn.knowledge import BLOCKS_BURST, BLOCKS_PER_S, LearningBudget
 from router.index.learn.layout import ModelFacts
-from router.index.model import FleetResidency
-from router.index.models import Scopes
+from router.index.model import FleetResidency, ModelIndexes
 from tests.support.event_writer import Prompt, Writer, batch, random_chain, tokens
 from tests.support.waiting import run
 
@@ -85,7 +83,7 @@ def test_an_engine_of_a_known_scheme_needs_no_budget() -> None:
     assert fleet.engine("a").budget.skipped == 0
 
 
-def searching(scopes: Scopes, count: int) -> list[str]:
+def searching(scopes: ModelIndexes, count: int) -> list[str]:
     """Engines whose seed is a large number."""
     names = [f"e{number}" for number in range(count)]
     for name in names:
@@ -96,7 +94,7 @@ def searching(scopes: Scopes, count: int) -> list[str]:
 
 def test_a_step_is_one_slice_of_one_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many engines are searched for, and however many events come."""
-    scopes, slices = Scopes(lambda model: ModelFacts()), []
+    scopes, slices = ModelIndexes(lambda model: ModelFacts()), []
     names = searching(scopes, 3)
     for name in names:
         engine = scopes.scope("m").engine(name)
@@ -113,7 +111,7 @@ def test_a_search_leaves_the_loop_to_others() -> None:
 
     async def main() -> None:
         now = [0.0]
-        scopes = Scopes(lambda model: ModelFacts())
+        scopes = ModelIndexes(lambda model: ModelFacts())
         searching(scopes, 1)
         engine = scopes.scope("m").engine("e0")
 
@@ -131,7 +129,7 @@ def test_a_search_leaves_the_loop_to_others() -> None:
         feeds = FeedManager(scopes, clock=time.monotonic, settings=FeedSettings())
         audit = ResidencyAudit((), scopes, feeds, clock=lambda: now[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("router.feeds.audit.asyncio.sleep", sleep)
+            patch.setattr("router.feeds.manager.asyncio.sleep", sleep)
             task = asyncio.create_task(audit.detect())
             while len(pauses) < 3:
                 await real(0)

@@ -15,8 +15,14 @@ from router.fleet.statement import EngineStatement, metrics_statement
 from router.index.learn.facts import DropReceipts, Fact, SetupEvidence
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.tools.verify.run import RECORDED, ProbePrompt, apply_line, learn_trace
-from router.tools.verify.traces import read_trace, trace_facts
+from router.tools.trace_verification import (
+    RECORDED,
+    ProbePrompt,
+    apply_line,
+    learn_trace,
+    read_trace,
+    trace_facts,
+)
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 from tests.support.paths import ROOT
 

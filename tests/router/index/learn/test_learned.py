@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from publisher.block_hash import NO_EXTRAS, HashScheme, MultimodalItem, PromptExtras
 from publisher.block_pool import HybridBlockPool
 from publisher.event_decoder import decode_batch
-from publisher.events import BlockRemoved, BlockStored, Event, encode_batch
-from publisher.groups import GroupSpec
+from publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode_batch
 from router.index.learn import hash_scheme as detect
-from router.index.learn import prefixes as learned
+from router.index.learn import root_events as learned
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
-from router.index.learn.prefixes import LearnedKeys
+from router.index.learn.root_events import LearnedKeys
 from router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, window
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, random_chain, tokens

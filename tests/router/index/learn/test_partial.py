@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from publisher.block_hash import HashScheme
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, hit, layout_of, mamba

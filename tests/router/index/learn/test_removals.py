@@ -8,13 +8,20 @@ import pytest
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash, BlockRemoved, BlockStored, DecodedBatch, Event, encode_tokens
-from publisher.groups import GroupSpec
+from publisher.events import (
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    DecodedBatch,
+    Event,
+    GroupSpec,
+    encode_tokens,
+)
 from router.index.base import Plane
 from router.index.engine import EngineResidency
 from router.index.learn.layout import ModelFacts
-from router.index.learn.removals import Removals
-from router.index.store.memory import MemoryIndex
+from router.index.learn.root_events import Removals
+from router.index.memory import MemoryIndex
 
 FULL = Plane("GPU", 0)
 

@@ -8,13 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
-from publisher.events import BlockHash
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, GroupSpec
 from publisher.pool.layout import pool_layout
 from router.index.base import Plane, Rows
+from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
-from router.index.rules.hits import WordHits, evaluate
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
 
 ENGINE = "engine"
 

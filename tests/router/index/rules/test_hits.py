@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from publisher.events import BlockHash
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, GroupSpec
 from router.index.base import Plane
+from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.rules.hits import evaluate
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
 from tests.router.index.rules.layouts import (
     chunked,
     evaluate_one,

@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, encode_batch
-from publisher.groups import Family, GroupSpec, SpecClass
+from publisher.events import BlockHash, Family, GroupSpec, SpecClass, encode_batch
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
 from router.index.base import WORD_BITS, Plane, Rows
+from router.index.eagle import order_matters
+from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from router.index.model import FleetResidency
-from router.index.rules.eagle import order_matters
-from router.index.rules.hits import evaluate
 from tests.router.index.rules.layouts import (
     chunked,
     evaluate_one,

@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens
-from publisher.groups import scheduler_block_size
+from publisher.events import BlockHash, BlockRemoved, BlockStored, encode_tokens, scheduler_block_size
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
-from router.index.base import Plane, Rows
+from router.index.base import Plane, Rows, is_shared, medium_of, owner_of
+from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout
-from router.index.media import is_shared, medium_of, owner_of
-from router.index.offloaded import PLACES_MAX, Outside
-from router.index.rules.hits import evaluate
-from router.index.rules.offload import loaded, reach, shared_part, tiers, usable
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
+from router.index.offload_rules import loaded, reach, shared_part, tiers, usable
+from router.index.offloaded import PLACES_MAX, OffloadedBlocks
 from tests.router.index.rules.layouts import (
     ENGINE,
     full,
@@ -253,7 +251,7 @@ class Told:
     def __init__(self) -> None:
         self.index = MemoryIndex()
         self.rejected: Counter[str] = Counter()
-        self.outside = Outside(ENGINE, self.index, self.rejected)
+        self.outside = OffloadedBlocks(ENGINE, self.index, self.rejected)
 
     def held(self, block: int, medium: str = "CPU") -> set[str]:
         """The places of a medium that hold a block, by owner."""

@@ -6,13 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
-from publisher.events import BlockHash
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, GroupSpec
 from router.index.base import Plane, Rows
+from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout
-from router.index.rules.hits import WordHits, evaluate
-from router.index.seats import NOWHERE, Seat, seat_hits
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
+from router.index.seats import NOWHERE, EngineQuery, seat_hits
 from tests.router.index.rules.layouts import chunked, full, hashes_of, layout_of, window
 
 
@@ -68,6 +67,6 @@ def test_a_prompt_in_few_pieces_is_told_of_in_runs_and_a_shredded_one_is_not() -
 def test_engines_that_stored_nothing_each_have_what_needs_no_blocks() -> None:
     """A chunk's start needs nothing, so everybody has it."""
     layout = layout_of(chunked(0, 64))
-    seats = [Seat(name, HashScheme(), layout, NOWHERE) for name in ("a", "b")]
+    seats = [EngineQuery(name, HashScheme(), layout, NOWHERE) for name in ("a", "b")]
     hits = seat_hits(MemoryIndex().lookup(hashes_of(200, layout)), 200, seats, detail=False)
     assert [hit.hit_tokens for hit in hits.values()] == [192, 192]

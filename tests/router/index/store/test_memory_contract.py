@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from router.index import memory
 from router.index.base import Index, Plane
-from router.index.store import memory
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
 from tests.support.examples import examples
 from tests.support.index_contract import CPU, FULL, WINDOW, IndexContract, IndexMachine, anybody, blocks, held
 

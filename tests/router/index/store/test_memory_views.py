@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from router.index import memory
 from router.index.base import Plane
-from router.index.store import memory
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
 from tests.support.index_contract import CPU, FULL, HUGE, WINDOW, blocks
 
 

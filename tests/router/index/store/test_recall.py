@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashChain, HashScheme, PromptHashes
 from publisher.events import BlockHash
+from router.index import memory
+from router.index import memory as recall
 from router.index.base import Plane, Rows
-from router.index.store import memory, recall
-from router.index.store.memory import MemoryIndex
+from router.index.memory import MemoryIndex
 from tests.support.examples import examples
 
 ENGINES = ("a", "b")

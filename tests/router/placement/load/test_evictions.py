@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from publisher.events import BlockHash
-from publisher.groups import GroupSpec
+from publisher.events import BlockHash, GroupSpec
 from publisher.simulator.settings import EngineSettings, resolve_groups
 from router.placement.load.evictions import POOL_BLOCKS_MAX, EvictionForecast
 from tests.router.placement.load.crowded_engine import BLOCK, CrowdedEngine, shares

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.placement.load.account import LoadAccount
 from router.placement.load.pages import PageAccount, prompt_pages
 from router.placement.load.rates import FleetRates, RateSettings

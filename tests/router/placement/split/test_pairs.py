@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, PolicySettings
 from router.placement.cost import Choice, choose
-from router.placement.split.pairs import PairPlan, Side, plan
+from router.placement.split import PairPlan, Side, plan
 from tests.router.placement.candidates import make_candidate
 
 POLICY = PolicySettings()

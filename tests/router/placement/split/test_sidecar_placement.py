@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from router.openai.request import Usage
-from router.pd.sidecar import Prefilled
-from router.placement.split.legs import SidecarPlacement
+from router.pd.settings import Prefilled
+from router.placement.split_legs import SidecarPlacement
 
 
 @pytest.mark.parametrize(

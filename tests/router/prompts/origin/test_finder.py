@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import constants
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
-from router.prompts.config import ANY_MODEL, PromptSettings
+from router.fleet.settings import EngineAddress
 from router.prompts.origin.finder import ModelOrigin
-from router.prompts.origin.probes import PROBES
-from router.tools.explain.prompt import PromptError, read_prompt
+from router.prompts.origin.model_config import PROBES
+from router.prompts.settings import ANY_MODEL, PromptSettings
+from router.tools.explain_state import PromptError, read_prompt
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub
 from tests.support.waiting import run, until

@@ -12,9 +12,8 @@ from huggingface_hub import constants
 
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.prompts.model_dir import load_model_dir
-from router.prompts.origin.hub import HubLimits, fetch
+from router.prompts.origin.hub import HubLimits, TokenizerSource, fetch, parse_source
 from router.prompts.origin.problem import TokenizerProblem
-from router.prompts.origin.source import TokenizerSource, parse_source
 from tests.support.stand_in_hub import Repository, StandInHub, repository_of, stand_in_hub
 
 NAME = "org/model"

@@ -18,7 +18,7 @@ from router.openai.errors import no_ready_engine
 from router.openai.members import at_once
 from router.openai.request import InboundRequest
 from router.pd.bodies import split_body
-from router.pd.course import Course
+from router.pd.handoff import DisaggState
 from tests.support.examples import examples
 from tests.support.ports import free_port
 from tests.support.proxy_rig import (
@@ -57,7 +57,7 @@ class PairPlanner(FakePlanner):
         """Prefill engines that turned out to hold nothing."""
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: Course | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> FakePlacement:
         left = [url for url in self.urls if url not in exclude]
         if not left:

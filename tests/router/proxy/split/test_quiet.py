@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 
-from router.proxy.split.quiet import Quiet
+from router.proxy.disaggregated import IdleTracker
 from tests.support.waiting import run, until
 
 
@@ -15,7 +15,7 @@ def test_a_moment_counts_only_once_those_have_been_woken_whose_answers_were_ther
 
     async def main() -> None:
         now = 100.0
-        quiet = Quiet(lambda: now)
+        quiet = IdleTracker(lambda: now)
         came = asyncio.get_running_loop().create_future()
         seen: list[float] = []
 

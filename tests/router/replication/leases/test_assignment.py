@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.replication.leases.assignment import Member, plan_assignment
+from router.replication.leases import Member, plan_assignment
 from tests.support.examples import examples
 
 ENGINES = [f"http://e{number}" for number in range(9)]

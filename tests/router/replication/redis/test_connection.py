@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from router.replication.redis.connecting import connection_arguments
-from router.replication.redis.connection import PipelinedConnection, pack, within
-from router.replication.redis.errors import IndexUnavailable
-from router.replication.redis.url import parse_url
+from router.replication.redis.client import connection_arguments
+from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, pack, within
+from router.replication.redis.settings import parse_url
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

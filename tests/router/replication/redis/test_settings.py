@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from router.replication.redis.settings import SharedSettings
-from router.replication.redis.url import SettingsError, Target, has_password, parse_url, redacted
+from router.replication.redis.settings import (
+    SettingsError,
+    SharedSettings,
+    Target,
+    has_password,
+    parse_url,
+    redacted,
+)
 
 
 @pytest.mark.parametrize(

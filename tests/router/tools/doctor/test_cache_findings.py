@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from publisher.groups import GroupSpec
+from publisher.events import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
 from router.prompts.families import harmony

@@ -16,14 +16,13 @@ import pytest
 from publisher.engine import DEMO_TOKENIZER_DIR, SimulatedEngine
 from publisher.events import BlockRemoved, BlockStored, Event
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
-from router.prompts.config import ANY_MODEL
+from router.fleet.settings import EngineAddress
+from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import Severity
+from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, Severity, judge
 from router.tools.doctor.gather.load import LoadPlan
 from router.tools.doctor.registry import engine_checks
-from router.tools.doctor.verdict import NOTES, PROPERTIES, EngineVerdict, judge
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, MODEL, running

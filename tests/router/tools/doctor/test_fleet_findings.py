@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.settings import EngineAddress
 from router.tools.doctor import registry
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
@@ -333,7 +333,7 @@ def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.Monke
     def broken(*_: object) -> None:
         raise ZeroDivisionError("boom")
 
-    monkeypatch.setattr("router.index.models.Scopes.apply", broken)
+    monkeypatch.setattr("router.index.model.ModelIndexes.apply", broken)
 
     async def main() -> None:
         async with saying(server()) as url:

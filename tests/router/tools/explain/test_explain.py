@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import NO_EXTRAS, HashScheme
-from router.index.rules.eagle import order_matters
-from router.tools.capture.file import TRACE_SOURCE, encode_line, read_capture
-from router.tools.capture.redact import redact
-from router.tools.explain.command import ExplainOptions, run_explain
-from router.tools.explain.prompt import TokenPrompt
-from router.tools.explain.state import EngineExplanation, explain_engine
-from router.tools.replay.command import facts_of
-from router.tools.replay.player import Player, up_to
-from router.tools.verify.traces import read_trace
+from router.index.eagle import order_matters
+from router.tools.capture import TRACE_SOURCE, encode_line, read_capture, redact
+from router.tools.explain import ExplainOptions, run_explain
+from router.tools.explain_state import EngineExplanation, TokenPrompt, explain_engine
+from router.tools.replay import facts_of
+from router.tools.replay_player import Player, up_to
+from router.tools.trace_verification import read_trace
 from tests.support.captures import (
     BLOCK,
     CAPTURES,

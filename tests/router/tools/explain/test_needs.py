@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from publisher.groups import SpecClass
+from publisher.events import SpecClass
+from router.index.eagle import order_matters
 from router.index.learn.layout import CacheLayout
-from router.index.rules.eagle import order_matters
-from router.tools.explain.needs import needs
+from router.tools.explain_state import needs
 from tests.router.index.rules.layouts import evaluate_one, models, residencies
 from tests.support.examples import examples
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.replication.schema.keys import SCHEMA, schema_key
+from router.replication.codec import SCHEMA, schema_key
 from tests.support.paths import ROOT
 from tests.support.process_fleet import fleet
 from tests.support.redis_servers import Server, any_program

@@ -20,13 +20,10 @@ from publisher.events import BlockStored, encode_batch, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.errors import ConfigError
 from router.feeds.base import FeedSettings
-from router.tools.capture.file import CaptureError, CaptureLine, read_capture
-from router.tools.capture.redact import redact
-from router.tools.capture.writer import CaptureWriter
-from router.tools.record.command import RecordOptions, resolve, run_record
-from router.tools.record.recorder import RecordSource, SourceRecorder
-from router.tools.replay.command import facts_of
-from router.tools.replay.player import Player
+from router.tools.capture import CaptureError, CaptureLine, CaptureWriter, read_capture, redact
+from router.tools.record import RecordOptions, RecordSource, SourceRecorder, resolve, run_record
+from router.tools.replay import facts_of
+from router.tools.replay_player import Player
 from tests.support.captures import BLOCK, CAPTURES, stored, tokens
 from tests.support.examples import some
 from tests.support.paths import ROOT, TRACES

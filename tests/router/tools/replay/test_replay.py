@@ -16,18 +16,25 @@ from hypothesis import strategies as st
 from publisher.event_decoder import decode_batch
 from publisher.events import BlockHash
 from publisher.zmq_publisher import ZmqPublisher
-from router.feeds.wire import parse_live
+from router.feeds.base import parse_live
 from router.index.base import Plane
 from router.index.learn.layout import ModelFacts
+from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.store.memory import MemoryIndex
-from router.tools.capture.file import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
-from router.tools.record.recorder import RecordSource, SourceRecorder
-from router.tools.replay.command import ReplayOptions, facts_of, run_replay
-from router.tools.replay.ledger import EventPosition, Ledger
-from router.tools.replay.player import Player
-from router.tools.replay.publish import PublishEndpoint, paced, publish_frame, publishers, topics_of
-from router.tools.verify.traces import read_trace
+from router.tools.capture import TRACE_SOURCE, CapturedFrame, CaptureLine, read_capture
+from router.tools.record import RecordSource, SourceRecorder
+from router.tools.replay import ReplayOptions, facts_of, run_replay
+from router.tools.replay_player import (
+    EventPosition,
+    JournaledIndex,
+    Player,
+    PublishEndpoint,
+    paced,
+    publish_frame,
+    publishers,
+    topics_of,
+)
+from router.tools.trace_verification import read_trace
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, ENGINE, removed, stored, tokens, write
 from tests.support.examples import examples
 from tests.support.paths import TRACES
@@ -59,7 +66,7 @@ def perform(index: MemoryIndex, operation: tuple[str, Any, Any]) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(OPERATIONS, max_size=30))
 def test_the_journal_agrees_with_the_serving_index(operations: list[tuple[str, Any, Any]]) -> None:
-    ledger, plain = Ledger(), MemoryIndex()
+    ledger, plain = JournaledIndex(), MemoryIndex()
     for number, operation in enumerate(operations):
         ledger.at = EventPosition(number, 0)
         perform(ledger, operation)

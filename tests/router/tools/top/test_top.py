@@ -19,9 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from router.tools.top.command import pictures
-from router.tools.top.snapshot import EngineRow, RouterSnapshot, make_picture
-from router.tools.top.table import render
+from router.tools.top import EngineRow, RouterSnapshot, make_picture, pictures, render
 from tests.router.tools.doctor.looking import saying
 from tests.support.examples import examples
 from tests.support.paths import ROOT

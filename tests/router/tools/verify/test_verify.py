@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from router.replication.settings import IndexSettings
-from router.tools.verify.command import run_verify
+from router.tools.verify import run_verify
 from tests.support.paths import ROOT
 
 RECORDED = ROOT / "tests" / "data" / "traces"

@@ -14,9 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.kubernetes.transport import (
+    AccessError,
+    BadAnswerError,
+    LineSplitter,
+    find_access,
+    make_client,
+    read_kubeconfig,
+)
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.kubernetes.access import AccessError, find_access, read_kubeconfig
-from router.fleet.sources.kubernetes.transport import BadAnswerError, LineSplitter, make_client
 from tests.router.fleet.sources.kubernetes.test_kube_source import certificates, seeing
 from tests.support.kube_api import PODS, kube_api
 from tests.support.kube_objects import pod

@@ -8,10 +8,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.fleet.kubernetes.objects import Pod, read_cluster
+from router.fleet.kubernetes.reflector import ObjectStore
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.kubernetes.cluster_view import read_cluster
-from router.fleet.sources.kubernetes.objects import Pod
-from router.fleet.sources.kubernetes.store import ObjectStore
 from tests.support.examples import examples
 from tests.support.kube_objects import Json, pod
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from router.fleet.kubernetes.source import KubernetesSource
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources.base import DiscoveredEngine
-from router.fleet.sources.kubernetes.source import KubernetesSource
+from router.fleet.sources import DiscoveredEngine
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
 from tests.support.pki import make_authority, make_certificate
@@ -185,7 +185,7 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
 def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.sources.kubernetes.reflector._SILENCE_S", 0.1)
+    monkeypatch.setattr("router.fleet.kubernetes.reflector._SILENCE_S", 0.1)
 
     async def main() -> None:
         async with kube_api() as kube:
@@ -337,7 +337,7 @@ def test_watches_that_end_at_once_are_spaced_out(tmp_path: Path) -> None:
 
 
 def test_a_page_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.fleet.sources.kubernetes.transport._PAGE_BYTES_MAX", 4000)
+    monkeypatch.setattr("router.fleet.kubernetes.transport._PAGE_BYTES_MAX", 4000)
 
     async def main() -> None:
         async with kube_api() as kube:

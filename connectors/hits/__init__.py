@@ -1,1 +1,0 @@
-"""The engine's hit rules over blocks held outside the GPU."""

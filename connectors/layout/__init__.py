@@ -1,1 +1,0 @@
-"""Where the bytes of a block lie in device memory."""

@@ -1,1 +1,0 @@
-"""What a connector's two halves tell each other."""

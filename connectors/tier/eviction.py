@@ -1,0 +1,438 @@
+"""The eviction policies by name: which key gives way when a tier is full.
+
+``lru`` and ``arc``: by recency (``recency.py``). ``boundary``: what can no longer serve a hit first
+(``boundary.py``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, islice
+from typing import Protocol
+
+from connectors.hits import GroupKind, GroupShape
+from connectors.tier.prefix_tree import Node, PrefixTree
+
+# What an eviction policy is told, and what it answers.
+#
+# A policy knows keys only; the tier says which of them may not go now (being stored or loaded, or just
+# asked for).
+
+
+Spared = Callable[[bytes], bool]
+"""Whether a key must stay for now."""
+
+
+class EvictionPolicy(Protocol):
+    """Told about every key that occupies a slot, from its reservation to its end. No call blocks."""
+
+    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
+        """A request stores these keys (``Tier.begin_store``); those already here are being used again."""
+
+    def end_chain(self, added: Sequence[bytes]) -> None:
+        """These of the chain got a slot, in prompt order. Follows each ``begin_chain``."""
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """These keys, all here, are loaded for one request."""
+
+    def remove(self, key: bytes) -> None:
+        """The key is gone for another reason than ``victims``."""
+
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        """Choose up to ``count`` keys and forget them; fewer where the others that are here are spared."""
+
+
+# Eviction by recency, with and without frequency.
+#
+# ``LruPolicy``: the key unused for longest. ``ArcPolicy``: recency against frequency, balanced by what was
+# missed (Megiddo and Modha, FAST 2003).
+
+
+class LruPolicy:
+    """Least recently used first; of keys used together, the last of the prompt goes first."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[bytes, None] = OrderedDict()
+
+    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
+        self.use([key for key in chain if key in self._order])
+
+    def end_chain(self, added: Sequence[bytes]) -> None:
+        for key in reversed(added):
+            self._order[key] = None
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._order.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        del self._order[key]
+
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen = list(islice((key for key in self._order if not spared(key)), count))
+        for key in chosen:
+            del self._order[key]
+        return chosen
+
+
+class ArcPolicy:
+    """Adaptive replacement: keys seen once and keys seen again share the slots by what was missed lately.
+
+    Remembers up to ``slots`` keys that went, besides those that are here.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        self._again: OrderedDict[bytes, None] = OrderedDict()
+        self._gone_once: OrderedDict[bytes, None] = OrderedDict()
+        self._gone_again: OrderedDict[bytes, None] = OrderedDict()
+        self._once_share = 0.0
+        """How many slots keys seen once should have."""
+        self._returning: set[bytes] = set()
+
+    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
+        self.use([key for key in chain if key in self._once or key in self._again])
+        for key in chain:
+            self._learn(key)
+
+    def end_chain(self, added: Sequence[bytes]) -> None:
+        for key in reversed(added):
+            (self._again if key in self._returning else self._once)[key] = None
+        self._returning.clear()
+        self._forget()
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._once.pop(key, None)
+            self._again[key] = None
+            self._again.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        if key in self._once:
+            del self._once[key]
+        else:
+            del self._again[key]
+
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen: list[bytes] = []
+        while len(chosen) < count and (key := self._victim(spared)) is not None:
+            chosen.append(key)
+        return chosen
+
+    def _victim(self, spared: Spared) -> bytes | None:
+        first = self._once if len(self._once) > self._once_share else self._again
+        for here in (first, self._again if first is self._once else self._once):
+            key = _first(here, spared)
+            if key is not None:
+                del here[key]
+                (self._gone_once if here is self._once else self._gone_again)[key] = None
+                return key
+        return None
+
+    def _learn(self, key: bytes) -> None:
+        """A key that went comes back: its list should have had more room."""
+        once, again = len(self._gone_once), len(self._gone_again)
+        if key in self._gone_once:
+            self._once_share = min(self._slots, self._once_share + max(1.0, again / once))
+            del self._gone_once[key]
+        elif key in self._gone_again:
+            self._once_share = max(0.0, self._once_share - max(1.0, once / again))
+            del self._gone_again[key]
+        else:
+            return
+        self._returning.add(key)
+
+    def _forget(self) -> None:
+        while len(self._once) + len(self._gone_once) > self._slots and self._gone_once:
+            self._gone_once.popitem(last=False)
+        while len(self._gone_once) + len(self._gone_again) > self._slots:
+            (self._gone_again or self._gone_once).popitem(last=False)
+
+
+def _first(keys: Iterable[bytes], spared: Spared) -> bytes | None:
+    return next((key for key in keys if not spared(key)), None)
+
+
+# Eviction that keeps whole prefixes usable: what can no longer serve a hit goes first.
+#
+# A hit needs every full-attention block of its prefix and, of each window or state group, only the tail at
+# its boundary. So in this order: (1) keys below a missing full-attention block; (2) tails at boundaries
+# where no request is expected to resume, because the prompt simply went on there; (3) the least recently
+# used end of a prompt, with all its groups' tails and the full blocks that only it uses, up to where
+# another prompt leaves or a boundary above can still be resumed. Heads of prefixes thus live longest, and
+# groups go together. A boundary counts as an end where nothing follows, where prompts part, or where loads
+# ended more than once.
+#
+# What always holds: every key added is in exactly one node; a key is chosen at most once; the work per
+# choice is bounded by the longest window, in boundaries, amortised, and a step's by the blocks it stores.
+#
+# What it brings: ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group,
+# shared system prompts, conversations and one-off prompts, seeded), share of prompt tokens that could be
+# loaded::
+#
+#     slots          lru       arc  boundary
+#     2000         0.351     0.449     0.498
+#     4000         0.490     0.498     0.614
+#     8000         0.610     0.613     0.627
+#     16000        0.631     0.631     0.641
+
+
+_SCAN_MAX = 64
+"""Spared keys looked at in a queue before another queue is asked."""
+_RUN_MAX = 256
+"""Nodes given up at once: a very long prompt is given up in parts, each when its rows are needed."""
+
+
+class BoundaryPolicy:
+    """An ``EvictionPolicy`` over the tree of prefixes. ``nodes_max`` bounds the tree."""
+
+    def __init__(
+        self, shapes: Sequence[GroupShape], hash_block_tokens: int, boundary_tokens: int, nodes_max: int
+    ) -> None:
+        self.tree = PrefixTree(shapes, hash_block_tokens, boundary_tokens, nodes_max)
+        self._boundary_tokens = boundary_tokens
+        self._tails = {s.group_idx: s for s in shapes if s.kind is not GroupKind.FULL}
+        self._span = {g: -(-s.span_tokens // boundary_tokens) for g, s in self._tails.items()}
+        self._span_max = max(self._span.values(), default=0)
+        self._clock = 0
+        self._order = count()
+        self._placed: dict[bytes, Node] = {}
+        self._made: list[Node] = []
+        self._named: dict[Node, None] = {}
+        """Of the chain that is being stored: the node of each key, the nodes made for it, and all of both."""
+        # Ordered dicts: the head of a plain one is found slowly once many before it are gone.
+        self._cut_keys: OrderedDict[bytes, None] = OrderedDict()
+        self._doomed: OrderedDict[bytes, None] = OrderedDict()
+        self._passed: OrderedDict[Node, None] = OrderedDict()
+        """Boundaries the prompt went on from, not yet looked at for tails to drop."""
+        self._leaves: list[tuple[int, int, Node]] = []
+
+    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
+        self._clock += 1
+        placed, self._made = self.tree.place(chain, lineage)
+        self._placed = dict(zip(chain, placed, strict=True))
+        self._named = dict.fromkeys([*placed, *self._made])
+        self._recut(self._made)
+        self._touch(self._named)
+        for node in self._named:
+            node.pending = True
+        if self._made and (above := self._made[0].parent) is not None:
+            self._touch([above])
+        self._keep(chain)
+
+    def end_chain(self, added: Sequence[bytes]) -> None:
+        self._recut(self.tree.add(added, self._placed))
+        for key in added:
+            if self._placed[key].cut:
+                self._cut_keys[key] = None
+        self._pass_by(self._made)
+        for node in reversed(self._named):
+            node.pending = False
+            if not (node.keys or node.children):
+                self._prune(node)
+        self._settle(self._named)
+        self._placed, self._made, self._named = {}, [], {}
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._clock += 1
+        nodes = dict.fromkeys(self.tree.node_of[key] for key in keys)
+        self._touch(nodes)
+        for node in nodes:
+            if not node.children & nodes.keys():
+                node.loads += 1
+        self._keep(keys)
+        self._settle(nodes)
+
+    def remove(self, key: bytes) -> None:
+        self._cut_keys.pop(key, None)
+        self._doomed.pop(key, None)
+        node, cut = self.tree.remove(key)
+        self._recut(cut)
+        self._prune(node)
+
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen: list[bytes] = []
+        while (missing := count - len(chosen)) > 0:
+            going = _oldest(self._cut_keys, missing, spared) or _oldest(self._doomed, missing, spared)
+            for key in going:
+                self.remove(key)
+            chosen += going
+            if not going and not self._doom_more():
+                break
+        return chosen
+
+    # -- choosing ----------------------------------------------------------------------------------------
+
+    def _doom_more(self) -> bool:
+        """Put more keys where ``victim`` finds them; False where nothing else may go."""
+        while self._passed:
+            node, _ = self._passed.popitem(last=False)
+            if self._doom_tails(node):
+                return True
+        while self._leaves:
+            stamp, _, leaf = heapq.heappop(self._leaves)
+            if leaf.children or leaf.doomed or not leaf.keys or leaf.stamp != stamp:
+                continue
+            if stamp == self._clock:
+                self._offer(leaf)
+                return False
+            self._doom_run(leaf)
+            return True
+        return False
+
+    def _doom_tails(self, node: Node) -> bool:
+        """Doom the tails in a node that no end below it needs."""
+        tails = [(key, self._span[group]) for key, group in node.keys.items() if group in self._span]
+        distance, below, span_max = 0, node, self._span_max
+        # Down to an end, where requests are expected to resume: nothing follows, prompts part, or they have.
+        while distance < span_max and not (below.branched or below.loads > 1 or not below.children):
+            (below,) = below.children
+            distance += 1
+        if not distance:
+            return False
+        spare = [key for key, span in tails if distance >= span]
+        for key in spare:
+            self._doomed[key] = None
+        return bool(spare)
+
+    def _doom_run(self, leaf: Node) -> None:
+        """Doom an end of a prompt and what only leads to it, but not more than ``_RUN_MAX`` nodes at once:
+        the rest ends in a leaf when these are gone."""
+        doomed, tails, lacking = self._doomed, len(self._tails), 0
+        for at, node in enumerate(leaf.up()):
+            if at:
+                if at >= _RUN_MAX or node.stamp == self._clock or len(node.children) > 1:
+                    return
+                # Every tail that can be resumed has a key in the node itself.
+                if at > lacking and not node.cut and len(node.keys) - node.full_blocks >= tails:
+                    distance = self._to_missing_tail(node)
+                    if distance is None:
+                        return
+                    lacking = at + distance
+            node.doomed = True
+            if len(node.keys) > node.full_blocks:
+                for key, group in node.keys.items():
+                    if group in self._span:
+                        doomed[key] = None
+            for key in node.keys:
+                doomed[key] = None
+
+    def _to_missing_tail(self, node: Node) -> int | None:
+        """How many nodes above this one a tail is missing that a hit here needs: no boundary up to there can
+        be resumed either. None: every group's tail at this boundary is here."""
+        for group, shape in self._tails.items():
+            left = shape.span_tokens
+            if shape.kind is GroupKind.STATE:
+                left = min(left, shape.block_tokens)
+            for distance, above in enumerate(node.up()):
+                needed = -(-min(left, self._boundary_tokens) // shape.block_tokens)
+                if list(above.keys.values()).count(group) < needed:
+                    return distance
+                left -= self._boundary_tokens
+                if left <= 0:
+                    break
+        return None
+
+    # -- keeping the queues right ------------------------------------------------------------------------
+
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        clock = self._clock
+        for node in nodes:
+            node.stamp = clock
+            above: Node | None = node
+            while above is not None and above.doomed:
+                above.doomed = False
+                self._keep(above.keys)
+                above = above.parent
+
+    def _keep(self, keys: Iterable[bytes]) -> None:
+        if self._doomed:
+            for key in keys:
+                self._doomed.pop(key, None)
+
+    def _settle(self, nodes: Iterable[Node]) -> None:
+        """Put nodes that were just used back where they are found when room is needed."""
+        passed = self._passed
+        for node in nodes:
+            if not node.children:
+                self._offer(node)
+            elif len(node.keys) > node.full_blocks:
+                passed[node] = None
+                passed.move_to_end(node)
+
+    def _offer(self, node: Node) -> None:
+        """Let a leaf be found by its age."""
+        if node.children or not node.keys or node.doomed:
+            return
+        heapq.heappush(self._leaves, (node.stamp, next(self._order), node))
+        if len(self._leaves) > 4 * len(self.tree) + 64:
+            self._leaves = [e for e in self._leaves if e[0] == e[2].stamp and not e[2].children and e[2].keys]
+            heapq.heapify(self._leaves)
+
+    def _pass_by(self, made: Sequence[Node]) -> None:
+        """A prompt went on over these nodes: tails just above them may have become spare."""
+        if not made or made[0].parent is None:
+            return
+        for _, node in zip(range(self._span_max + 1), made[0].parent.up(), strict=False):
+            if len(node.keys) > node.full_blocks:
+                self._passed[node] = None
+
+    def _prune(self, node: Node) -> None:
+        if node.keys or node.children or node.pending:
+            return
+        dropped, parent = self.tree.prune(node)
+        for gone in dropped:
+            self._passed.pop(gone, None)
+        if parent is not None and not parent.doomed:
+            self._offer(parent)
+
+    def _recut(self, changed: Iterable[Node]) -> None:
+        for node in changed:
+            if node.cut:
+                for key in node.keys:
+                    self._cut_keys[key] = None
+            elif self._cut_keys:
+                for key in node.keys:
+                    self._cut_keys.pop(key, None)
+
+
+def _oldest(queue: OrderedDict[bytes, None], count: int, spared: Spared) -> list[bytes]:
+    """Take out the oldest keys that may go, up to ``count``; those that may not move to the end."""
+    found: list[bytes] = []
+    for _ in range(min(count + _SCAN_MAX, len(queue))):
+        key, _none = queue.popitem(last=False)
+        if spared(key):
+            queue[key] = None
+            continue
+        found.append(key)
+        if len(found) == count:
+            break
+    return found
+
+
+POLICY_NAMES = ("lru", "arc", "boundary")
+
+
+def make_policy(
+    name: str,
+    *,
+    slots: int,
+    shapes: Sequence[GroupShape],
+    hash_block_tokens: int,
+    boundary_tokens: int,
+) -> EvictionPolicy:
+    """The policy of this name for a tier of ``slots`` rows.
+
+    ``shapes``, ``hash_block_tokens``, ``boundary_tokens`` (the engine's scheduler block): as ``HitResolver``
+    knows them; only ``boundary`` reads them. ValueError for another name.
+    """
+    if name == "lru":
+        return LruPolicy()
+    if name == "arc":
+        return ArcPolicy(slots)
+    if name == "boundary":
+        return BoundaryPolicy(shapes, hash_block_tokens, boundary_tokens, nodes_max=4 * slots + 1024)
+    raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICY_NAMES)}")

@@ -1,1 +1,0 @@
-"""Which block gives way when a tier is full."""

@@ -1,0 +1,439 @@
+"""What clients may ask a simulated engine, and how it says no, in vLLM's shapes.
+
+Bodies are decoded into msgspec structs; fields that vLLM knows and that change nothing here (temperature
+and other sampling parameters) are accepted and ignored. Errors carry vLLM's body
+``{"error": {message, type, param, code}}`` with the HTTP status as an integer ``code``.
+Facts: vllm/entrypoints/openai and vllm/entrypoints/serve of 0.32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from publisher.simulator.kv_messages import TransferParams
+from publisher.simulator.request import SimRequest
+
+COMPLETION_TOKENS_DEFAULT = 16
+"""``max_tokens`` of /v1/completions where the client names none (OpenAI's default, also vLLM's)."""
+CACHE_SALT_LENGTH_MAX = 1024
+CHOICES_MAX = 64
+_GREEDY_BELOW = 1e-5
+
+_ERROR_PATH = re.compile(r"at `\$([^`]*)`$")
+_PATH_PART = re.compile(r"[^.\[\]]+")
+_MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
+"""How msgspec says where a value is wrong."""
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class EngineError(Exception):
+    """An answer that is not a success."""
+
+    def __init__(self, status: HTTPStatus, message: str, *, kind: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind or status.phrase
+        self.param = param
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status.value}
+        return msgspec.json.encode({"error": error})
+
+
+class UnroutedError(EngineError):
+    """No such path, or not with this method: answered by vLLM's web framework, in its own shape."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status, status.phrase)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"detail": self.message})
+
+
+def invalid(message: str, *, param: str | None = None, value: object = None) -> EngineError:
+    """400: the request is well formed and asks for what cannot be."""
+    if param is not None:
+        message += f" (parameter={param}" + ("" if value is None else f", value={value}") + ")"
+    return EngineError(HTTPStatus.BAD_REQUEST, message, kind="BadRequestError", param=param)
+
+
+def malformed(message: str) -> EngineError:
+    """400: the body is not what the endpoint reads. ``param`` is where, as far as the message says."""
+    where = _ERROR_PATH.search(message)
+    missing = _MISSING_FIELD.search(message)
+    parts = [*_PATH_PART.findall(where.group(1) if where else ""), *(missing.groups() if missing else ())]
+    param = ".".join(("body", *parts)) if parts else None
+    return EngineError(HTTPStatus.BAD_REQUEST, f"1 validation error:\n  {message}", param=param)
+
+
+def unknown_model(model: str, served: str) -> EngineError:
+    """404: this engine serves another model."""
+    message = f"The model `{model}` does not exist. Valid aliases: {served}."
+    return EngineError(HTTPStatus.NOT_FOUND, message, kind="NotFoundError", param="model")
+
+
+def prompt_too_long(num_tokens: int, max_model_len: int) -> EngineError:
+    """400: no room for even one output token."""
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+        f"{num_tokens} input tokens, which exceeds this limit even without any output tokens. "
+        f"Please reduce the length of the input prompt."
+    )
+    return invalid(message, param="input_tokens", value=num_tokens)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
+
+
+class _Generation(msgspec.Struct, kw_only=True):
+    """Fields that chat and plain completions share."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    use_beam_search: bool = False
+    kv_transfer_params: TransferParams | None = None
+    priority: int = 0
+
+    def check(self) -> None:
+        """Raises ``EngineError`` for values no engine, or not this one, can serve."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= CHOICES_MAX:
+            raise invalid(f"n must be at least 1 and at most {CHOICES_MAX}, got {n}.", param="n", value=n)
+        if n > 1 and self.temperature is not None and self.temperature < _GREEDY_BELOW:
+            raise invalid(f"n must be 1 when using greedy sampling, got {n}.")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("Stream options can only be defined when `stream=True`.", param="stream_options")
+        salt = self.cache_salt
+        if salt is not None and not 0 < len(salt) <= CACHE_SALT_LENGTH_MAX:
+            raise invalid(
+                "Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt"
+            )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+
+class ChatRequest(_Generation, kw_only=True):
+    """Body of POST /v1/chat/completions and its /render; the second half reaches the chat template."""
+
+    max_completion_tokens: int | None = None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check_template(self) -> None:
+        """Raises ``EngineError`` for what cannot be rendered, whatever the template."""
+        if not self.messages:
+            raise invalid(
+                "Cannot apply chat template to an empty conversation. Provide at least one message."
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+        if self.chat_template is not None:
+            raise invalid("Chat template is passed with request, but this engine does not trust it.")
+
+
+class CompletionRequest(_Generation, kw_only=True):
+    """Body of POST /v1/completions and its /render: texts or lists of token ids, one answer for each."""
+
+    prompt: str | list[_TokenId | str | list[_TokenId]]
+    add_special_tokens: bool = True
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt. Raises ``EngineError`` for none, or a mixture."""
+        prompt = self.prompt
+        if prompt == "":
+            raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        if not prompt:
+            raise invalid("You must pass at least one prompt")
+        if isinstance(prompt, str):
+            return [prompt]
+        token_ids = [item for item in prompt if isinstance(item, int)]
+        if len(token_ids) == len(prompt):
+            return [token_ids]
+        texts = [item for item in prompt if isinstance(item, str)]
+        lists = [item for item in prompt if isinstance(item, list)]
+        if len(prompt) not in (len(texts), len(lists)):
+            raise invalid("all prompts must be of one type", param="prompt")
+        return texts or lists
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """What of ``sampling_params`` has an effect here."""
+
+    max_tokens: int = COMPLETION_TOKENS_DEFAULT
+    min_tokens: int = 0
+    n: int = 1
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /inference/v1/generate."""
+
+    token_ids: list[_TokenId]
+    sampling_params: SamplingParams
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool | None = False
+    cache_salt: str | None = None
+    kv_transfer_params: TransferParams | None = None
+
+    def completion(self) -> CompletionRequest:
+        """The completion that it is. Raises ``EngineError`` for what is not simulated."""
+        if self.stream or self.sampling_params.n != 1:
+            text = "the simulated engine generates one sequence of tokens per request, not streamed"
+            raise invalid(text, param="stream" if self.stream else "n")
+        return CompletionRequest(
+            model=self.model,
+            prompt=[*self.token_ids],
+            max_tokens=self.sampling_params.max_tokens,
+            min_tokens=self.sampling_params.min_tokens,
+            ignore_eos=self.sampling_params.ignore_eos,
+            request_id=self.request_id,
+            cache_salt=self.cache_salt,
+            kv_transfer_params=self.kv_transfer_params,
+        )
+
+
+class TokenizeChatRequest(ChatRequest, kw_only=True):
+    """Body of POST /tokenize with messages: a chat request of which only the prompt matters."""
+
+    return_token_strs: bool | None = False
+
+
+class TokenizeTextRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /tokenize with a prompt."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /detokenize."""
+
+    tokens: list[_TokenId]
+    model: str | None = None
+
+
+_Body = TypeVar("_Body")
+
+
+def decode(body: bytes, kind: type[_Body]) -> _Body:
+    """The body as ``kind``. Raises ``EngineError`` (400) saying where it is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise malformed(str(error)) from None
+
+
+# Response bodies of a simulated engine, field for field as vLLM writes them.
+#
+# Pure functions from an ``Answer`` (who asked, how) and token counts to JSON-ready dicts. Field names and
+# which of them are null follow vllm/entrypoints/openai of 0.32 with ``--enable-prompt-tokens-details``.
+
+
+Json = dict[str, Any]
+
+FINGERPRINT = "kvatlas-simulated-engine"
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One of the texts of a whole answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt: list[int]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What every body of one answer repeats. ``prompt_token_ids`` only where the client asked for ids."""
+
+    request_id: str
+    created: int
+    model: str
+    is_chat: bool
+    num_prompt_tokens: int
+    prompt_token_ids: list[int] | None = None
+
+    def usage(self, num_output_tokens: int, cached_tokens: int | None = None) -> Json:
+        """The ``usage`` object; prompt details appear where ``cached_tokens`` is given."""
+        usage: Json = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "total_tokens": self.num_prompt_tokens + num_output_tokens,
+            "completion_tokens": num_output_tokens,
+        }
+        if cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        return usage
+
+    def full(self, given: list[Choice], cached_tokens: int, handed: Json | None = None) -> Json:
+        """The whole answer at once; ``handed`` are a prefill engine's ``kv_transfer_params``."""
+        choices = [self._full_choice(index, choice) for index, choice in enumerate(given)]
+        usage = self.usage(sum(len(choice.token_ids) for choice in given), cached_tokens)
+        unset = {"created_cache_tokens": 0 if self.is_chat else None, "multimodal_tokens": None}
+        usage["prompt_tokens_details"] |= unset
+        body = {
+            **self._head("chat.completion"),
+            "choices": choices,
+            "service_tier": None,
+            "system_fingerprint": FINGERPRINT,
+            "usage": {**usage, "completion_tokens_details": None},
+            "kv_transfer_params": handed,
+            **dict.fromkeys(("ec_transfer_params", "metrics")),
+        }
+        owners = [body] if self.is_chat else choices
+        for owner, choice in zip(owners, given, strict=False):
+            prompt = None if self.prompt_token_ids is None else choice.prompt
+            owner |= {"prompt_logprobs": None, "prompt_token_ids": prompt}
+        if self.is_chat:
+            body["prompt_text"] = None
+        return body
+
+    def opening(self, index: int = 0) -> Json:
+        """The first chunk of a choice of a chat's stream: the role, no text."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**body, "prompt_token_ids": self.prompt_token_ids, "prompt_text": None}
+
+    def chunk(
+        self,
+        text: str,
+        token_id: int | None,
+        finish_reason: str | None,
+        *,
+        first: bool,
+        last: bool,
+        index: int = 0,
+    ) -> Json:
+        """One token of a stream (None where the engine gave up instead of producing one).
+
+        ``last``: no usage chunk will follow.
+        """
+        choice: Json = (
+            {"index": index, "delta": {"content": text}} if self.is_chat else {"index": index, "text": text}
+        )
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        if not self.is_chat or finish_reason is not None:
+            choice["stop_reason"] = None
+        with_ids = self.prompt_token_ids is not None and token_id is not None
+        choice["token_ids"] = [token_id] if with_ids else None
+        if not self.is_chat:
+            choice["prompt_token_ids"] = self.prompt_token_ids if first else None
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**body, "system_fingerprint": FINGERPRINT} if last else body
+
+    def closing(self, num_output_tokens: int, cached_tokens: int) -> Json:
+        """The stream's last chunk where usage was asked for: no choice, absent fields left out."""
+        usage = self.usage(num_output_tokens, cached_tokens)
+        if self.is_chat:
+            usage["prompt_tokens_details"]["created_cache_tokens"] = 0
+        head = self._head("chat.completion.chunk")
+        return {**head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}
+
+    def _head(self, chat_object: str) -> Json:
+        kind = chat_object if self.is_chat else "text_completion"
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}
+
+    def _full_choice(self, index: int, given: Choice) -> Json:
+        if not self.is_chat:
+            choice: Json = {"index": index, "text": given.text}
+        else:
+            unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+            choice = {"index": index, "message": {"role": "assistant", "content": given.text, **unset}}
+        choice |= {"logprobs": None, "finish_reason": given.finish_reason, "stop_reason": None}
+        token_ids = given.token_ids if self.prompt_token_ids is not None else None
+        return {**choice, "routed_experts": None, "token_ids": token_ids}
+
+
+def model_list(model: str, root: str, max_model_len: int, created: int) -> Json:
+    """GET /v1/models."""
+    permission = {
+        "id": f"modelperm-{model}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": root}
+    card |= {"parent": None, "max_model_len": max_model_len, "permission": [permission]}
+    return {"object": "list", "data": [card]}
+
+
+def rendered(
+    request_id: str,
+    token_ids: list[int],
+    *,
+    model: str | None,
+    max_tokens: int,
+    stream: bool,
+    stream_options: StreamOptions | None,
+    cache_salt: str | None,
+) -> Json:
+    """One item of POST /v1/.../render: a request ready for token-in token-out generation."""
+    body: Json = {"request_id": request_id, "token_ids": token_ids, "token_offsets": None, "features": None}
+    body |= {"content_parts": None, "sampling_params": {"max_tokens": max_tokens}, "model": model}
+    body |= {"stream": stream, "stream_options": stream_options if stream else None}
+    body |= {"cache_salt": cache_salt, "priority": 0}
+    return {**body, "kv_transfer_params": None, "ec_transfer_params": None}
+
+
+def generated(
+    request_id: str, num_prompt_tokens: int, request: SimRequest, finish_reason: str, *, model: str
+) -> Json:
+    """POST /inference/v1/generate."""
+    choice = {"index": 0, "logprobs": None, "finish_reason": finish_reason, "token_ids": request.output}
+    usage = {
+        "prompt_tokens": num_prompt_tokens,
+        "total_tokens": num_prompt_tokens + len(request.output),
+        "completion_tokens": len(request.output),
+        "prompt_tokens_details": {"cached_tokens": request.cached_tokens or 0},
+    }
+    body = {"request_id": request_id, "model": model, "usage": usage, "prompt_logprobs": None}
+    return {**body, "output_mode": "tokens", "choices": [choice], "kv_transfer_params": request.handed}
+
+
+def tokenized(token_ids: list[int], strings: list[str] | None, max_model_len: int) -> Json:
+    """POST /tokenize."""
+    body = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+    return {**body, "token_strs": strings}

@@ -1,1 +1,0 @@
-"""The simulated engine's HTTP server: paths, bodies and errors as vLLM has them."""

@@ -1,0 +1,465 @@
+"""The endpoints of the agents' APIs: ``/v1/messages`` and ``/v1/responses``, what is counted and rendered of
+them, and responses that are kept.
+
+A background response is made by the call that asked for it, whether or not its client waits; all others end
+with their client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from publisher.simulator import api_protocol as answers
+from publisher.simulator.api_agents import (
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesRequest,
+    ResponsesAnswer,
+    ResponsesRequest,
+)
+from publisher.simulator.api_agents import event as sse_event
+from publisher.simulator.api_protocol import ChatRequest, EngineError, Json, decode, invalid, malformed
+from publisher.simulator.model import EngineModel, Prepared
+from publisher.simulator.stepper import Generation, Stepper, Token
+
+# One HTTP exchange of the simulated engine, over ASGI.
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+BODY_BYTES_MAX = 64 << 20
+
+_JSON = (b"content-type", b"application/json")
+_SSE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class Call:
+    """One HTTP exchange."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+
+    @property
+    def query(self) -> dict[str, str]:
+        """What the URL asks, by name."""
+        return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
+
+    def priority(self, in_body: int) -> int:
+        """The request's priority: the header goes before the body where it is a number
+        (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32)."""
+        try:
+            return int(self.headers[b"x-vllm-priority"])
+        except (KeyError, ValueError):
+            return in_body
+
+    async def body(self) -> bytes:
+        """The request body. Raises ``EngineError`` where it is not JSON by its type, or too large."""
+        content_type = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if content_type != b"application/json":
+            raise malformed("Unsupported Media Type: Only 'application/json' is allowed")
+        parts, size, more = [], 0, True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > BODY_BYTES_MAX:
+                text = f"the body is larger than {BODY_BYTES_MAX} bytes"
+                raise EngineError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        """Send the status line and headers."""
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def start_stream(self) -> None:
+        """Begin an answer of server-sent events."""
+        await self.start(200, _SSE, (b"cache-control", b"no-cache"))
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Send a piece of the body."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def reply(
+        self, body: bytes, *, status: int = 200, content_type: tuple[bytes, bytes] = _JSON
+    ) -> None:
+        """Send a whole answer."""
+        await self.start(status, content_type, (b"content-length", str(len(body)).encode()))
+        await self.write(body, more=False)
+
+    async def reply_json(self, value: Any) -> None:
+        """Send ``value`` as JSON with status 200."""
+        await self.reply(msgspec.json.encode(value))
+
+    @asynccontextmanager
+    async def on_disconnect(self, action: Callable[[], None]) -> AsyncIterator[None]:
+        """Call ``action`` if the client goes away within the block; the body must have been read."""
+        watcher = asyncio.create_task(self._watch(action))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def _watch(self, action: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        action()
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its request was read."""
+
+
+# Responses that the simulated engine keeps: to go on from, to be asked for again, to be cancelled.
+#
+# Always true: at most ``KEPT_MAX`` are kept; one that is dropped while it is made is not made any further.
+
+
+KEPT_MAX = 1024
+_UNDER_WAY = "queued"
+
+
+class KeptResponse:
+    """One response: its body, the messages that a next one goes on from, and a background stream's events."""
+
+    def __init__(self, body: Json, messages: list[Json], abort: Callable[[], None], *, streams: bool) -> None:
+        self.body = body
+        self.messages = messages
+        self.streams = streams
+        self._abort = abort
+        self._events: list[bytes] = []
+        self._changed = asyncio.Condition()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it is being made in the background."""
+        return bool(self.body["status"] == _UNDER_WAY)
+
+    def cancel(self) -> None:
+        """Stop making it."""
+        self.body = {**self.body, "status": "cancelled"}
+        self._abort()
+
+    async def add_event(self, event: bytes) -> None:
+        """An event of its stream happened."""
+        async with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    async def finish(self, body: Json, said: str) -> None:
+        """It is made, or was cancelled before: then ``body`` is not taken."""
+        async with self._changed:
+            if self.under_way:
+                self.body = body
+                self.messages = [*self.messages, {"role": "assistant", "content": said}]
+            self._changed.notify_all()
+
+    async def events(self, first: int) -> AsyncIterator[bytes]:
+        """Events from number ``first`` on, until it is made or cancelled."""
+        while True:
+            async with self._changed:
+                while len(self._events) <= first and self.under_way:
+                    await self._changed.wait()
+                events = self._events[first:]
+            if not events:
+                return
+            first += len(events)
+            for event in events:
+                yield event
+
+
+class KeptResponses:
+    """Responses by id, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, KeptResponse] = {}
+
+    def get(self, response_id: str) -> KeptResponse | None:
+        """The response of this id."""
+        return self._kept.get(response_id)
+
+    def put(self, response: KeptResponse) -> None:
+        """Keep one more; the oldest makes room."""
+        self._kept[response.body["id"]] = response
+        while len(self._kept) > KEPT_MAX:
+            dropped = self._kept.pop(next(iter(self._kept)))
+            if dropped.under_way:
+                dropped.cancel()
+
+
+class AgentEndpoints:
+    """Answers requests of agents as chats of one model."""
+
+    def __init__(self, model: EngineModel, stepper: Stepper) -> None:
+        self._model = model
+        self._stepper = stepper
+        self._kept = KeptResponses()
+
+    async def messages(self, call: Call) -> None:
+        chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        chat.priority = call.priority(chat.priority)
+        prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
+        answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
+        making = self._begin(answer, prepared)
+        await self._answer(call, making, stream=bool(chat.stream))
+
+    async def count_tokens(self, call: Call) -> None:
+        chat = _as_chat(decode(await call.body(), CountTokensRequest).chat)
+        count = len((await self._model.prepare_chat(chat)).token_ids)
+        await call.reply_json({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    async def render_messages(self, call: Call) -> None:
+        chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
+        await self._render(call, chat, f"msg_{uuid.uuid4().hex}")
+
+    async def render_responses(self, call: Call) -> None:
+        chat = self._chat_of(decode(await call.body(), ResponsesRequest))
+        await self._render(call, chat, f"resp_{uuid.uuid4().hex}")
+
+    async def responses(self, call: Call) -> None:
+        asked = decode(await call.body(), ResponsesRequest)
+        if asked.background and not asked.store:
+            raise invalid("background can only be used when `store` is true", param="background")
+        chat = self._chat_of(asked)
+        chat.priority = call.priority(asked.priority)
+        prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
+        name, stream = chat.model or self._model.name, bool(chat.stream)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), asked.previous_response_id)
+        making = self._begin(answer, prepared, runs_tools=asked.runs_tools)
+        kept = KeptResponse(answer.queued(), chat.messages, making.abort, streams=stream)
+        if asked.background:
+            self._kept.put(kept)
+            await _make_behind(call, making, kept)
+            return
+
+        async def keep(whole: Json, text: str) -> None:
+            await kept.finish(whole, text)
+            self._kept.put(kept)
+
+        await self._answer(call, making, stream=stream, keep=keep if asked.store else None)
+
+    async def kept_response(self, call: Call, response_id: str) -> None:
+        kept = self._known(response_id)
+        streams = call.query.get("stream", "").lower() in {"true", "1"}
+        if streams and not kept.streams:
+            raise invalid(f"Unknown response_id: {response_id}", param="response_id")
+        after = call.query.get("starting_after", "-1")
+        if not after.lstrip("-").isdigit():
+            raise malformed("starting_after: Input should be a valid integer")
+        await _reply(call, kept, first=int(after) + 1 if streams else None)
+
+    async def cancel_response(self, call: Call, response_id: str) -> None:
+        kept = self._known(response_id)
+        if not kept.under_way:
+            raise invalid("Cannot cancel a synchronous response.", param="response_id")
+        kept.cancel()
+        await call.reply_json(kept.body)
+
+    def _known(self, response_id: str) -> KeptResponse:
+        kept = self._kept.get(response_id)
+        if kept is None:
+            text = f"Response with id '{response_id}' not found."
+            raise EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")
+        return kept
+
+    def _chat_of(self, asked: ResponsesRequest) -> ChatRequest:
+        earlier = asked.previous_response_id
+        messages = [] if earlier is None else self._known(earlier).messages
+        return _as_chat(lambda: asked.chat(messages))
+
+    async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
+        prepared = await self._model.prepare_chat(chat)
+        rendered = answers.rendered(
+            request_id,
+            prepared.token_ids,
+            model=chat.model,
+            max_tokens=prepared.max_tokens,
+            stream=bool(chat.stream),
+            stream_options=chat.stream_options,
+            cache_salt=chat.cache_salt,
+        )
+        await call.reply_json(rendered)
+
+    def _begin(
+        self, answer: MessagesAnswer | ResponsesAnswer, prepared: Prepared, *, runs_tools: bool = False
+    ) -> _Making:
+        self._stepper.check()
+        transfer = msgspec.structs.replace(prepared.transfer) if prepared.transfer is not None else None
+        generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
+
+        def next_turn() -> Generation | None:
+            request = generation.request
+            if not runs_tools or prepared.max_tokens == 1 or request.finish_reason not in ("stop", "length"):
+                return None
+            return self._stepper.submit(self._model.next_turn(request, prepared, transfer))
+
+        return _Making(self._model, answer, generation, self._stepper.abort, next_turn)
+
+    async def _answer(
+        self,
+        call: Call,
+        making: _Making,
+        *,
+        stream: bool,
+        keep: Callable[[Json, str], Awaitable[None]] | None = None,
+    ) -> None:
+        """Make and answer; ``keep`` is told the whole answer and its text before the client has it."""
+        try:
+            async with call.on_disconnect(making.abort):
+                if stream:
+                    await call.start_stream()
+                async for event in making.events():
+                    if stream:
+                        await call.write(event, more=True)
+                if making.reason == "error":
+                    error = self._stepper.failure()
+                    if not stream:
+                        raise error
+                    await making.break_off(call, error)
+                    return
+                if keep is not None:
+                    await keep(making.whole(), making.text)
+                if stream:
+                    await call.write(making.closing(), more=False)
+                else:
+                    await call.reply_json(making.whole())
+        finally:
+            making.abort()
+
+
+class _Making:
+    """One answer while it is generated."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        answer: MessagesAnswer | ResponsesAnswer,
+        generation: Generation,
+        abort: Callable[[Generation], None],
+        next_turn: Callable[[], Generation | None],
+    ) -> None:
+        self.reason = "abort"
+        self._abort = abort
+        self._model = model
+        self._answer = answer
+        self._generation = generation
+        self._next_turn = next_turn
+        self._num_events = 0
+        self._earlier: list[int] = []
+
+    def abort(self) -> None:
+        """Stop it; no effect once it is finished."""
+        self._abort(self._generation)
+
+    @property
+    def text(self) -> str:
+        """What was said so far."""
+        return self._model.text(self._output)
+
+    @property
+    def _output(self) -> list[int]:
+        return [*self._earlier, *self._generation.request.output]
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The stream's events but the closing ones."""
+        answer = self._answer
+        if isinstance(answer, ResponsesAnswer):
+            for event in answer.opening():
+                yield event
+            self._num_events = 1
+        async for token in self._tokens():
+            self.reason = token.finish_reason or self.reason
+            if self.reason == "error":
+                return
+            if not self._num_events:
+                for event in answer.opening():
+                    yield event
+            if token.token_id is not None or isinstance(answer, MessagesAnswer):
+                self._num_events += 1
+                piece = "" if token.token_id is None else self._model.text([token.token_id])
+                yield answer.delta(piece, self._num_events)
+
+    async def _tokens(self) -> AsyncIterator[Token]:
+        async for token in self._generation.tokens():
+            yield token
+        following = self._next_turn()
+        if following is None:
+            return
+        self._earlier, self._generation = self._generation.request.output, following
+        async for token in following.tokens():
+            yield token
+
+    async def break_off(self, call: Call, error: EngineError) -> None:
+        """End a stream that has failed: with an error event where vLLM 0.32 has one
+        (entrypoints/anthropic/serving.py); its Responses API fails to write it and cuts the connection."""
+        if isinstance(self._answer, MessagesAnswer):
+            told = {"error": {"type": "internal_error", "message": error.message}}
+            await call.write(sse_event("error", told), more=False)
+
+    def closing(self) -> bytes:
+        """The closing events."""
+        return self._answer.closing(*self._end(), self._num_events + 1)
+
+    def whole(self) -> Json:
+        """The whole answer."""
+        return self._answer.full(*self._end(), self._generation.request.handed)
+
+    def _end(self) -> tuple[str, int, int, str]:
+        request = self._generation.request
+        return self.text, len(self._output), request.cached_tokens or 0, self.reason
+
+
+async def _make_behind(call: Call, making: _Making, kept: KeptResponse) -> None:
+    """A background response: answered at once, or as it comes, and made to its end also without its client,
+    to whom writing does nothing once it is gone."""
+    if kept.streams:
+        await call.start_stream()
+    else:
+        await call.reply_json(kept.body)
+
+    async def told(event: bytes) -> None:
+        await kept.add_event(event)
+        if kept.streams:
+            await call.write(event, more=True)
+
+    async for event in making.events():
+        await told(event)
+    if making.reason not in {"abort", "error"}:
+        await told(making.closing())
+    failed = making.reason == "error"
+    await kept.finish({**kept.body, "status": "failed"} if failed else making.whole(), making.text)
+    if kept.streams:
+        await call.write(b"", more=False)
+
+
+async def _reply(call: Call, kept: KeptResponse, *, first: int | None) -> None:
+    """A response as it is, or its events from number ``first`` on."""
+    if first is None:
+        await call.reply_json(kept.body)
+        return
+    await call.start_stream()
+    async for event in kept.events(max(first, 0)):
+        await call.write(event, more=True)
+    await call.write(b"", more=False)
+
+
+def _as_chat(convert: Callable[[], ChatRequest]) -> ChatRequest:
+    try:
+        return convert()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise malformed(f"a message or tool of another shape: {error}") from None

@@ -1,0 +1,325 @@
+"""The simulated engine as a raw ASGI application with vLLM's paths, bodies and errors.
+
+Generation endpoints answer whole or as server-sent events; a client that goes away aborts its request, also
+before the first token. Tokenizing long prompts happens in a thread. Every error is an ``EngineError`` turned
+into JSON in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import msgspec
+
+from publisher.simulator import api_protocol as answers
+from publisher.simulator.api_protocol import (
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EngineError,
+    GenerateRequest,
+    Json,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    UnroutedError,
+    decode,
+)
+from publisher.simulator.http_agents import AgentEndpoints, Call, ClientGoneError, Receive, Scope, Send
+from publisher.simulator.http_server import CrashSwitch
+from publisher.simulator.model import EngineModel, Prepared
+from publisher.simulator.stepper import Generation, Stepper
+
+_Handler = Callable[["Call"], Awaitable[None]]
+
+_PARAMS_IN_STREAMS = (0, 33)
+"""The first release whose streams carry ``kv_transfer_params``."""
+
+_GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
+)
+_METRICS = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
+
+
+class EngineApp:
+    """ASGI application over one model and one stepper; ``event_sources`` is what /kv_event_sources says,
+    ``enable_scale_out`` whether the render endpoints answer."""
+
+    def __init__(
+        self,
+        model: EngineModel,
+        stepper: Stepper,
+        *,
+        event_sources: Json,
+        enable_scale_out: bool,
+        deaths: CrashSwitch,
+    ) -> None:
+        self._deaths = deaths
+        self._enable_scale_out = enable_scale_out
+        self._model = model
+        self._stepper = stepper
+        self._event_sources = event_sources
+        self._created = int(time.time())
+        self._agents = AgentEndpoints(model, stepper)
+        self._routes: dict[str, tuple[str, _Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completion),
+            "/v1/messages": ("POST", self._agents.messages),
+            "/v1/messages/count_tokens": ("POST", self._agents.count_tokens),
+            "/v1/messages/render": ("POST", self._scale_out(self._agents.render_messages)),
+            "/v1/responses": ("POST", self._agents.responses),
+            "/v1/responses/render": ("POST", self._scale_out(self._agents.render_responses)),
+            "/v1/chat/completions/render": ("POST", self._scale_out(self._render_chat)),
+            "/v1/completions/render": ("POST", self._scale_out(self._render_completion)),
+            "/inference/v1/generate": ("POST", self._scale_out(self._generate_tokens)),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/version": ("GET", self._version),
+            "/metrics": ("GET", self._metrics),
+            "/kv_event_sources": ("GET", self._sources),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point; the server sends HTTP scopes only (lifespan and websockets are off)."""
+        if scope["path"] in _GENERATING:
+            send = self._deaths.watch(send)
+        call = Call(scope, receive, send)
+        try:
+            await self._handler(scope)(call)
+        except EngineError as error:
+            with contextlib.suppress(ClientGoneError):
+                await call.reply(error.body(), status=error.status)
+        except ClientGoneError:
+            return
+
+    def _handler(self, scope: Scope) -> _Handler:
+        path = scope["path"]
+        method, handler = self._routes.get(path) or self._kept(path)
+        if handler is None:
+            raise UnroutedError(HTTPStatus.NOT_FOUND)
+        if scope["method"] != method:
+            raise UnroutedError(HTTPStatus.METHOD_NOT_ALLOWED)
+        return handler
+
+    def _kept(self, path: str) -> tuple[str, _Handler | None]:
+        """Method and handler of what is asked of one response."""
+        head, _, rest = path.partition("/v1/responses/")
+        response_id, _, action = rest.partition("/")
+        if head or not response_id or action not in {"", "cancel"}:
+            return "", None
+        if action:
+            return "POST", lambda call: self._agents.cancel_response(call, response_id)
+        return "GET", lambda call: self._agents.kept_response(call, response_id)
+
+    def _scale_out(self, handler: _Handler) -> _Handler:
+        if self._enable_scale_out:
+            return handler
+
+        async def refused(_call: Call) -> None:
+            text = "Scale-out endpoints are disabled (enable_scale_out)."
+            raise EngineError(HTTPStatus.FORBIDDEN, text, kind="PermissionDeniedError")
+
+        return refused
+
+    async def _chat(self, call: Call) -> None:
+        request = decode(await call.body(), ChatRequest)
+        request.priority = call.priority(request.priority)
+
+        async def preparing() -> list[Prepared]:
+            return [await self._model.prepare_chat(request)]
+
+        await self._generate(call, request, preparing())
+
+    async def _completion(self, call: Call) -> None:
+        request = decode(await call.body(), CompletionRequest)
+        request.priority = call.priority(request.priority)
+        await self._generate(call, request, self._model.prepare_completion(request))
+
+    async def _generate(
+        self, call: Call, asked: ChatRequest | CompletionRequest, preparing: Awaitable[list[Prepared]]
+    ) -> None:
+        self._stepper.check()
+        prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
+        is_chat = isinstance(asked, ChatRequest)
+        request_id = _request_id(call, asked, "chatcmpl" if is_chat else "cmpl")
+        answer = Answer(
+            request_id=request_id,
+            created=int(time.time()),
+            model=asked.model or self._model.name,
+            is_chat=is_chat,
+            num_prompt_tokens=sum(len(one.token_ids) for one in prepared),
+            prompt_token_ids=prepared[0].token_ids if asked.return_token_ids else None,
+        )
+        generations = [
+            self._stepper.submit(request) for request in self._model.sim_requests(request_id, prepared)
+        ]
+        try:
+            async with call.on_disconnect(lambda: self._stepper.abort(*generations)):
+                if asked.stream:
+                    await self._stream(call, answer, asked, generations)
+                else:
+                    await self._whole(call, answer, generations)
+        finally:
+            self._stepper.abort(*generations)
+
+    async def _whole(self, call: Call, answer: Answer, generations: list[Generation]) -> None:
+        choices = []
+        for generation in generations:
+            finish_reason = await generation.finished()
+            if finish_reason == "error":
+                raise self._stepper.failure()
+            output = generation.request.output
+            prompt = generation.request.prompt
+            choices.append(answers.Choice(self._model.text(output), output, finish_reason, prompt))
+        cached_tokens, first = generations[-1].request.cached_tokens, generations[0].request
+        await call.reply_json(answer.full(choices, cached_tokens or 0, first.handed))
+
+    async def _stream(
+        self,
+        call: Call,
+        answer: Answer,
+        asked: ChatRequest | CompletionRequest,
+        generations: list[Generation],
+    ) -> None:
+        """Several choices one after the other, which clients may not rely on; an error is an event."""
+        await call.start_stream()
+        total = 0
+        try:
+            for index, generation in enumerate(generations):
+                own = answer
+                if answer.prompt_token_ids is not None:
+                    own = msgspec.structs.replace(answer, prompt_token_ids=generation.request.prompt)
+                total += await self._stream_choice(call, own, asked, generation, (index, total))
+            if asked.include_usage:
+                closing = answer.closing(total, generations[-1].request.cached_tokens or 0)
+                await call.write(_event(closing), more=True)
+        except EngineError as error:
+            await call.write(b"data: " + error.body() + b"\n\n", more=True)
+        await call.write(b"data: [DONE]\n\n", more=False)
+
+    async def _stream_choice(
+        self,
+        call: Call,
+        answer: Answer,
+        asked: ChatRequest | CompletionRequest,
+        generation: Generation,
+        place: tuple[int, int],
+    ) -> int:
+        """Its tokens as they come, and how many they were; ``place``: which choice, and how many tokens
+        those before it have."""
+        (index, before), count = place, 0
+        async for token in generation.tokens():
+            if token.finish_reason == "error":
+                raise self._stepper.failure()
+            if answer.is_chat and not count:
+                await call.write(_event(_with_usage(answer.opening(index), asked, answer, before)), more=True)
+            text = "" if token.token_id is None else self._model.text([token.token_id])
+            last = token.finish_reason is not None and not asked.include_usage
+            chunk = answer.chunk(
+                text, token.token_id, token.finish_reason, first=not count, last=last, index=index
+            )
+            if token.finish_reason is not None and self._model.release >= _PARAMS_IN_STREAMS:
+                chunk["kv_transfer_params"] = generation.request.handed
+            count += token.token_id is not None
+            await call.write(_event(_with_usage(chunk, asked, answer, before + count)), more=True)
+        return count
+
+    async def _generate_tokens(self, call: Call) -> None:
+        """Tokens in, tokens out; whole answers only."""
+        self._stepper.check()
+        asked = decode(await call.body(), GenerateRequest)
+        completion = asked.completion()
+        preparing = self._model.prepare_completion(completion)
+        (prepared,) = await self._stepper.prepared(preparing, asked.kv_transfer_params)
+        request_id = _request_id(call, completion, "generate-tokens")
+        request = self._model.sim_request(request_id, prepared)
+        generation = self._stepper.submit(request)
+        try:
+            async with call.on_disconnect(lambda: self._stepper.abort(generation)):
+                reason = await generation.finished()
+        finally:
+            self._stepper.abort(generation)
+        if reason == "error":
+            raise self._stepper.failure()
+        await call.reply_json(
+            answers.generated(request_id, len(prepared.token_ids), request, reason, model=self._model.name)
+        )
+
+    async def _render_chat(self, call: Call) -> None:
+        request = decode(await call.body(), ChatRequest)
+        prepared = await self._model.prepare_chat(request)
+        await call.reply_json(_rendered(call, request, prepared, "chatcmpl"))
+
+    async def _render_completion(self, call: Call) -> None:
+        request = decode(await call.body(), CompletionRequest)
+        prepared = await self._model.prepare_completion(request)
+        await call.reply_json([_rendered(call, request, one, "cmpl") for one in prepared])
+
+    async def _tokenize(self, call: Call) -> None:
+        body = await call.body()
+        is_chat = "messages" in decode(body, dict[str, msgspec.Raw])
+        request = decode(body, TokenizeChatRequest) if is_chat else decode(body, TokenizeTextRequest)
+        token_ids = await self._model.tokenize(request)
+        strings = self._model.token_strings(token_ids) if request.return_token_strs else None
+        await call.reply_json(answers.tokenized(token_ids, strings, self._model.max_model_len))
+
+    async def _detokenize(self, call: Call) -> None:
+        request = decode(await call.body(), DetokenizeRequest)
+        await call.reply_json({"prompt": self._model.detokenize(request)})
+
+    async def _reset_prefix_cache(self, call: Call) -> None:
+        await call.reply_json({"success": self._stepper.scheduler.reset_prefix_cache()})
+
+    async def _models(self, call: Call) -> None:
+        listed = answers.model_list(
+            self._model.name, self._model.root, self._model.max_model_len, self._created
+        )
+        await call.reply_json(listed)
+
+    async def _health(self, call: Call) -> None:
+        await call.start(503 if self._stepper.failed else 200, (b"content-length", b"0"))
+        await call.write(b"", more=False)
+
+    async def _version(self, call: Call) -> None:
+        await call.reply_json({"version": f"{self._model.version}+kvatlas"})
+
+    async def _metrics(self, call: Call) -> None:
+        scheduler = self._stepper.scheduler
+        transfers = None if scheduler.connector is None else scheduler.connector.metrics
+        page = self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
+        await call.reply(page, content_type=_METRICS)
+
+    async def _sources(self, call: Call) -> None:
+        await call.reply_json(self._event_sources)
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _with_usage(chunk: Json, asked: ChatRequest | CompletionRequest, answer: Answer, count: int) -> Json:
+    return {**chunk, "usage": answer.usage(count)} if asked.continuous_usage else chunk
+
+
+def _request_id(call: Call, asked: ChatRequest | CompletionRequest, prefix: str) -> str:
+    given = call.headers.get(b"x-request-id", b"").decode("latin-1")
+    return f"{prefix}-{given or asked.request_id or uuid.uuid4().hex}"
+
+
+def _rendered(call: Call, asked: ChatRequest | CompletionRequest, prepared: Prepared, prefix: str) -> Json:
+    return answers.rendered(
+        _request_id(call, asked, prefix),
+        prepared.token_ids,
+        model=asked.model,
+        max_tokens=prepared.max_tokens,
+        stream=bool(asked.stream),
+        stream_options=asked.stream_options,
+        cache_salt=asked.cache_salt,
+    )

@@ -1,0 +1,212 @@
+"""What simulated engines say to each other on the side channel."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from publisher.events import Family, GroupSpec
+
+
+class TransferHandshake(msgspec.Struct, frozen=True, tag=True):
+    """Who is asked for, and what both sides must have in common."""
+
+    engine_id: str
+    common: str
+
+
+class FetchRequest(msgspec.Struct, frozen=True, tag=True):
+    """Whether the blocks of this transfer are there; answered once they are, or the time is over."""
+
+    transfer_id: str
+    common: str
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """The blocks of this request have been read, for a prompt of this ``digest`` up to token ``end``; 0: they
+    are not wanted."""
+
+    request_id: str
+    end: int = 0
+    digest: int = 0
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """These requests are still wanted."""
+
+    request_ids: list[str]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """``error``: it refuses; ``intact``: the blocks still held what was computed."""
+
+    error: str = ""
+    intact: bool = True
+
+
+Message = TransferHandshake | FetchRequest | Read | Alive
+
+
+# ``kv_transfer_params``: what a request asks of the connector, and what a prefill engine answers.
+#
+# Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Nothing is checked beyond the types,
+# as the engine checks nothing: what is missing shows in what happens (``KvConnector``). ``transfer_id`` and
+# ``remote_bootstrap_addr`` are of MooncakeConnector, ``remote_decoder`` and ``remote_prefiller`` of
+# OffloadingConnector.
+
+
+Json = dict[str, Any]
+
+
+class Fault(StrEnum):
+    """What parameters that no prefill engine gave do to a real engine."""
+
+    ENDS = "ends"
+    """No block ids: an assertion fails in the scheduler and the server is gone."""
+    HANGS = "hangs"
+    """No address to read from: the request waits for ever, and the engine dies when its client leaves."""
+
+
+class TransferParams(msgspec.Struct, kw_only=True):
+    """Parameters of one request."""
+
+    do_remote_decode: bool = False
+    """Compute, keep the blocks, and say where they are."""
+    do_remote_prefill: bool = False
+    """Read the prompt's blocks from another engine."""
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_block_ids: list[list[int]] | None = None
+    tp_size: int | None = None
+    remote_prefill_cached_tokens: int | None = None
+    transfer_id: str | None = None
+    remote_bootstrap_addr: str | None = None
+    remote_decoder: Json | None = None
+    remote_prefiller: Json | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the other engine's side channel listens."""
+        return self.remote_host or "", self.remote_port or 0
+
+    @property
+    def source(self) -> str:
+        """Whom the blocks come from, for the log."""
+        return self.remote_bootstrap_addr or f"{self.remote_host}:{self.remote_port}"
+
+
+def handed_over(
+    *,
+    request_id: str,
+    engine_id: str,
+    address: tuple[str, int],
+    block_ids: list[list[int]],
+    num_tokens: int,
+    cached_tokens: int,
+    release: tuple[int, int],
+) -> Json:
+    """``kv_transfer_params`` of a prefill engine's answer; ``release`` is its vLLM's."""
+    params: Json = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": block_ids,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": address[0],
+        "remote_port": address[1],
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": num_tokens,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+    }
+    if release >= (0, 31):
+        params["remote_prefill_cached_tokens"] = cached_tokens
+    if release >= (0, 33):
+        params["remote_registration_generation"] = 0
+    return params
+
+
+def exchanged(group: GroupSpec, table: list[int]) -> list[int]:
+    """Which blocks of a request's table are moved: a window's last ones, a Mamba group's state."""
+    held = [block for block in table if block]
+    if group.family is Family.WINDOW:
+        num_blocks = math.ceil((group.sliding_window or 1) / group.block_size) + 1
+        return held[-num_blocks:]
+    return held[-1:] if group.family is Family.MAMBA else held
+
+
+# Counters of the connector, under the names of vLLM's NixlConnector. Each appears with its first event.
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+_BYTES = tuple(float(2**power) for power in range(11, 35, 2))
+_HISTOGRAMS = (
+    ("seconds", "vllm:nixl_xfer_time_seconds", "Histogram of transfer duration.", _SECONDS),
+    ("num_bytes", "vllm:nixl_bytes_transferred", "Histogram of bytes per transfer.", _BYTES),
+)
+_COUNTERS = (
+    ("failed_transfers", "Failed transfers, handshakes and notifications."),
+    ("failed_notifications", "Failed notifications."),
+    ("kv_expired_reqs", "Requests whose KV expired, on the prefill engine."),
+    ("notifications_after_expiry", "Notifications for requests that were no longer tracked."),
+)
+
+
+class Observed(msgspec.Struct):
+    """One histogram's counts; the last bucket has no bound."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(_SECONDS) + 1))
+    total: float = 0.0
+
+    def add(self, value: float, bounds: tuple[float, ...]) -> None:
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+
+class TransferStats(msgspec.Struct):
+    """What the connector counted since the engine's start."""
+
+    failed_transfers: int = 0
+    failed_notifications: int = 0
+    kv_expired_reqs: int = 0
+    notifications_after_expiry: int = 0
+    seconds: Observed = msgspec.field(default_factory=Observed)
+    num_bytes: Observed = msgspec.field(default_factory=Observed)
+
+    def transferred(self, seconds: float, num_bytes: int) -> None:
+        """A load has ended well."""
+        self.seconds.add(seconds, _SECONDS)
+        self.num_bytes.add(num_bytes, _BYTES)
+
+    def families(self, names: tuple[str, ...], values: tuple[str, ...]) -> Iterator[Metric]:
+        """What has been counted so far, with these labels."""
+        for field, name, text, bounds in _HISTOGRAMS:
+            observed: Observed = getattr(self, field)
+            if any(observed.counts):
+                family = HistogramMetricFamily(name, text, labels=names)
+                family.add_metric(values, _cumulated(observed, bounds), sum_value=observed.total)
+                yield family
+        for field, text in _COUNTERS:
+            if count := getattr(self, field):
+                counter = CounterMetricFamily(f"vllm:nixl_num_{field}", text, labels=names)
+                counter.add_metric(values, count)
+                yield counter
+
+
+def _cumulated(observed: Observed, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
+    total, buckets = 0, []
+    for bound, count in zip((*map(str, bounds), "+Inf"), observed.counts, strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets

@@ -1,0 +1,310 @@
+"""Where requests wait for an engine with room: the fair queue with futures, a timer and limits of time.
+
+Whoever waits is let go one at a time: the next one only after the one before has been placed, so that each
+sees the load that the one before made. Room shows when something ends or begins (``changed``), or when time
+has passed, for which there is one timer. Always true: a ticket that ``wait`` gave leaves by ``leave``; one
+that was refused, timed out or whose client went away has left; nobody waits longer than ``wait_s_max``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
+from router.admission.key_file import TenantRules
+from router.admission.settings import QueueSettings
+from router.openai.errors import ApiError, bad_request, echoed, queue_full, queue_timeout
+from router.openai.request import QueueTicketRequest, Usage
+
+Ticket = Waiting[asyncio.Future[None]]
+_LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
+
+
+class QueueStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    waiting: int = 0
+    """Gauge: requests that wait for an engine with room."""
+    waited: int = 0
+    """Requests that had to wait and were then placed."""
+    waited_s: float = 0.0
+    """Seconds that they waited, together."""
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """Requests refused: `full` on arrival, `shed` for another one while they waited, `wait_s_max`, or
+    `x-request-timeout`."""
+    left: int = 0
+    """Requests whose client went away while they waited."""
+
+
+class AdmissionQueue:
+    """``gap_s`` tells for a lane how many seconds of work are in the way of the next request; 0 or less:
+    there is room."""
+
+    def __init__(
+        self, settings: QueueSettings, *, clock: Callable[[], float], gap_s: Callable[[Lane], float]
+    ) -> None:
+        self.settings = settings
+        self.stats = QueueStats()
+        self._clock = clock
+        self._gap_s = gap_s
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(
+            settings.requests_max, ageing=settings.ageing
+        )
+        self._let_go: Ticket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def configure(self, settings: QueueSettings) -> None:
+        """Other bounds: for who comes from now on. There may be room now."""
+        self.settings = settings
+        self._queue.configure(settings.requests_max, ageing=settings.ageing)
+        self.changed()
+
+    def __len__(self) -> int:
+        """Who comes now has so many before it."""
+        return len(self._queue) + (self._let_go is not None)
+
+    def alone(self, tenant: str, pool: str) -> bool:
+        """Whether no other tenant waits for this pool."""
+        return self._queue.alone(tenant, pool)
+
+    async def wait(
+        self,
+        claim: QueueTicketRequest,
+        *,
+        work_s: float,
+        pool: str,
+        lane: Lane,
+        engines: int,
+        tokens_per_s: float,
+    ) -> Ticket:
+        """Until it is this request's turn; ``leave`` when it has been placed, or will not be. So many
+        ``engines`` share the work of the pool, and compute so many prompt tokens together. Raises
+        ``ApiError`` (429, 503)."""
+        now = self._clock()
+        ticket: Ticket = Waiting(
+            asyncio.get_running_loop().create_future(),
+            # By deadline; without one, as if due when the longest wait is over, so that nothing starves.
+            arrived_s=now if claim.due_s is None else min(now, claim.due_s - self.settings.wait_s_max),
+            work_s=work_s,
+            tenant=claim.tenant,
+            weight=claim.weight,
+            priority=Priority(claim.priority),
+            pool=pool,
+            lane=lane,
+            credit_tokens=self.settings.credit_s * tokens_per_s,
+        )
+        self._enter(ticket, engines)
+        limit_s, why = self.settings.wait_s_max, "wait_s_max"
+        if claim.until_s is not None and claim.until_s - now < limit_s:
+            limit_s, why = claim.until_s - now, "x-request-timeout"
+        self.changed()
+        try:
+            async with asyncio.timeout(limit_s):
+                await ticket.item
+        except TimeoutError:
+            self.leave(ticket)
+            self._count(why)
+            raise queue_timeout(self._clock() - now, why, self._ahead_s(ticket, engines)) from None
+        except asyncio.CancelledError:
+            self.leave(ticket)
+            self.stats.left += 1
+            raise
+        self.stats.waited += 1
+        self.stats.waited_s += self._clock() - now
+        return ticket
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has been placed, or will not be."""
+        if self._let_go is ticket:
+            self._let_go = None
+        self._queue.remove(ticket)
+        self.stats.waiting = len(self._queue)
+        self.changed()
+
+    def changed(self) -> None:
+        """There may be room now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._let_go is not None or not self._queue:
+            return
+        one = self._queue.take(lambda lane: self._gap_s(lane) <= 0)
+        if one is not None:
+            self.stats.waiting = len(self._queue)
+            self._let_go = one
+            if not one.item.done():  # else its client has just gone, and it leaves in its turn
+                one.item.set_result(None)
+            return
+        gap_s = min(self._gap_s(lane) for lane in self._queue.lanes())
+        later_s = min(max(gap_s, _LOOK_S_MIN), _LOOK_S_MAX)
+        self._timer = asyncio.get_running_loop().call_later(later_s, self.changed)
+
+    def queued_s(self, priority: int, pool: str, engines: int) -> float:
+        """Seconds of work that wait here in this class and above, for each of the engines that share it."""
+        return self._queue.ahead_s(Priority(priority), pool) / max(1, engines)
+
+    def charge(self, claim: QueueTicketRequest, pool: str, tokens: float) -> Charge | None:
+        """Charge a tenant with computed tokens; None where no request waits, and it counts nowhere."""
+        return self._queue.charge(claim.tenant, Priority(claim.priority), pool, tokens, claim.weight)
+
+    def settle(
+        self, claim: QueueTicketRequest, pool: str, charge: Charge | None, predicted: int, usage: Usage | None
+    ) -> None:
+        """Its engine has ended a request that was to compute ``predicted`` tokens; ``usage``: what the engine
+        reported. The prompt is corrected where it was charged, the generated tokens are charged now."""
+        if usage is None:
+            return
+        known = usage.cached_tokens is not None
+        prompt = max(0, usage.prompt_tokens - (usage.cached_tokens or 0)) if known else predicted
+        if charge is not None:
+            charge.correct(prompt)
+        self.charge(claim, pool, GENERATED_WORTH * usage.completion_tokens)
+
+    def _enter(self, ticket: Ticket, engines: int) -> None:
+        gone = self._queue.add(ticket)
+        self.stats.waiting = len(self._queue)
+        if gone is None:
+            return
+        error = self._full(gone, engines)
+        if gone is ticket:
+            self._count("full")
+            raise error
+        if not gone.item.done():  # else its client has just gone
+            self._count("shed")
+            gone.item.set_exception(error)
+            gone.item.exception()  # whoever waited may be cancelled before hearing of it
+
+    def _full(self, ticket: Ticket, engines: int) -> ApiError:
+        return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))
+
+    def _ahead_s(self, ticket: Ticket, engines: int) -> float:
+        """Until a request like this one could be placed."""
+        waits_s = self.queued_s(ticket.priority, ticket.pool, engines)
+        gap_s = self._gap_s(ticket.lane)
+        return waits_s + (gap_s if 0 < gap_s < math.inf else 0.0)
+
+    def _count(self, reason: str) -> None:
+        self.stats.refused[reason] = self.stats.refused.get(reason, 0) + 1
+
+
+# What a request says of its turn: class, weight, and until when its client waits.
+#
+# The class is that of the tenant in the key file, or a lower one that the request asks for: by
+# ``x-kvatlas-priority``, else by ``x-vllm-priority``, else by ``priority`` in its body. Engines with
+# priority scheduling read the last two in this order too (vLLM: lower values go first). Without keys nobody
+# is above another, and every request may say its class. With service levels it has a target for its first
+# token: by ``x-slo-ttft-ms``, else its tenant's, else its class's.
+
+
+PRIORITY, TIMEOUT, TARGET = b"x-kvatlas-priority", b"x-request-timeout", b"x-slo-ttft-ms"
+ENGINE_PRIORITY = b"x-vllm-priority"
+"""vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32)."""
+Targets = tuple[float | None, float | None, float | None]
+"""Milliseconds until the first token, by class: high, normal, low; None: no target."""
+_CLASSES = {one.name.lower(): one for one in Priority}
+
+
+def read_claim(
+    fields: list[tuple[bytes, bytes]],
+    *,
+    in_body: int | None,
+    arrived_s: float,
+    tenant: str = "",
+    rules: TenantRules | None = None,
+    targets: Targets | None = None,
+) -> QueueTicketRequest:
+    """Of a request with these header fields, and this ``priority`` in its body. ``targets``
+    None: there are no service levels. Raises ``ApiError`` (400)."""
+    asked: Priority | None = None
+    until_s: float | None = None
+    target_ms: float | None = None
+    for name, value in fields:
+        if name == PRIORITY:
+            asked = _class(value)
+        elif name == ENGINE_PRIORITY:
+            given = engine_number(value)
+            in_body = in_body if given is None else given
+        elif name == TIMEOUT:
+            until_s = arrived_s + _seconds(value)
+        elif name == TARGET and targets is not None:
+            target_ms = _milliseconds(value)
+    if asked is None and in_body is not None:
+        asked = Priority.HIGH if in_body < 0 else Priority.LOW if in_body else Priority.NORMAL
+    own = Priority.NORMAL if rules is None else _CLASSES[rules.priority]
+    priority = own if asked is None else asked if rules is None else max(own, asked)
+    if targets is not None and target_ms is None:
+        target_ms = targets[priority] if rules is None or rules.slo_ttft_ms is None else rules.slo_ttft_ms
+    due_s = None if target_ms is None else arrived_s + target_ms / 1000
+    if rules is None:
+        return QueueTicketRequest(priority=priority, until_s=until_s, due_s=due_s)
+    return QueueTicketRequest(
+        tenant=tenant,
+        weight=rules.weight,
+        priority=priority,
+        until_s=until_s,
+        wait_target_s=rules.wait_target(priority),
+        due_s=due_s,
+    )
+
+
+def lowest_priority(rules: TenantRules) -> int | None:
+    """The lowest ``priority`` that a tenant's class may give an engine, where lower values come first; None:
+    any. vLLM's default, 0, is that of the class between (vllm/v1/core/sched/scheduler.py of 0.32)."""
+    own = _CLASSES[rules.priority]
+    return None if own is Priority.HIGH else 0 if own is Priority.NORMAL else 1
+
+
+def capped(fields: list[tuple[bytes, bytes]], rules: TenantRules) -> list[tuple[bytes, bytes]]:
+    """These header fields with an ``x-vllm-priority`` that the tenant's class allows."""
+    lowest = lowest_priority(rules)
+    if lowest is None:
+        return fields
+    return [
+        (name, b"%d" % lowest)
+        if name == ENGINE_PRIORITY and ((given := engine_number(value)) is None or given < lowest)
+        else (name, value)
+        for name, value in fields
+    ]
+
+
+def engine_number(value: bytes) -> int | None:
+    """The priority that an engine reads from this header value; None: it ignores it."""
+    try:
+        return int(value)
+    except ValueError:
+        return None
+
+
+def _class(value: bytes) -> Priority:
+    text = value.decode("latin-1").strip().lower()
+    if text not in _CLASSES:
+        raise bad_request(
+            "invalid_priority", f"x-kvatlas-priority: {echoed(text)} is none of {', '.join(_CLASSES)}."
+        )
+    return _CLASSES[text]
+
+
+def _seconds(value: bytes) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        text = echoed(value.decode("latin-1"))
+        raise bad_request("invalid_timeout", f"x-request-timeout: {text} is no number of seconds above 0.")
+    return seconds
+
+
+def _milliseconds(value: bytes) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        text = echoed(value.decode("latin-1"))
+        raise bad_request("invalid_slo", f"x-slo-ttft-ms: {text} is no number of milliseconds above 0.")
+    return found

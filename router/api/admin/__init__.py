@@ -1,1 +1,0 @@
-"""The authenticated API that changes which engines there are; off unless configured."""

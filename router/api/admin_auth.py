@@ -1,0 +1,242 @@
+"""Authenticates requests to the admin API and the ops port, and limits their rate.
+
+Always true: nothing of a request's body is read before the sender is authenticated. Once failed logins have
+used up their allowance, tokens from one address are compared one after the other, ``TURN_S`` apart: that
+slows guessing, and costs a client with a valid token a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+from fastapi import Request
+
+from router.http.reasons import reason_of
+from router.http.tls import WatchedFile
+from router.openai.errors import ApiError, too_often, unauthorized
+
+# Who a bearer token belongs to, by a file that may be replaced while the router runs.
+#
+# Always true: every comparison takes the same time whatever was sent and whichever entry it fits; a file
+# that is of no use when it changes leaves the tokens as they were, and says so.
+
+
+_log = structlog.get_logger()
+_LENGTH_MIN = 16
+_TOKENS_MAX = 64
+_FILE_BYTES_MAX = 64 * 1024
+UNNAMED = "admin"
+"""The name of a token that stands alone."""
+
+
+class AdminFileError(ValueError):
+    """A file of tokens or certificates that cannot be used; the message names the key."""
+
+
+class TokenFile:
+    """``key`` is the setting that names it. Raises ``AdminFileError`` for a file of no use at the start."""
+
+    def __init__(self, path: Path, key: str = "admin.token_file") -> None:
+        self._watched = WatchedFile(path)
+        self._key = key
+        self._digests = read_tokens(path, key)
+
+    def who(self, token: bytes) -> str | None:
+        """The name a token belongs to; None for nobody's."""
+        self._refresh()
+        digest = hashlib.sha256(token).digest()
+        found: str | None = None
+        for known, name in self._digests:
+            if hmac.compare_digest(known, digest):
+                found = name
+        return found
+
+    def _refresh(self) -> None:
+        if not self._watched.changed():
+            return
+        try:
+            self._digests = read_tokens(self._watched.path, self._key)
+            _log.info("admin tokens reloaded", key=self._key, tokens=len(self._digests))
+        except AdminFileError as error:
+            _log.warning("admin tokens not reloaded, the old ones stay valid", problem=str(error))
+
+
+def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, str]]:
+    """(digest, name) of every token. Raises ``AdminFileError`` naming the line; never shows a token."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_FILE_BYTES_MAX).decode("ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdminFileError(f"{key}: {path}: {reason_of(error)}") from None
+    found: list[tuple[bytes, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        name, separator, token = entry.partition(":")
+        if not separator:
+            name, token = UNNAMED, entry
+        if len(token) < _LENGTH_MIN or not token.isprintable() or " " in token:
+            raise AdminFileError(
+                f"{key}: {path}, line {number}: a token is at least {_LENGTH_MIN} printable "
+                "characters without spaces"
+            )
+        if not name or not name.isprintable() or len(name) > 64:
+            raise AdminFileError(f"{key}: {path}, line {number}: expected NAME:TOKEN or TOKEN")
+        found.append((hashlib.sha256(token.encode()).digest(), name))
+    if not 0 < len(found) <= _TOKENS_MAX:
+        raise AdminFileError(f"{key}: {path} has {len(found)} tokens; 1 to {_TOKENS_MAX} are possible")
+    return found
+
+
+# How often somebody may ask: one token bucket per name, and turns one after the other where one is empty.
+#
+# Pure and bounded; the caller has the clock.
+
+
+_ROUNDING = 1e-6
+TURN_S = 0.25
+WAITING_MAX = 8
+_NAMES_MAX = 256
+"""Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again."""
+
+
+class RateLimit:
+    """``per_minute`` requests on average, bursts of a quarter of it (one at least)."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._per_s = per_minute / 60
+        self._burst = max(1.0, per_minute / 4)
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> left, when
+
+    def used_up(self, name: str, now: float) -> bool:
+        """Whether ``take`` would refuse."""
+        return self._left(name, now) < 1 - _ROUNDING
+
+    def take(self, name: str, now: float) -> int:
+        """0: go on. Else so many seconds until the next request may succeed."""
+        left = self._left(name, now)
+        allowed = left >= 1 - _ROUNDING
+        self._buckets[name] = (max(0.0, left - 1) if allowed else left, now)
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > _NAMES_MAX:
+            self._buckets.popitem(last=False)
+        return 0 if allowed else max(1, math.ceil((1 - left) / self._per_s))
+
+    def _left(self, name: str, now: float) -> float:
+        left, at = self._buckets.get(name, (self._burst, now))
+        return min(self._burst, left + max(0.0, now - at) * self._per_s)
+
+
+class Turns:
+    """One turn every ``TURN_S`` for each name; at most ``WAITING_MAX`` wait for theirs."""
+
+    def __init__(self) -> None:
+        self._free_at: OrderedDict[str, float] = OrderedDict()
+
+    def take(self, name: str, now: float) -> float | None:
+        """Seconds to wait for the turn that is now taken; None where too many wait already."""
+        at = max(now, self._free_at.get(name, now))
+        if at - now > WAITING_MAX * TURN_S - _ROUNDING:
+            return None
+        self._free_at[name] = at + TURN_S
+        self._free_at.move_to_end(name)
+        if len(self._free_at) > _NAMES_MAX:
+            self._free_at.popitem(last=False)
+        return at - now
+
+
+PEER = "kvatlas.peer"
+"""Where the listener puts the common name of a client certificate into the ASGI scope."""
+_FAILED = ""
+
+
+class Authenticator:
+    """``mutual``: connections come with a checked certificate. ``per_minute`` is for each name and for
+    failed logins together; with ``unlimited`` for failed logins only. ``realm`` and ``key`` appear in error
+    messages: the name of the API, and the setting that names the tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile | None,
+        *,
+        mutual: bool,
+        per_minute: float,
+        clock: Callable[[], float],
+        realm: str = "admin",
+        key: str = "admin.token_file",
+        unlimited: bool = False,
+    ) -> None:
+        self._tokens = tokens
+        self._mutual = mutual
+        self._limit = RateLimit(per_minute)
+        self._turns = Turns()
+        self._clock = clock
+        self._realm = realm
+        self._key = key
+        self._unlimited = unlimited
+
+    async def admit(self, request: Request) -> str:
+        """The name of the authenticated client. Raises ``ApiError``."""
+        now = self._clock()
+        if self._limit.used_up(_FAILED, now):
+            wait_s = self._turns.take(_address(request), now)
+            if wait_s is None:
+                raise self._too_often(1)
+            await asyncio.sleep(wait_s)
+        who = self._who(request)
+        if who is not None and self._unlimited:
+            return who
+        wait = self._limit.take(_FAILED if who is None else f"={who}", self._clock())
+        if wait:
+            raise self._too_often(wait)
+        if who is None:
+            raise unauthorized(self._realm, self._key)
+        return who
+
+    def now(self) -> float:
+        """The clock that rates go by, in seconds."""
+        return self._clock()
+
+    def _too_often(self, wait_s: int) -> ApiError:
+        what = "requests without a valid token" if self._unlimited else "requests"
+        return too_often(self._realm, what, wait_s)
+
+    def _who(self, request: Request) -> str | None:
+        peer: str | None = request.scope.get(PEER) if self._mutual else None
+        if self._tokens is None:
+            return peer
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        who = self._tokens.who(token.strip().encode("utf-8", "replace"))
+        if scheme.lower() != "bearer" or (self._mutual and peer is None):
+            return None
+        return who
+
+
+def _address(request: Request) -> str:
+    """The client's address; of IPv6 the part that one customer is given (64 bits)."""
+    host = request.client.host if request.client is not None else ""
+    return ":".join(host.split(":")[:4]) if host.count(":") > 1 and "." not in host else host
+
+
+# Counters of the admin API.
+
+
+class AdminStats(msgspec.Struct):
+    """What became of requests to the admin API."""
+
+    requests: int = 0
+    """Authorized requests."""
+    changes: dict[str, int] = {}
+    """Changes carried out, by action."""
+    refused: dict[str, int] = {}
+    """Requests refused, by error code."""

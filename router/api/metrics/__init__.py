@@ -1,1 +1,0 @@
-"""The Prometheus page of a router."""

@@ -1,0 +1,331 @@
+"""The Prometheus page: every counter of every part, read when scraped.
+
+Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
+metric families. Labels are engine ids, models and fixed words only, so the number of series is bounded by the
+fleet. A page is made in steps (``page_steps``): that of a thousand engines takes longer than anybody else may
+be kept waiting.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router import __version__
+from router.admission.gate import KeyGate
+from router.api.admin_auth import AdminStats
+from router.api.metrics_tables import INDEX, RECEIPTS, RESIDENCY, engine_columns, of_each, of_stats, table
+from router.epp.settings import EppStats
+from router.fleet.discovery import FleetSources
+from router.fleet.status import Fleet
+from router.http.server.settings import ListenStats
+from router.index.model import ModelIndexes
+from router.observe.history import HistoryLog
+from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram
+from router.observe.requests import RequestTracker
+from router.observe.traces import TraceStats
+from router.observe.usage import UsageLog
+from router.pd.settings import PdStats
+from router.placement.engine import Accounts, Engine
+from router.placement.load.others import OthersLoad
+from router.prompts.origin.finder import ModelOrigin
+from router.prompts.stats import PromptStats
+from router.proxy.aliases import Aliases
+from router.proxy.stats import ProxyStats
+
+if TYPE_CHECKING:
+    from router.replication.service import SharedIndex
+
+
+# What became of reloads of the configuration: its own module, as the page is below the part that reloads.
+
+
+class ReloadStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    reloads: dict[str, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(("applied", "unchanged", "refused"), 0)
+    )
+    """Reloads of the configuration (SIGHUP), by outcome."""
+    waiting: int = 0
+    """Gauge: settings that the configuration file has otherwise, and that need a new start."""
+
+
+T = TypeVar("T")
+_TURN_S = 0.005
+"""Of the page, between two pauses."""
+
+
+class Sources(msgspec.Struct):
+    """Where the numbers are; all of them live objects."""
+
+    fleet: Fleet[Engine]
+    scopes: ModelIndexes
+    accounts: Accounts
+    proxy: ProxyStats
+    prompts: PromptStats
+    listen: Callable[[], ListenStats | None]
+    requests: RequestTracker
+    history: HistoryLog
+    """The last five minutes."""
+    shared: SharedIndex | None = None
+    origins: FleetSources | None = None
+    """Where engines come from."""
+    admin: AdminStats | None = None
+    gate: KeyGate | None = None
+    """Clients' keys, where they need some."""
+    aliases: Aliases | None = None
+    """Other names of models."""
+    traces: TraceStats | None = None
+    usage: UsageLog | None = None
+    reloads: ReloadStats | None = None
+    """Of the configuration, where it can be reloaded."""
+    epp: EppStats | None = None
+    pd: PdStats | None = None
+    others: Callable[[], Mapping[str, OthersLoad] | None] = dict
+    """What siblings and replicas have in flight, by engine; None: it is not known."""
+    tokenizers: Callable[[], Mapping[str, str]] = dict
+    """The library that tokenizes, by configured or served model."""
+    tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
+    """How the prompts of each served model are read."""
+    more: Callable[[], Iterable[Metric]] = tuple
+    """Further families: those of a worker among several."""
+
+
+class RouterCollector:
+    """A ``prometheus_client`` collector over ``Sources``."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, in a fixed order."""
+        s = self._sources
+        yield from build_info()
+        yield _tokenizers(s.tokenizers())
+        yield from of_requests(s.requests)
+        engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
+        yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
+        yield from of_each(
+            "engine", "feed", {e: one.feed for e, one in engines.items() if one.feed is not None}
+        )
+        yield from table("model", INDEX, {name: model.stats() for name, model in s.scopes.models().items()})
+        writers = {e: one.residency.writer for e, one in engines.items() if one.residency is not None}
+        yield from table("engine", RESIDENCY, writers)
+        receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
+        yield from table("engine", RECEIPTS, receipts)
+        yield _prediction_errors(receipts)
+        yield _first_token_errors(receipts)
+        yield from _funnel(s.accounts.receipts.funnel)
+        yield from of_stats("load", s.accounts.load_stats)
+        yield from of_stats("admission", s.accounts.admission_stats)
+        yield from of_stats("slo", s.accounts.slo_stats)
+        yield from of_stats("proxy", s.proxy)
+        listen = s.listen()
+        if listen is not None:
+            yield from of_stats("listen", listen)
+        yield from of_stats("prompts", s.prompts)
+        yield from of_stats("inflight", s.accounts.inflight.stats)
+        yield from of_stats("affinity", s.accounts.affinity.stats)
+        yield from of_stats("shadow", s.accounts.shadow_stats)
+        if s.usage is not None:
+            yield from of_stats("usage", s.usage.stats)
+            yield from of_stats("usage_export", s.usage.export_stats)
+        yield from self._options()
+        yield from s.more()
+
+    def _options(self) -> Iterator[Metric]:
+        """Of what is not switched on everywhere."""
+        s = self._sources
+        if s.shared is not None:
+            yield from of_stats("lease", s.shared.lease_manager.stats)
+            yield from of_stats("look", s.shared.lookup.stats)
+            yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            if s.shared.responses is not None:
+                yield from of_stats("responses", s.shared.responses.stats)
+            if s.shared.limits is not None:
+                yield from of_stats("limits", s.shared.limits.stats)
+            yield from of_each("model", "mirror", s.shared.mirror_stats())
+        if s.origins is not None:
+            yield from of_each("source", "source", s.origins.stats)
+        if s.admin is not None:
+            yield from of_stats("admin", s.admin)
+        if s.epp is not None:
+            yield from of_stats("epp", s.epp)
+        if s.pd is not None and s.fleet.has_roles:
+            yield from of_stats("pd", s.pd)
+        if s.traces is not None:
+            yield from of_stats("traces", s.traces)
+        if s.reloads is not None:
+            yield from of_stats("config", s.reloads)
+        if s.accounts.room is not None:
+            yield from of_stats("queue", s.accounts.room.stats)
+        if s.gate is not None:
+            yield from of_stats("keys", s.gate.stats)
+            yield from of_each("tenant", "tenant", s.gate.tenants())
+
+
+def families(sources: Sources) -> Iterator[Metric]:
+    """Everything on the page: the process, and what the router counts."""
+    yield from ProcessCollector(registry=None).collect()
+    yield from RouterCollector(sources).collect()
+
+
+def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
+    """Steps to the page of these families, in Prometheus text format, each read when its turn comes. Others
+    may go on (``router.openai.members.at_leisure``) after the first that ends so long after a pause."""
+    texts = yield from in_steps(_text, found, pause_every_s=pause_every_s)
+    return b"".join(texts)
+
+
+def in_steps(
+    work: Callable[[Metric], T], found: Iterable[Metric], *, pause_every_s: float = _TURN_S
+) -> Generator[None, None, list[T]]:
+    """What ``work`` makes of each family, in the same steps."""
+    made: list[T] = []
+    began_s = time.perf_counter()
+    for family in found:
+        made.append(work(family))
+        if time.perf_counter() - began_s >= pause_every_s:
+            yield
+            began_s = time.perf_counter()
+    return made
+
+
+def _text(family: Metric) -> bytes:
+    registry = CollectorRegistry()
+    registry.register(_Collected(family))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> list[Metric]:
+        return [self._family]
+
+
+def build_info() -> Iterator[Metric]:
+    """Which kvatlas this is."""
+    build = GaugeMetricFamily(
+        "kvatlas_build_info",
+        "1; the version of kvatlas and of Python as labels",
+        labels=["version", "python"],
+    )
+    build.add_metric([__version__, platform.python_version()], 1.0)
+    yield build
+
+
+def _tokenizers(libraries: Mapping[str, str]) -> Metric:
+    found = GaugeMetricFamily(
+        "kvatlas_tokenizer_info",
+        "1 for each configured model whose prompts are tokenized here; model `*` is any not named",
+        labels=["model", "library"],
+    )
+    for model, library in libraries.items():
+        found.add_metric([model, library], 1.0)
+    return found
+
+
+_TIMES = {
+    "first_token": "kvatlas_time_to_first_token_seconds",
+    "between": "kvatlas_inter_token_seconds",
+    "whole": "kvatlas_request_duration_seconds",
+    "overhead": "kvatlas_router_overhead_seconds",
+}
+_TIME_TEXTS = {
+    "first_token": "From the head of a streamed completion request until the engine's first token, retries "
+    "included",
+    "between": "Time between two pieces of a streamed completion as they come from the engine; a piece is "
+    "one token, or several that came together",
+    "whole": "From the head of a completion request until the end of its answer, of those answered with 2xx",
+    "overhead": "The router's own time before a completion request goes to its first engine: parsing, "
+    "tokenizing, looking up, choosing",
+}
+
+
+def of_requests(requests: RequestTracker) -> Iterator[Metric]:
+    """Requests that ended, and their times."""
+    ended = CounterMetricFamily(
+        "kvatlas_requests",
+        "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
+        "status as the client got it; client_gone: the client left before the end, broken_stream: the engine "
+        "broke off in the middle of its answer, unseen: a gateway passed the answer on without showing it",
+        labels=["model", "engine", "status"],
+    )
+    for key, count in requests.counts.items():
+        ended.add_metric(list(key), count)
+    yield ended
+    for name, metric in _TIMES.items():
+        family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=["model"])
+        for model, times in requests.models.items():
+            histogram: Histogram = getattr(times, name)
+            family.add_metric([model], histogram.buckets(), histogram.total)
+        yield family
+
+
+def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
+    errors = HistogramMetricFamily(
+        "kvatlas_prediction_error_tokens",
+        "Predicted minus reported hit tokens, per request",
+        labels=["engine"],
+    )
+    for engine_id, sums in receipts.items():
+        errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+    return errors
+
+
+def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
+    errors = HistogramMetricFamily(
+        "kvatlas_time_to_first_token_error_seconds",
+        "Measured minus predicted time to first token of streams, from asking the engine; below 0: early",
+        labels=["model", "engine"],
+    )
+    for engine_id, sums in receipts.items():
+        for model, histogram in sums.first_tokens.by_model.items():
+            errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
+    return errors
+
+
+def _funnel(funnel: CacheFunnel) -> Iterator[Metric]:
+    labels = ["model", "tenant"]
+    tokens = CounterMetricFamily(
+        "kvatlas_cache_tokens",
+        "Prompt tokens of requests whose hit was predicted and reported, by stage: prompt (all), held (by "
+        "the engine that holds most), chosen (held by the engine chosen), delivered (as it reported)",
+        labels=[*labels, "stage"],
+    )
+    missed = CounterMetricFamily(
+        "kvatlas_cache_missed_tokens",
+        "Prompt tokens that no cache delivered, by reason (glossary: the cache funnel)",
+        labels=[*labels, "reason"],
+    )
+    seconds = CounterMetricFamily(
+        "kvatlas_cache_elsewhere_seconds",
+        "Seconds of prefill spent on prompt tokens that another engine than the chosen one held",
+        labels=labels,
+    )
+    for key, counts in funnel.counts.items():
+        for stage in ("prompt", "held", "chosen", "delivered"):
+            tokens.add_metric([*key, stage], getattr(counts, stage))
+        for reason, count in counts.missed.items():
+            missed.add_metric([*key, reason], count)
+        seconds.add_metric([*key], counts.elsewhere_s)
+    yield from (tokens, missed, seconds)
+
+
+def _buckets(sums: EngineReceipts) -> list[tuple[str, float]]:
+    buckets, running = [], 0
+    for bound, count in zip((*ERROR_BUCKETS, "+Inf"), sums.errors, strict=True):
+        running += count
+        buckets.append((str(bound), float(running)))
+    return buckets

@@ -1,0 +1,347 @@
+"""The metrics of engines and models, as tables: one column per metric, one row per engine or model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from router.feeds.base import FeedState
+from router.index.base import IndexStats
+from router.index.engine import EngineResidency
+from router.observe.receipts import EngineReceipts
+from router.observe.requests import field_texts
+from router.placement.engine import Engine
+from router.placement.load.others import OthersLoad, others_at
+
+# Metric families from plain numbers: columns of a table of objects, or the fields of stats structs.
+#
+# Names are ``kvatlas_<part>_<what>``, units at the end. A number without value (None) has no sample; a
+# number kept by words (a dict) has one sample for each, under a label of its own.
+
+
+GAUGES = frozenset(
+    {
+        "epp_connections_open",
+        "epp_streams_open",
+        "feed_held_batches",
+        "feed_unconfirmed",
+        "feed_known_batches",
+        "feed_waiting_batches",
+        "feed_lag_s",
+        "feed_last_batch_monotonic",
+        "feed_last_seq",
+        "feed_missing_batches",
+        "flight_others",
+        "inflight_blocks",
+        "lease_held",
+        "lease_replicas",
+        "lease_wanted",
+        "inflight_prompts",
+        "prompts_context_bytes",
+        "prompts_media_bytes",
+        "prompts_prefix_bytes",
+        "proxy_requests_active",
+        "config_waiting",
+        "queue_waiting",
+        "source_engines",
+        "source_failing",
+        "source_synced",
+        "tenant_active",
+    }
+)
+"""Numbers of the stats structs that may fall; every other one is a counter."""
+_LABELS = {
+    "admission_refused": ["priority"],
+    "config_reloads": ["outcome"],
+    "epp_picks": ["mode"],
+    "prompts_reads": ["api", "how"],
+    "slo_met": ["priority"],
+    "slo_missed": ["priority"],
+}
+"""Labels of numbers that are counted by other words than a reason."""
+_UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
+_NOT_NUMBERS = frozenset({"state", "reason"})
+
+T = TypeVar("T")
+Family = CounterMetricFamily | GaugeMetricFamily
+Value = float | None | Mapping[str, float] | Mapping[tuple[str, str], float]
+"""A number, none, or numbers by the values of further labels."""
+
+
+class Column(NamedTuple, Generic[T]):
+    """One metric of a table: ``read`` gives a row's value, ``labels`` name those of a mapping."""
+
+    family: type[Family]
+    name: str
+    text: str
+    read: Callable[[T], Value]
+    labels: tuple[str, ...] = ()
+
+
+def counter(name: str, text: str, read: Callable[[T], Value], *labels: str) -> Column[T]:
+    return Column(CounterMetricFamily, name, text, read, labels)
+
+
+def gauge(name: str, text: str, read: Callable[[T], Value], *labels: str) -> Column[T]:
+    return Column(GaugeMetricFamily, name, text, read, labels)
+
+
+def table(label: str, columns: Sequence[Column[T]], rows: Mapping[str, T]) -> Iterator[Metric]:
+    """One family per column, with a sample for every row, whose key is the value of ``label``."""
+    for column in columns:
+        family = column.family(f"kvatlas_{column.name}", column.text, labels=[label, *column.labels])
+        for key, row in rows.items():
+            _add(family, [key], column.read(row))
+        yield family
+
+
+def of_stats(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
+    """One family per number of a stats struct; a dict becomes a ``reason`` label, or those of ``_LABELS``."""
+    yield from _of_structs(part, [], {(): stats})
+
+
+def of_each(label: str, part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per number of several stats structs of one type, each with its value of ``label``."""
+    yield from _of_structs(part, [label], {(key,): stats for key, stats in stats_of.items()})
+
+
+def exported(part: str, name: str) -> str:
+    """The metric of a number of a stats struct: its unit is spelled out."""
+    spelled = re.sub(r"(_s|_monotonic)$", lambda unit: _UNITS[unit[1]], name)
+    return f"kvatlas_{part}_{spelled}"
+
+
+def _of_structs(
+    part: str, labels: list[str], stats_of: Mapping[tuple[str, ...], msgspec.Struct]
+) -> Iterator[Metric]:
+    if not stats_of:
+        return
+    kind = type(next(iter(stats_of.values())))
+    for name in kind.__struct_fields__:
+        values = {key: getattr(stats, name) for key, stats in stats_of.items()}
+        if name in _NOT_NUMBERS or any(isinstance(value, str) for value in values.values()):
+            continue
+        by_word = any(isinstance(value, dict) for value in values.values())
+        more = _LABELS.get(f"{part}_{name}", ["reason"]) if by_word else []
+        family = _family(part, kind, name, [*labels, *more])
+        for key, value in values.items():
+            _add(family, key, value)
+        yield family
+
+
+def _add(family: Family, labels: Iterable[str], value: Value) -> None:
+    if isinstance(value, Mapping):
+        for words, number in value.items():
+            family.add_metric([*labels, *([words] if isinstance(words, str) else words)], float(number))
+    elif value is not None:
+        family.add_metric([*labels], float(value))
+
+
+def _family(part: str, stats: type[msgspec.Struct], name: str, labels: list[str]) -> Family:
+    kind = GaugeMetricFamily if f"{part}_{name}" in GAUGES else CounterMetricFamily
+    text = field_texts(stats).get(name, f"{part}: {name.replace('_', ' ')}")
+    return kind(exported(part, name), text, labels=labels)
+
+
+def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple[Column[Engine], ...]:
+    """What is known of every engine. ``others``: what siblings and replicas have in flight there."""
+    return (
+        gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
+        gauge(
+            "engine_silent",
+            "1 if the engine is down since polls timed out, and for no other reason; requests go to it while "
+            "no engine of its model is up",
+            lambda e: e.silent,
+        ),
+        gauge(
+            "engine_held",
+            "1 if it gets no new requests (drained, not ready, leaving)",
+            lambda e: bool(e.held),
+        ),
+        gauge(
+            "engine_breaker_open",
+            "1 if the engine gets no requests because its latest ones failed (circuit breaker)",
+            lambda e: not e.breaker.allows(now),
+        ),
+        gauge(
+            "engine_kv_usage_ratio",
+            "Share of its KV blocks that the engine says running requests use (0 to 1)",
+            lambda e: e.kv_usage,
+        ),
+        counter(
+            "engine_transfers_wrong",
+            "What the engine's NIXL connector counts of KV transfers that went wrong: failed_transfers, "
+            "failed_notifications, kv_expired_reqs (prefills that nobody fetched in time), and "
+            "notifications_after_expiry (blocks were read after they had been given up: answers may be "
+            "wrong)",
+            lambda e: e.transfers or None,
+            "kind",
+        ),
+        gauge(
+            "feed_state",
+            "1 for the state that the feed of the engine's KV events is in",
+            _feed_states,
+            "state",
+        ),
+        gauge(
+            "feed_unusable_events",
+            "Latest events of the engine in a row that could not be used (rejected, or of unknown types), "
+            "where that is all that came or many; 0 where its events can be used",
+            lambda e: e.unusable_events if e.publishes_events else None,
+        ),
+        gauge(
+            "queue_ahead_seconds",
+            "Prefill work queued at the engine, by the router's account",
+            lambda e: e.load.at(now, others_at(e.engine_id, others)).queue_s,
+        ),
+        gauge(
+            "prefill_seconds_per_token",
+            "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
+            lambda e: e.rates.prefill_s_per_token(now),
+        ),
+    )
+
+
+def _feed_states(engine: Engine) -> dict[str, float] | None:
+    feed = engine.feed
+    return None if feed is None else {str(state): feed.state == state for state in FeedState}
+
+
+INDEX: tuple[Column[IndexStats], ...] = (
+    gauge(
+        "index_blocks",
+        "Distinct KV blocks (by hash) that the engines of a model hold",
+        lambda i: i.blocks,
+    ),
+    gauge(
+        "index_residencies",
+        "Entries of the index: one per block, engine, medium and group of layers",
+        lambda i: i.residencies,
+    ),
+    gauge(
+        "index_extra_copies",
+        "Further copies of blocks that an engine holds more than once",
+        lambda i: i.extra_copies,
+    ),
+    gauge(
+        "index_patterns",
+        "Distinct sets of places that blocks are held in, which rows of the index share",
+        lambda i: i.patterns,
+    ),
+    counter(
+        "index_unknown_removals",
+        "Removal events of blocks that were not known to be held",
+        lambda i: i.unknown_removals,
+    ),
+)
+"""The index of a model."""
+
+RESIDENCY: tuple[Column[EngineResidency], ...] = (
+    counter(
+        "index_rejected_events",
+        "Events that the index skipped because they were inconsistent, by reason",
+        lambda r: r.rejected,
+        "reason",
+    ),
+    counter(
+        "index_learning_skipped_blocks",
+        "Blocks that were counted but not learned from, because the engine sent too many in that time",
+        lambda r: r.budget.skipped,
+    ),
+    gauge(
+        "index_mode",
+        "1 for the way in which block hashes of prompts are found: native, learned, or not yet",
+        lambda r: {r.mode: 1.0},
+        "mode",
+    ),
+    gauge(
+        "index_removals",
+        "1 for what a removal event of the engine takes: one copy, the last copy, or the number it tells",
+        lambda r: {str(r.removals.semantics): 1.0},
+        "semantics",
+    ),
+    counter(
+        "index_removal_evidence",
+        "Evidence for it since the engine's start: removed_again (blocks), told_counts (events), "
+        "phantoms (audits that found more copies than blocks)",
+        lambda r: {n: getattr(r.removals, n) for n in ("removed_again", "told_counts", "phantoms")},
+        "evidence",
+    ),
+    gauge(
+        "index_re_reports_suspected",
+        "1 if stored events seem to repeat earlier ones",
+        lambda r: r.removals.re_reports_suspected,
+    ),
+)
+"""What the index learned of an engine from its events."""
+
+RECEIPTS: tuple[Column[EngineReceipts], ...] = (
+    counter(
+        "receipts",
+        "Predictions compared with what the engine reported, by outcome",
+        lambda r: r.outcomes,
+        "outcome",
+    ),
+    counter(
+        "predictions_compared",
+        "Compared receipts by the farthest medium that the prediction rests on, and outcome",
+        lambda r: r.by_medium,
+        "medium",
+        "outcome",
+    ),
+    counter(
+        "predicted_hit_tokens",
+        "Predicted hit tokens of requests whose hit the engine reported",
+        lambda r: r.predicted_tokens,
+    ),
+    counter(
+        "predicted_hit_medium_tokens",
+        "Predicted hit tokens of requests whose hit the engine reported, by the medium they lie in",
+        lambda r: r.predicted_by_medium,
+        "medium",
+    ),
+    counter(
+        "reported_hit_tokens",
+        "Hit tokens (cached_tokens) that the engine reported, of requests with a prediction",
+        lambda r: r.actual_tokens,
+    ),
+    counter(
+        "prompt_mismatches",
+        "Prompts whose token count the engine reports differently: tokenizer or template differ",
+        lambda r: r.prompt_mismatches,
+    ),
+    counter(
+        "cache_report_contradictions",
+        "Reported cached tokens that contradict the engine's own events: more, fewer, or impossible",
+        lambda r: r.contradictions,
+        "kind",
+    ),
+    gauge(
+        "cache_reports_doubtful",
+        "1 if more than a quarter of the latest cached tokens the engine reported contradict its events",
+        lambda r: bool(r.contradicting),
+    ),
+    gauge(
+        "prediction_drifting",
+        "1 if more than a quarter of the latest predictions for the engine were wrong",
+        lambda r: r.drifting,
+    ),
+    counter(
+        "time_to_first_token_predictions",
+        "Predicted times to first token, measured from asking the engine, by outcome: held (within 50 ms or "
+        "10 % of the prediction, whichever is more), late, early",
+        lambda r: r.first_tokens.outcomes if any(r.first_tokens.outcomes.values()) else None,
+        "outcome",
+    ),
+    gauge(
+        "time_to_first_token_margin_seconds",
+        "Seconds on top of a predicted time to first token within which 95 of the latest 100 came",
+        lambda r: r.first_tokens.margin_s,
+    ),
+)
+"""Predictions for an engine beside what it reported."""

@@ -1,0 +1,205 @@
+"""gRPC over HTTP/2: messages in their frames, and the fields around them.
+
+Pure. Messages come whole out of ``GrpcReader`` however they were cut; one that is too long, or
+compressed, is refused before it has come.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Final
+
+from router.http.h2.hpack import literal
+from router.http.server.request_cycle import ASGI, head_problem, request_scope
+from router.openai.errors import bad_request, head_too_large
+
+_HEAD: Final = struct.Struct(">BI")  # compressed or not, and the length
+_HEAD_BYTES: Final = 5
+_MESSAGES_MAX: Final = 1024
+"""In one DATA frame, which are all read in one turn of the loop. Of 64 KiB, each would have 64 bytes."""
+OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
+FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
+
+HEAD: Final = b"\x88" + literal(b"content-type", b"application/grpc")
+"""The header block that begins every answer."""
+
+
+class GrpcError(Exception):
+    """The call ends with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@lru_cache(maxsize=64)
+def trailers(status: int, message: str = "") -> bytes:
+    """The header block that ends an answer."""
+    block = literal(b"grpc-status", b"%d" % status)
+    return block + literal(b"grpc-message", _percent(message)) if message else block
+
+
+def only_trailers(status: int, message: str) -> bytes:
+    """The header block that is a whole answer."""
+    return HEAD + trailers(status, message)
+
+
+def _percent(message: str) -> bytes:
+    """As gRPC writes texts into a header field."""
+    return b"".join(
+        b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
+        for byte in message.encode()[:500]
+    )
+
+
+def message_frame(message: bytes) -> bytes:
+    """A message as it is sent."""
+    return message_head(len(message)) + message
+
+
+def message_head(size: int) -> bytes:
+    """What stands before a message of so many bytes."""
+    return size.to_bytes(_HEAD_BYTES)  # its first byte: not compressed
+
+
+class GrpcReader:
+    """Bytes in, whole messages out. ``message_bytes_max``: of the longest one."""
+
+    __slots__ = ("_message_bytes_max", "_needed_bytes", "_rest")
+
+    def __init__(self, message_bytes_max: int) -> None:
+        self._message_bytes_max = message_bytes_max
+        self._rest = bytearray()  # of a message that is not whole
+        self._needed_bytes = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that are whole now. Raises ``GrpcError``."""
+        rest = self._rest
+        if not rest:
+            found, at = self._cut(data)
+            if at < len(data):
+                rest += data[at:]
+            return found
+        rest += data
+        if len(rest) < self._needed_bytes:
+            return []
+        with memoryview(rest) as view:
+            found, at = self._cut(view)
+        del rest[:at]
+        return found
+
+    def _cut(self, data: bytes | memoryview) -> tuple[list[bytes], int]:
+        """The messages that are whole, and where the next one begins."""
+        found, at, size = [], 0, len(data)
+        end = _HEAD_BYTES  # of the next message, as far as it is known
+        while size >= end:
+            compressed, length = _HEAD.unpack_from(data, at)
+            if compressed:
+                raise GrpcError(UNIMPLEMENTED, "compressed messages are not read")
+            if length > self._message_bytes_max:
+                raise GrpcError(RESOURCE_EXHAUSTED, f"a message of {length} bytes")
+            begin = at + _HEAD_BYTES
+            end = begin + length
+            if end > size:
+                break
+            found.append(bytes(data[begin:end]))
+            if len(found) > _MESSAGES_MAX:
+                raise GrpcError(RESOURCE_EXHAUSTED, f"more than {_MESSAGES_MAX} messages in one frame")
+            at = end
+            end += _HEAD_BYTES
+        self._needed_bytes = end - at
+        return found, at
+
+
+# Header fields between a gateway and the proxy: what came as HTTP/2 has it, and what is to change of it.
+#
+# Pure. Always true: the client's own destination never reaches the proxy nor an engine's choice; framing
+# (length, connection, host) stays the gateway's.
+
+
+Header = tuple[bytes, bytes]
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
+SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
+_DESTINATION: Final = DESTINATION.encode()
+_FIELD_SIGNS: Final = 4
+_OURS_TO_LEAVE: Final = frozenset(
+    {
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"connection",
+        b"keep-alive",
+        b"te",
+        b"trailer",
+        b"upgrade",
+        b"expect",
+        b"x-forwarded-for",
+    }
+)
+"""Fields of the gateway's own connections."""
+_CONNECTION: Final[dict[str, Any]] = {
+    "type": "http",
+    "asgi": ASGI,
+    "scheme": "http",
+    "root_path": "",
+    "server": None,
+    "client": None,
+    "state": {},
+}
+
+
+def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
+    """The ASGI scope of a request. Raises ``ApiError`` for one that no client of the proxy could send."""
+    size, pseudo, kept = 0, {}, []
+    for field in headers:
+        name, value = field
+        size += len(name) + len(value) + _FIELD_SIGNS
+        if name[:1] == b":":
+            pseudo[name] = value
+        elif name != _DESTINATION:
+            kept.append(field)
+    if size > header_bytes_max:
+        raise head_too_large(header_bytes_max)
+    method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    problem = head_problem("2", path, 0)
+    if problem or not method.isalpha() or not (path.startswith(b"/") or path == b"*"):
+        raise bad_request("invalid_http", problem or "The gateway sent no valid method or path.")
+    host = pseudo.get(b":authority", b"")
+    if host and not any(name == b"host" for name, _ in kept):
+        kept.append((b"host", host))
+    return request_scope(_CONNECTION, "2", method, path, kept)
+
+
+def status_of(headers: list[Header]) -> tuple[int, list[Header]]:
+    """An answer's status, 0 where there is none, and its fields."""
+    status = next((value for name, value in headers if name == b":status"), b"")
+    return int(status) if status.isdigit() else 0, [field for field in headers if field[0][:1] != b":"]
+
+
+def own_fields(headers: Iterable[Header]) -> list[Header]:
+    """Fields of an answer that the router gives itself, as the gateway takes them."""
+    return [field for field in headers if field[0] not in _OURS_TO_LEAVE]
+
+
+def changes(before: list[Header], after: Iterable[Header]) -> tuple[list[Header], list[bytes]]:
+    """Fields to set and names to remove, so that ``before`` becomes ``after``; both without those that HTTP/2
+    begins with a colon."""
+    fields = [field for field in after if field[0] not in _OURS_TO_LEAVE]
+    kept = [field for field in before if field[0] not in _OURS_TO_LEAVE]
+    if fields == kept:
+        return [], []
+    had = set(kept)
+    changed = {name for name, value in fields if (name, value) not in had}
+    changed |= _counts_differ(before, fields)
+    names = {name for name, _ in fields}
+    return [f for f in fields if f[0] in changed], sorted({name for name, _ in had} - names)
+
+
+def _counts_differ(before: list[Header], after: list[Header]) -> set[bytes]:
+    """Names that are in both, but not as often."""
+    ours = [name for name, _ in after]
+    theirs = [name for name, _ in before]
+    return {name for name in {*ours} & {*theirs} if ours.count(name) != theirs.count(name)}

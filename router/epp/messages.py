@@ -1,0 +1,460 @@
+"""The messages of ``envoy.service.ext_proc.v3.ExternalProcessor`` that are used, read and made.
+
+Pure. Field numbers are those of Envoy's API (stable within v3). What a gateway sends and nobody here needs is
+skipped; what is made is complete for Envoy 1.34 and later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Final, Literal
+
+import msgspec
+
+# Protocol Buffers' wire format, as far as the picker needs it: numbers, bytes, messages within messages.
+#
+# Pure. Reading skips what it does not know and gives fields in their order; of a field that must be single
+# the last one counts, as in every runtime. Always true: the work is linear in the bytes, and bounded for
+# each message; whatever is wrong is a ``ProtobufError``.
+
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT_BYTES_MAX: Final = 10
+_FIELDS_MAX: Final = 16_384
+"""Of one message: reading so many takes about 6 ms."""
+
+
+class ProtobufError(ValueError):
+    """The bytes are no message."""
+
+
+Value = int | bytes
+"""Of a field: its number, or its bytes."""
+
+
+def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
+    """Number and value of every field from ``at`` on; fixed-size numbers, which no message here has, are left
+    out. Raises ``ProtobufError``."""
+    size, left = len(message), _FIELDS_MAX
+    while at < size:
+        left -= 1
+        if left < 0:
+            raise ProtobufError(f"more than {_FIELDS_MAX} fields in one message")
+        key, at = (message[at], at + 1) if message[at] < 0x80 else read_varint(message, at)
+        number, kind = key >> 3, key & 7
+        if not 0 < number < 1 << 29:
+            raise ProtobufError(f"field {number}")
+        if kind == _BYTES:
+            # Most lengths are one byte: without a call for it reading takes three quarters of the time.
+            if at < size and message[at] < 0x80:
+                length, at = message[at], at + 1
+            else:
+                length, at = read_varint(message, at)
+            end = at + length
+            if end > size:
+                raise ProtobufError(f"field {number} is longer than its message")
+            yield number, message[at:end]
+            at = end
+        elif kind == _VARINT:
+            value, at = read_varint(message, at)
+            yield number, value
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+            if at > size:
+                raise ProtobufError(f"field {number} is longer than its message")
+        else:
+            raise ProtobufError(f"field {number} is of kind {kind}")
+
+
+def read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """A number, and where what follows it begins. Raises ``ProtobufError``."""
+    try:
+        byte = message[at]
+        if byte < 0x80:
+            return byte, at + 1
+        value = shift = 0
+        for _ in range(_VARINT_BYTES_MAX):
+            byte = message[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value & 0xFFFF_FFFF_FFFF_FFFF, at
+            shift += 7
+    except IndexError:
+        raise ProtobufError("a number that is not whole") from None
+    raise ProtobufError("a number that is too long")
+
+
+def as_bytes(value: Value) -> bytes:
+    """A value that must be bytes. Raises ``ProtobufError``."""
+    if isinstance(value, int):
+        raise ProtobufError("a number where bytes belong")
+    return value
+
+
+def as_int(value: Value) -> int:
+    """A value that must be a number. Raises ``ProtobufError``."""
+    if not isinstance(value, int):
+        raise ProtobufError("bytes where a number belongs")
+    return value
+
+
+def as_text(value: Value) -> str:
+    """A value that must be text. Raises ``ProtobufError``."""
+    try:
+        return as_bytes(value).decode()
+    except UnicodeDecodeError as error:
+        raise ProtobufError(f"text that is not UTF-8: {error}") from None
+
+
+def varint(value: int) -> bytes:
+    """A number that is not negative."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def number_field(number: int, value: int) -> bytes:
+    """A field with a number."""
+    return varint(number << 3) + varint(value)
+
+
+def bytes_field(number: int, value: bytes) -> bytes:
+    """A field with bytes, text or a message."""
+    size = len(value)
+    if size < 0x80 and number < 0x10:
+        return b"%c%c%b" % (number << 3 | _BYTES, size, value)
+    return b"%b%b%b" % (varint(number << 3 | _BYTES), varint(len(value)), value)
+
+
+Header = tuple[bytes, bytes]
+Kind = Literal[
+    "request_headers",
+    "response_headers",
+    "request_body",
+    "response_body",
+    "request_trailers",
+    "response_trailers",
+]
+
+_KINDS: Final[dict[int, Kind]] = {
+    2: "request_headers",
+    3: "response_headers",
+    4: "request_body",
+    5: "response_body",
+    6: "request_trailers",
+    7: "response_trailers",
+}
+_BODIES, _TRAILERS = 4, 6
+"""The first kind of each."""
+_BODY_BEGINS: Final[dict[int, Kind]] = {0x22: "request_body", 0x2A: "response_body"}
+"""The first byte of a message with a body."""
+_ENDS: Final = number_field(2, 1)
+"""``end_of_stream`` of a body."""
+_ANSWERS: Final[dict[Kind, int]] = {
+    "request_headers": 1,
+    "response_headers": 2,
+    "request_body": 3,
+    "response_body": 4,
+    "request_trailers": 5,
+    "response_trailers": 6,
+}
+_ANSWER_BEGINS: Final[dict[Kind, bytes]] = {kind: bytes((at << 3 | 2,)) for kind, at in _ANSWERS.items()}
+_IMMEDIATE, _DYNAMIC_METADATA = 7, 8
+_APPEND, _OVERWRITE = 0, 2
+_FIRST, _THIRD = 0x0A, 0x1A
+"""How fields 1 and 3 begin, where they hold bytes."""
+_ONE_BYTE = 0x80
+"""Below it a length is written in one byte."""
+_REMEMBERED_BYTES_MAX: Final = 4096
+_HEADERS_MAX: Final = 4096
+_METADATA_BYTES_MAX: Final = 256 * 1024
+"""About 10,000 endpoints."""
+_DEPTH_MAX: Final = 8
+"""Of lists within lists in metadata; a list of endpoints has a depth of 1."""
+NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
+"""Body modes."""
+MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
+
+LB: Final = "envoy.lb"
+SUBSET: Final = "envoy.lb.subset_hint"
+
+
+class Modes(msgspec.Struct, frozen=True, gc=False):
+    """How the gateway sends bodies; it tells so in its first message."""
+
+    request_body: int = FULL_DUPLEX
+    response_body: int = FULL_DUPLEX
+
+
+class ProcessingRequest(msgspec.Struct, gc=False):
+    """One message of a gateway; ``kind`` None: of a kind that is not known here."""
+
+    kind: Kind | None = None
+    headers: list[Header] = []
+    body: bytes = b""
+    end_of_stream: bool = False
+    metadata: bytes = b""
+    """Read by ``endpoints``."""
+    modes: Modes | None = None
+    observes: bool = False
+    """The gateway waits for no answer."""
+
+
+def mode_problem(said: ProcessingRequest, modes: Modes) -> str:
+    """Why a request's first message cannot be worked with, with the remedy; "": it can."""
+    if said.observes:
+        return "observability_mode: set it to false"
+    mode = modes.request_body
+    if said.end_of_stream or mode in (FULL_DUPLEX, BUFFERED):
+        return ""
+    named = MODES[mode] if mode < len(MODES) else "unknown"
+    return f"request_body_mode {named}: set FULL_DUPLEX_STREAMED (or BUFFERED)"
+
+
+def read_request(message: bytes) -> ProcessingRequest:
+    """Raises ``ProtobufError``, also for two in one: protobuf would join them, gateways send none."""
+    found = ProcessingRequest()
+    for number, value in fields(message, _read_plain_body(message, found)):
+        kind = _KINDS.get(number)
+        if kind is not None:
+            if found.kind is not None:
+                raise ProtobufError(f"{found.kind} and {kind} in one message")
+            found.kind = kind
+            if number < _BODIES:
+                found.headers, found.end_of_stream = _read_headers(as_bytes(value))
+            elif number < _TRAILERS:
+                found.body, found.end_of_stream = _read_body(as_bytes(value))
+        elif number == 8:
+            found.metadata += as_bytes(value)  # the parts of a message that came in two are one
+            if len(found.metadata) > _METADATA_BYTES_MAX:
+                raise ProtobufError(f"metadata_context of more than {_METADATA_BYTES_MAX} bytes")
+        elif number == 10:
+            found.observes = bool(as_int(value))
+        elif number == 11:
+            found.modes = _read_modes(as_bytes(value))
+    return found
+
+
+def _read_plain_body(message: bytes, found: ProcessingRequest) -> int:
+    """Where what follows a body begins, which is read here without a copy of the message around it; 0: the
+    message begins with none, or not as usual."""
+    kind = _BODY_BEGINS.get(message[0]) if message else None
+    if kind is None:
+        return 0
+    length, at = read_varint(message, 1)
+    end = at + length
+    body = b""
+    if length and message[at : at + 1] == b"\n":
+        size, begin = read_varint(message, at + 1)
+        at = begin + size
+        body = message[begin:at]
+    ends = message[at:end]
+    if max(at, end) > len(message) or at > end or ends not in (b"", _ENDS):
+        return 0
+    found.kind, found.body, found.end_of_stream = kind, body, ends != b""
+    return end
+
+
+def _read_headers(message: bytes) -> tuple[list[Header], bool]:
+    headers: list[Header] = []
+    ends = False
+    for number, value in fields(message):
+        if number == 1:
+            headers += _read_map(as_bytes(value))
+            if len(headers) > _HEADERS_MAX:
+                raise ProtobufError(f"more than {_HEADERS_MAX} header fields")
+        elif number == 3:
+            ends = bool(as_int(value))
+    return headers, ends
+
+
+def _read_map(message: bytes) -> list[Header]:
+    """Every request has a dozen: those written as usual are read without the detour of ``fields``."""
+    headers: list[Header] = []
+    at, size = 0, len(message)
+    while (
+        at < size - 1
+        and len(headers) <= _HEADERS_MAX
+        and message[at] == _FIRST
+        and (length := message[at + 1]) < _ONE_BYTE
+    ):
+        begin = at + 2
+        at = begin + length
+        if at > size:
+            raise ProtobufError("a header field longer than its message")
+        value = begin + 4 + message[begin + 1] if length > 3 else at + 1
+        if (
+            value <= at
+            and message[begin] == _FIRST
+            and message[value - 2] == _THIRD
+            and message[value - 1] == at - value
+        ):
+            headers.append((message[begin + 2 : value - 2].lower(), message[value:at]))
+        else:
+            headers.append(_read_header(message[begin:at]))
+    if at < size:  # a long field, or one that is not known here
+        headers += [_read_header(as_bytes(each)) for number, each in fields(message[at:]) if number == 1]
+    return headers
+
+
+def _read_header(message: bytes) -> Header:
+    key = text = raw = b""
+    for number, value in fields(message):
+        if number == 1:
+            key = as_bytes(value)
+        elif number == 2:
+            text = as_bytes(value)
+        elif number == 3:
+            raw = as_bytes(value)
+    return key.lower(), raw or text
+
+
+def _read_body(message: bytes) -> tuple[bytes, bool]:
+    body, ends = b"", False
+    for number, value in fields(message):
+        if number == 1:
+            body = as_bytes(value)
+        elif number == 2:
+            ends = bool(as_int(value))
+    return body, ends
+
+
+def _read_modes(message: bytes) -> Modes:
+    found = {number: as_int(value) for number, value in fields(message) if number in (1, 2)}
+    return Modes(found.get(1, NONE), found.get(2, NONE))
+
+
+def endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
+    """The text, or list of texts, that ``filter_metadata`` has under this name; None: it has none. Raises
+    ``ProtobufError``."""
+    if not metadata:
+        return None
+    # Who served, and the subset allowed: the same few over and over.
+    read = _endpoints_again if len(metadata) <= _REMEMBERED_BYTES_MAX else _endpoints
+    return read(metadata, namespace, key)
+
+
+def _endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
+    found = None
+    for number, value in fields(metadata):
+        if number == 1 and (struct := _entry(as_bytes(value), namespace)) is not None:
+            for at, member in fields(struct):
+                if at == 1 and (content := _entry(as_bytes(member), key)) is not None:
+                    found = tuple(_texts(content))
+    return found
+
+
+_endpoints_again = lru_cache(maxsize=512)(_endpoints)
+
+
+def _entry(message: bytes, key: str) -> bytes | None:
+    """The value of a map's entry if it has this key."""
+    name, content = "", b""
+    for number, value in fields(message):
+        if number == 1:
+            name = as_text(value)
+        elif number == 2:
+            content = as_bytes(value)
+    return content if name == key else None
+
+
+def _texts(message: bytes, depth: int = 0) -> list[str]:
+    """Of a ``google.protobuf.Value``."""
+    if depth > _DEPTH_MAX:
+        raise ProtobufError(f"lists within lists in metadata, more than {_DEPTH_MAX} deep")
+    found: list[str] = []
+    for number, value in fields(message):
+        if number == 3:  # one text may be a list: gateways copy it from a header (lwepp, handlers/request.go)
+            found = [each for part in as_text(value).split(",") if (each := part.strip())]
+        elif number == 6:
+            found = [
+                each
+                for at, item in fields(as_bytes(value))
+                if at == 1
+                for each in _texts(as_bytes(item), depth + 1)
+            ]
+    return found
+
+
+@lru_cache(maxsize=16)
+def go_on(kind: Kind) -> bytes:
+    """A ``ProcessingResponse`` to a message of this kind: nothing is changed."""
+    return answer(kind)
+
+
+def answer(kind: Kind, *, common: bytes = b"", metadata: bytes = b"") -> bytes:
+    """A ``ProcessingResponse`` to a message of this kind: go on, with these changes."""
+    inner = bytes_field(1, common) if common else b""
+    return bytes_field(_ANSWERS[kind], inner) + metadata
+
+
+def common_response(
+    *,
+    headers: bytes = b"",
+    body: bytes | None = None,
+    clear_route_cache: bool = False,
+) -> bytes:
+    """Changes: of headers (``header_mutation``), and of a buffered body."""
+    return b"".join(
+        (
+            bytes_field(2, headers) if headers else b"",
+            bytes_field(3, bytes_field(1, body)) if body is not None else b"",
+            number_field(5, 1) if clear_route_cache else b"",
+        )
+    )
+
+
+def around_piece(kind: Kind, size: int, *, ends: bool) -> tuple[bytes, bytes]:
+    """What stands in a ``ProcessingResponse`` before and behind a piece of a body in full duplex
+    (``response.body_mutation.streamed_response.body``)."""
+    before = b"\n" + varint(size) if size else b""
+    behind = _ENDS if ends else b""
+    size += len(behind)
+    for begin in (b"\x1a", b"\x1a", b"\n", _ANSWER_BEGINS[kind]):
+        before = begin + varint(size + len(before)) + before
+    return before, behind
+
+
+def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> bytes:
+    """Fields to be set, replacing those of the same name but for repeated ones, and names to be removed."""
+    out: list[bytes] = []
+    seen: set[bytes] = set()
+    for name, value in sets:
+        field = bytes_field(1, bytes_field(1, name) + bytes_field(3, value))
+        action = _APPEND if name in seen else _OVERWRITE
+        out.append(bytes_field(1, field + number_field(3, action)))
+        seen.add(name)
+    out.extend(bytes_field(2, name) for name in removes)
+    return b"".join(out)
+
+
+def dynamic_metadata(namespace: str, key: str, text: str) -> bytes:
+    """The part of a ``ProcessingResponse`` that gives the filters behind this text."""
+    inner = _map_entry(key, bytes_field(3, text.encode()))
+    outer = _map_entry(namespace, bytes_field(5, inner))
+    return bytes_field(_DYNAMIC_METADATA, outer)
+
+
+def _map_entry(key: str, value: bytes) -> bytes:
+    """A ``google.protobuf.Struct`` of one member."""
+    return bytes_field(1, bytes_field(1, key.encode()) + bytes_field(2, value))
+
+
+def immediate(status: int, headers: Iterable[Header], body: bytes, details: str) -> bytes:
+    """A ``ProcessingResponse`` that is the answer to the client; ``details`` is for the gateway's log."""
+    content = b"".join(
+        (
+            bytes_field(1, number_field(1, status)),
+            bytes_field(2, header_mutation(headers)),
+            bytes_field(3, body) if body else b"",
+            bytes_field(5, details.encode()),
+        )
+    )
+    return bytes_field(_IMMEDIATE, content)

@@ -1,1 +1,0 @@
-"""One request of a gateway, from its head to the end of its answer."""

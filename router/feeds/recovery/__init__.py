@@ -1,1 +1,0 @@
-"""How a feed becomes whole again: replay and snapshots."""

@@ -1,0 +1,238 @@
+"""Fetching all that an engine holds, by the snapshot protocol its publisher speaks, told by its answer.
+
+One question, ``[b"", b"snapshot"]`` from a fresh DEALER, is understood by all of them and does no harm at the
+rest: a publisher that only replays takes the eight bytes for a seq beyond its last and answers with its end
+marker.
+Addresses are asked in the order given (the engine's snapshot socket, then its replay socket), each with
+``replay_timeout_s`` of silence allowed; the one that answered is asked first the next time. Answers:
+
+- ``[b"", seq, publisher_id, chunk, ...]``, one message: vLLM #57789 and our publisher. ``seq`` is signed, -1
+  an empty history, below that "none now";
+- ``[b"", topic, resume_seq, payload]`` until the end marker, ``resume_seq`` the next live seq: vLLM #50134;
+- the end marker alone: no snapshots here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+
+import msgspec
+import zmq
+
+from publisher.event_decoder import decode_in_pieces
+from publisher.events import AllBlocksCleared, DecodedBatch, EventDecodeError
+from publisher.snapshot import REQUEST
+from router.feeds.base import Cut, FeedSettings, Frame, ResyncError, SnapshotUnsupportedError
+from router.feeds.position import NOWHERE
+from router.feeds.recovery import Recovery, RepairKind
+from router.feeds.sockets import MessageReader, Slice, receive
+
+_END_SEQ = b"\xff" * 8
+_EVENTS_PER_PIECE = 4
+"""Of up to 1024 blocks each: about a millisecond of the sink's time."""
+
+
+class SnapshotClient:
+    """See the module's docstring; implements ``router.feeds.base.SnapshotSource``."""
+
+    def __init__(
+        self,
+        endpoints: list[str],
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: FeedSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._endpoints = endpoints
+        self._context = context
+        self._settings = settings
+        self._clock = clock
+
+    async def fetch(self) -> AsyncGenerator[DecodedBatch | Cut, None]:
+        """See ``SnapshotSource.fetch``."""
+        failure: ResyncError | None = None
+        for endpoint in list(self._endpoints):
+            with MessageReader(self._context.socket(zmq.DEALER)) as reader:
+                try:
+                    first = await self._ask(endpoint, reader)
+                except SnapshotUnsupportedError:
+                    continue
+                except ResyncError as error:
+                    failure = error
+                    continue
+                self._endpoints.remove(endpoint)
+                self._endpoints.insert(0, endpoint)
+                work = Slice(self._clock, self._settings.slice_s)
+                work.begin()
+                pieces = _whole(first, self._settings) if _is_one_message(first) else None
+                if pieces is not None:
+                    for piece in pieces:
+                        if piece is not None:
+                            yield piece
+                        await work.yield_to_loop()
+                    return
+                async for part in self._stream(endpoint, reader, first, work):
+                    yield part
+                    await work.yield_to_loop()
+                return
+        raise failure or SnapshotUnsupportedError("no snapshots here")
+
+    async def _ask(self, endpoint: str, reader: MessageReader) -> list[bytes]:
+        """The first message of the answer, without its empty frame."""
+        reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
+        reader.socket.set(zmq.MAXMSGSIZE, self._settings.snapshot_bytes_max)  # of one frame
+        try:
+            reader.socket.connect(endpoint)
+            reader.socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise ResyncError(f"{endpoint}: {error}") from error
+        first = await self._next(endpoint, reader)
+        if len(first) >= 2 and _END_SEQ in first[:2] and not first[-1]:
+            raise SnapshotUnsupportedError(endpoint)
+        return first
+
+    async def _next(self, endpoint: str, reader: MessageReader) -> list[bytes]:
+        message = await receive(reader, endpoint, self._settings.replay_timeout_s)
+        return message[1:] if message and message[0] == b"" else message
+
+    async def _stream(
+        self, endpoint: str, reader: MessageReader, first: list[bytes], work: Slice
+    ) -> AsyncGenerator[DecodedBatch | Cut, None]:
+        """vLLM #50134: numbered messages that all carry the seq to go on from."""
+        resume, offload, size = first[1] if len(first) == 3 else b"", False, 0
+        message = first
+        while True:
+            if len(message) != 3 or len(message[1]) != 8:
+                raise ResyncError(f"{endpoint}: no snapshot message: {len(message)} frames")
+            if message[1] == _END_SEQ:
+                break
+            if message[1] != resume:
+                raise ResyncError(f"{endpoint}: the snapshot changed under way")
+            size += len(message[2])
+            batch = await work.all(_decode(message[2]))
+            if message is first and not (batch.events and isinstance(batch.events[0], AllBlocksCleared)):
+                raise ResyncError(f"{endpoint}: a replay, where a snapshot was asked for")
+            if size > self._settings.snapshot_bytes_max:
+                raise ResyncError(f"{endpoint}: snapshot over {self._settings.snapshot_bytes_max} bytes")
+            offload = offload or _shows_offload(batch)
+            for piece in _split(batch):
+                yield piece
+            message = await self._next(endpoint, reader)
+        yield Cut(int.from_bytes(resume, "big") - 1, None, offload)
+
+
+def _is_one_message(frames: list[bytes]) -> bool:
+    """vLLM #57789's form: an 8-byte cut, then a 16-byte id."""
+    return len(frames) >= 2 and len(frames[0]) == 8 and len(frames[1]) == 16
+
+
+def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch | Cut | None]:
+    """The pieces of an answer in one message; None where the loop may have its turn."""
+    seq = int.from_bytes(frames[0], "big", signed=True)
+    if seq < -1:
+        raise ResyncError(f"the publisher has no snapshot now ({seq})")
+    if sum(map(len, frames)) > settings.snapshot_bytes_max:
+        raise ResyncError(f"snapshot over {settings.snapshot_bytes_max} bytes")
+    offload = False
+    for chunk in frames[2:]:
+        batch = yield from _decode(chunk)
+        offload = offload or _shows_offload(batch)
+        yield from _split(batch)
+    yield Cut(seq, frames[1], offload)
+
+
+def _decode(payload: bytes) -> Generator[None, None, DecodedBatch]:
+    try:
+        batch = yield from decode_in_pieces(payload)
+    except EventDecodeError as error:
+        raise ResyncError(f"snapshot: {error}") from None
+    if batch.rejected:
+        raise ResyncError(f"snapshot: {batch.rejected[0]}")
+    return batch
+
+
+def _split(batch: DecodedBatch) -> Iterator[DecodedBatch]:
+    for start in range(0, len(batch.events), _EVENTS_PER_PIECE):
+        yield msgspec.structs.replace(batch, events=batch.events[start : start + _EVENTS_PER_PIECE])
+
+
+def _shows_offload(batch: DecodedBatch) -> bool:
+    return any(
+        not isinstance(event, AllBlocksCleared) and event.medium not in {None, "GPU"}
+        for event in batch.events
+    )
+
+
+# What a feed does with the answer to a snapshot request, and when it asks for a snapshot anew.
+#
+# The shell stages the answer in the sink, beside what is known. It is adopted only if it is of the process
+# that is heard; batches heard after its cut are applied on top of it.
+
+
+class SnapshotAnswers:
+    """Inputs and decisions of a feed machine about snapshots."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+
+    def taken(self, now: float, request_id: int, cut: Cut) -> None:
+        """The answer is staged whole; it is adopted, or void."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        position = recovery.position
+        followed = position.publisher_id
+        heard = recovery.heard_id or (None if recovery.unverified else followed)
+        if cut.publisher_id is not None and heard is not None and cut.publisher_id != heard:
+            recovery.no_snapshot(now, repair)
+            return
+        recovery.stats.snapshots += 1
+        recovery.repair = None
+        tail = (recovery.tail if repair.kind is RepairKind.REFRESH else position.held).frames()
+        if cut.publisher_id is not None and followed is not None and cut.publisher_id != followed:
+            recovery.stats.restarts += 1
+            recovery.forget()
+        position.adopt(cut, tail)
+        recovery.tail.clear()
+        recovery.snapshots.worked()
+        if position.is_whole:
+            recovery.done(now)
+        elif recovery.has_replay:
+            recovery.start(now, RepairKind.GAP)
+        else:
+            position.skip_all("gap")
+
+    def failed(self, now: float, request_id: int, *, unsupported: bool) -> None:
+        """No usable answer; ``unsupported``: this publisher never will have one."""
+        repair = self._recovery.answered(request_id)
+        if repair is None:
+            return
+        if unsupported:
+            self._recovery.snapshots.usable = False
+        self._recovery.no_snapshot(now, repair)
+
+    def progress(self, now: float, request_id: int) -> None:
+        """The answer is coming in."""
+        repair = self._recovery.answered(request_id)
+        if repair is not None:
+            repair.deadline = now + self._recovery.settings.hold_s_max
+
+    def hear(self, now: float, frame: Frame) -> None:
+        """A live frame that the snapshot asked for may not cover: kept until it is here."""
+        recovery = self._recovery
+        repair = recovery.repair
+        if repair is not None and repair.kind is RepairKind.REFRESH and not recovery.tail.put(frame):
+            recovery.stats.buffer_overflows += 1
+            recovery.no_snapshot(now, repair)
+
+    def refresh(self, now: float) -> bool:
+        """Where something is unknown, have all of it anew while what is known stays in use."""
+        recovery = self._recovery
+        if not (recovery.position.unknown or recovery.unverified) or not recovery.snapshots.may_ask(now):
+            return False
+        recovery.tail.clear()
+        if recovery.position.next_seq == NOWHERE:
+            recovery.start_history(now)
+        else:
+            recovery.start(now, RepairKind.REFRESH)
+        return True

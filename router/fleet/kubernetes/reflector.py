@@ -1,0 +1,288 @@
+"""Keeps the objects of one list true: list once, then watch from there, and list again when history is gone.
+
+Always true: while the API server is away, refuses or talks nonsense, the objects stay as last known; pauses
+grow from try to try up to a bound, with jitter, and are at least what the server asked for; a watch that
+breaks is continued where it was heard last, so nothing is missed and nothing is listed twice for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import httpx2
+import msgspec
+import structlog
+from lightkube import ApiError, AsyncClient, ConfigError, NotReadyError
+
+from router.fleet.kubernetes.objects import EndpointSlice, InferencePool, Pod, Received
+from router.fleet.kubernetes.transport import AccessError, BadAnswerError, RefusedError, WatchEndedError
+from router.fleet.settings import KubernetesSettings
+from router.fleet.sources import SourceStats
+from router.http.reasons import reason_of
+
+# All objects of one list, kept true by a watch's events, whatever order and how often they come. Pure.
+#
+# Per object the newest version wins, also over its deletion, so an event that is late or comes twice
+# changes nothing. Versions are compared as numbers, as Kubernetes' own components have long done and the
+# API promises since 1.35; where they are none, the order of arrival counts. A list is the truth and
+# replaces everything.
+
+
+T = TypeVar("T", Pod, EndpointSlice, InferencePool)
+_DELETED_MAX = 4096
+"""Deleted objects remembered until the next list."""
+
+
+class _Known(NamedTuple, Generic[T]):
+    version: str
+    object: T | None
+    """None: deleted."""
+
+
+class ObjectStore(Generic[T]):
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], _Known[T]] = {}
+        self._deleted: dict[tuple[str, str], None] = {}
+
+    def __iter__(self) -> Iterator[T]:
+        return (known.object for known in self._known.values() if known.object is not None)
+
+    def __len__(self) -> int:
+        return len(self._known) - len(self._deleted)
+
+    def replace(self, objects: Iterable[T]) -> None:
+        """These, and no others, exist."""
+        self._known = {_key(one): _Known(one.metadata.resource_version, one) for one in objects}
+        self._deleted = {}
+
+    def put(self, one: T) -> bool:
+        """Added or modified. False if it was old news."""
+        return self._note(one, _Known(one.metadata.resource_version, one))
+
+    def delete(self, one: T) -> bool:
+        """Deleted; ``one`` is its last state. False if it was old news."""
+        return self._note(one, _Known(one.metadata.resource_version, None))
+
+    def _note(self, one: T, now: _Known[T]) -> bool:
+        key = _key(one)
+        known = self._known.get(key)
+        if known is not None and not _newer(now.version, known.version):
+            return False
+        self._known[key] = now
+        self._deleted.pop(key, None)
+        if now.object is None:
+            self._deleted[key] = None
+            if len(self._deleted) > _DELETED_MAX:
+                oldest = next(iter(self._deleted))
+                del self._deleted[oldest], self._known[oldest]
+        return True
+
+
+def _key(one: Pod | EndpointSlice | InferencePool) -> tuple[str, str]:
+    return one.metadata.namespace, one.metadata.name
+
+
+def _newer(version: str, than: str) -> bool:
+    if version.isdecimal() and than.isdecimal():
+        return int(version) > int(than)
+    return True
+
+
+_log = structlog.get_logger()
+_Events = AsyncGenerator[tuple[str, Received], None]
+_GONE = 410
+_RETRY_S_MIN = 0.2
+_SHORT_WATCH_S = 1.0
+"""A watch that ends sooner without having told anything is not begun again at once."""
+_LIST_AFTER = 3
+"""Failures in a row after which to list anew: the history may be another one, as after a restored backup."""
+_PAGE = 250
+_LIST_S = 120.0
+"""Longest time of a list, all its pages and a login by plug-in included."""
+_SILENCE_S = 15.0
+"""How much later than promised the end of a watch may come."""
+_BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Reflector(Generic[T]):
+    """Runs until cancelled. ``changed`` is called whenever ``store`` may differ; ``selector`` is of labels,
+    ``name`` that of the only object wanted."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        resource: type[Received],
+        kind: type[T],
+        namespace: str,
+        selector: str,
+        *,
+        name: str = "",
+        settings: KubernetesSettings,
+        stats: SourceStats,
+        changed: Callable[[], None],
+        jitter: random.Random,
+    ) -> None:
+        self.store: ObjectStore[T] = ObjectStore()
+        self.synced = False
+        self.failing = False
+        self._client = client
+        self._resource = resource
+        self._kind: type[T] = kind
+        self._namespace = namespace
+        # lightkube writes a key without a value as it is given
+        self._selected: dict[str, Any] = {"labels": {selector: None}} if selector else {}
+        if name:
+            self._selected["fields"] = {"metadata.name": name}
+        self._where = f"{client.config.cluster.server}: {kind.__name__} in {namespace}"
+        self._settings = settings
+        self._stats = stats
+        self._changed = changed
+        self._jitter = jitter
+        self._version: str | None = None  # heard up to here; None: list first
+        self._failures = 0
+
+    async def run(self) -> None:
+        """List and watch for ever."""
+        while True:
+            pause_s = 0.0
+            try:
+                if self._version is None:
+                    await self._list()
+                pause_s = await self._watch()
+            except RefusedError as error:
+                pause_s = self._failed(_reason(error.status), error, asked_s=error.retry_after_s)
+            except (BadAnswerError, *_BAD) as error:
+                self._version = None
+                pause_s = self._failed("bad_answer", error)
+            except (AccessError, ConfigError) as error:
+                pause_s = self._failed("access", error)
+            except ApiError as error:  # in a watch
+                pause_s = self._failed(_reason(error.status.code or 0), error)
+            except httpx2.HTTPStatusError as error:  # the login was refused, once more
+                pause_s = self._failed(_reason(error.response.status_code), error)
+            except (KeyError, TypeError, ValueError) as error:
+                user = self._client.config.user
+                if user is None or user.exec is None:
+                    raise
+                told = AccessError(f"login plug-in {user.exec.command} gave no token: {reason_of(error)}")
+                pause_s = self._failed("access", told)
+            except (httpx2.HTTPError, TimeoutError, OSError) as error:
+                pause_s = self._failed("connection", error)
+            await asyncio.sleep(pause_s)
+
+    def _failed(self, reason: str, error: Exception, *, asked_s: float = 0.0) -> float:
+        """Count it; how long to wait."""
+        if reason == "gone":
+            self._version = None
+        self._failures += 1
+        if self._failures >= _LIST_AFTER:
+            self._version = None
+        first_gone = reason == "gone" and self._failures == 1
+        if not first_gone:  # history that ran out is daily business
+            self.failing = True
+            if self._stats.failed(reason, f"{self._where}: {_text(error)}"):
+                _log.warning("Kubernetes API", problem=self._stats.last_error)
+        else:
+            self._stats.complain(reason, str(error))
+        most_s = min(self._settings.retry_s_max, _RETRY_S_MIN * 2 ** min(self._failures, 16))
+        own_s = 0.0 if first_gone else self._jitter.uniform(most_s / 2, most_s)
+        return max(own_s, asked_s)
+
+    def _worked(self) -> None:
+        self._failures = 0
+        if self.failing:
+            self.failing = False
+            self._changed()
+
+    async def _list(self) -> None:
+        found: list[T] = []
+        listing = self._client.list(
+            self._resource, namespace=self._namespace, chunk_size=_PAGE, **self._selected
+        )
+        async with asyncio.timeout(_LIST_S):
+            async for one in listing:
+                understood = self._understood(one)
+                if understood is not None:
+                    found.append(understood)
+                if len(found) > self._settings.objects_max:
+                    raise BadAnswerError(
+                        f"more than fleet.kubernetes.objects_max = {self._settings.objects_max} objects; "
+                        "narrow the selector"
+                    )
+        try:
+            version = listing.resourceVersion
+        except NotReadyError:
+            raise BadAnswerError("a list without resourceVersion") from None
+        self.store.replace(found)
+        self._version, self.synced = version, True
+        self.failing = False
+        self._changed()
+
+    async def _watch(self) -> float:
+        """One watch; how long to wait before the next."""
+        loop = asyncio.get_running_loop()
+        began, synced, watch_s = loop.time(), False, self._settings.watch_s
+        events = self._client.watch(
+            self._resource,
+            namespace=self._namespace,
+            **self._selected,
+            server_timeout=max(1, round(watch_s)),
+            resource_version=self._version,
+        )
+        try:
+            async with asyncio.timeout(watch_s + _SILENCE_S), aclosing(cast(_Events, events)):
+                async for event, one in events:
+                    synced = True
+                    self._hear(event, one)
+                    self._worked()
+        except WatchEndedError:
+            pass
+        if synced or loop.time() - began >= _SHORT_WATCH_S:
+            self._worked()
+            return 0.0
+        self._failures += 1
+        return self._jitter.uniform(_SHORT_WATCH_S / 2, _SHORT_WATCH_S)
+
+    def _hear(self, event: str, one: Received) -> None:
+        version = one.metadata.resourceVersion
+        if not version:
+            raise BadAnswerError(f"{event[:40]} without resourceVersion")
+        if event in {"ADDED", "MODIFIED", "DELETED"}:
+            understood = self._understood(one)
+            if understood is not None:
+                store = self.store.delete if event == "DELETED" else self.store.put
+                news = store(understood)
+                if len(self.store) > self._settings.objects_max:
+                    raise BadAnswerError("more objects than fleet.kubernetes.objects_max")
+                if news:
+                    self._changed()
+        self._version = version
+
+    def _understood(self, one: Received) -> T | None:
+        """An object; one that is not understood costs only itself."""
+        try:
+            return one.read_as(self._kind)
+        except _BAD as error:
+            self._stats.refused += 1
+            self._stats.complain("malformed", f"{self._where}: {error}")
+            return None
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, ApiError):
+        return f"{error.status.reason or error.status.code} {error.status.message or ''}".strip()
+    if isinstance(error, httpx2.HTTPStatusError):
+        return error.response.text
+    return reason_of(error)
+
+
+def _reason(status: int) -> str:
+    """A fixed word for a status."""
+    known = {401: "unauthorized", 403: "forbidden", 404: "not_found", _GONE: "gone", 429: "throttled"}
+    return known.get(status, "server_error" if status >= 500 or not status else "refused")

@@ -1,0 +1,167 @@
+"""Engines in Kubernetes: reflectors of pods and slices, one per namespace, and what their objects show.
+
+Which pods are watched is configured, or said by an InferencePool, which is watched then: another selector
+begins another watch of pods, and the engines stay as last known until it has listed them. What one namespace
+shows counts also while another cannot be read. Always true: the picture told is that of the objects as last
+known, and changes only when theirs did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator
+
+import structlog
+from lightkube import AsyncClient
+
+from router.fleet.kubernetes.objects import (
+    EndpointSlice,
+    InferencePool,
+    Pod,
+    PoolView,
+    Received,
+    ReceivedPod,
+    ReceivedPool,
+    ReceivedSlice,
+    read_cluster,
+    read_pool,
+)
+from router.fleet.kubernetes.reflector import Reflector, T
+from router.fleet.kubernetes.transport import AccessError, find_access, make_client
+from router.fleet.settings import KubernetesSettings
+from router.fleet.sources import DiscoveredEngine, Publish, SourceStats
+
+_log = structlog.get_logger()
+
+
+class KubernetesSource:
+    """See the module; a ``Source``."""
+
+    name = "kubernetes"
+
+    def __init__(self, settings: KubernetesSettings, *, jitter: random.Random | None = None) -> None:
+        self.stats = SourceStats()
+        self._settings = settings
+        self._jitter = jitter or random.Random()
+        self._pods: list[Reflector[Pod]] = []
+        self._slices: list[Reflector[EndpointSlice]] = []
+        self._pool: Reflector[InferencePool] | None = None
+        self._pool_view: PoolView | None = None  # as its pods are watched now
+        self._watching_pods: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._published: list[DiscoveredEngine] | None = None
+        self._problems: set[str] = set()
+
+    async def run(self, publish: Publish) -> None:
+        """See ``Source``."""
+        try:
+            client = make_client(find_access(self._settings))
+        except AccessError as error:
+            self.stats.failed("access", str(error))
+            raise
+        async with client, asyncio.TaskGroup() as tasks:
+            self._reflect(client, tasks)
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                problem = "" if self._pool is None else self._follow_pool(self._pool, client, tasks)
+                self._look(publish, problem)
+
+    def _reflect(self, client: AsyncClient, tasks: asyncio.TaskGroup) -> None:
+        settings = self._settings
+        namespaces = settings.namespaces or (client.namespace,)
+        self._watch_pods(settings.selector, client, tasks)
+        self._slices = []
+        for namespace in namespaces if settings.service_selector else ():
+            slices = self._reflector(
+                client, ReceivedSlice, EndpointSlice, namespace, settings.service_selector
+            )
+            self._slices.append(slices)
+            tasks.create_task(slices.run())
+        self._pool = self._pool_view = None
+        if settings.inference_pool:
+            name = settings.inference_pool
+            self._pool = self._reflector(client, ReceivedPool, InferencePool, namespaces[0], name=name)
+            tasks.create_task(self._pool.run())
+
+    def _watch_pods(self, selector: str, client: AsyncClient, tasks: asyncio.TaskGroup) -> None:
+        """These pods from now on, and no others."""
+        for task in self._watching_pods:
+            task.cancel()
+        self._pods = [
+            self._reflector(client, ReceivedPod, Pod, namespace, selector)
+            for namespace in (self._settings.namespaces or (client.namespace,) if selector else ())
+        ]
+        self._watching_pods = [tasks.create_task(one.run()) for one in self._pods]
+
+    def _follow_pool(
+        self, pool: Reflector[InferencePool], client: AsyncClient, tasks: asyncio.TaskGroup
+    ) -> str:
+        """Watch the pods that it selects now; what is wrong with it. One without sense changes nothing."""
+        name = self._settings.inference_pool
+        try:
+            now = read_pool(pool.store, name)
+        except ValueError as error:
+            return str(error)
+        before, self._pool_view = self._pool_view, now
+        if (now and now.selector) != (before and before.selector):
+            self._watch_pods("" if now is None else now.selector, client, tasks)
+        return f"there is no InferencePool {name}" if now is None and pool.synced else ""
+
+    def _reflector(
+        self,
+        client: AsyncClient,
+        resource: type[Received],
+        kind: type[T],
+        namespace: str,
+        selector: str = "",
+        *,
+        name: str = "",
+    ) -> Reflector[T]:
+        return Reflector(
+            client,
+            resource,
+            kind,
+            namespace,
+            selector,
+            name=name,
+            settings=self._settings,
+            stats=self.stats,
+            changed=self._changed.set,
+            jitter=self._jitter,
+        )
+
+    def _look(self, publish: Publish, problem: str) -> None:
+        """Tell of the picture, if it is another one; ``problem`` is what is wrong with the pool."""
+        states = [(one.synced, one.failing) for one in self._pods]
+        states += [(one.synced, one.failing) for one in self._slices]
+        if self._pool is not None:
+            states.append((self._pool.synced, self._pool.failing))
+        self.stats.synced = self.stats.synced or all(synced for synced, _ in states)
+        if not any(failing for _, failing in states):
+            self.stats.recovered()
+        ports = () if self._pool_view is None else self._pool_view.ports
+        seen = read_cluster(_all(self._pods), _all(self._slices), self._settings, ports)
+        problems = {*seen.problems, *filter(None, (problem,))}
+        for news in sorted(problems - self._problems):
+            self.stats.refused += 1
+            self.stats.complain("malformed", news)
+            _log.warning("Kubernetes object could not be used", problem=news)
+        self._problems = problems
+        # of one pool nothing is told before all of it is known; namespaces are known one by one
+        known = (all if self._pool is not None else any)(synced for synced, _ in states)
+        if seen.discovered != self._published and known:
+            self._published = seen.discovered
+            self.stats.updates += 1
+            _log.info(
+                "engines in Kubernetes",
+                engines=len(seen.discovered),
+                held=sum(bool(one.held) for one in seen.discovered),
+            )
+            publish(seen.discovered)
+
+
+def _all(reflectors: list[Reflector[T]]) -> Iterator[T]:
+    return itertools.chain.from_iterable(reflector.store for reflector in reflectors)

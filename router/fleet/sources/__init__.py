@@ -1,1 +1,0 @@
-"""Where engines come from: lists, files, DNS, Kubernetes."""

@@ -1,1 +1,0 @@
-"""The side of engines: connections and their pool."""

@@ -1,1 +1,0 @@
-"""One client connection, and the exchanges on it."""

@@ -1,0 +1,198 @@
+"""Hosts, ports and base URLs as people write them: their syntax alone, nothing is resolved."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+_LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\.?")
+_NUMERIC = re.compile(r"[0-9.]+")
+_NAME_LENGTH_MAX = 253
+
+
+def is_host(text: str) -> bool:
+    """Whether this is an IP address (IPv6 without brackets) or a host name (RFC 1123, and ``_`` as in names
+    of containers)."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        looks_numeric = _NUMERIC.fullmatch(text) is not None  # 300.1.1.1 is no name
+        return len(text) <= _NAME_LENGTH_MAX and not looks_numeric and _NAME.fullmatch(text) is not None
+    return True
+
+
+def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """``HOST:PORT`` taken apart, IPv6 addresses in brackets. Raises ``ValueError``."""
+    host, colon, port = text.rpartition(":")
+    if default_port is not None and (not colon or text.endswith("]")):
+        host, port = text, str(default_port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    bracketed = bare != host
+    if not is_host(bare) or (":" in bare) != bracketed:
+        raise ValueError(f"{text!r}: expected HOST:PORT")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r}: expected HOST:PORT with a port from 0 to 65535")
+    return bare, int(port)
+
+
+def base_url_fault(url: str, *schemes: str) -> str:
+    """Return the fault of a server's base URL with its remedy; "" where it can be used.
+
+    A path before ``/v1`` is allowed, for servers behind a proxy.
+    """
+    expected = "expected " + " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # the port is none, or the brackets are not closed
+        return expected
+    if parts.scheme not in schemes or not parts.hostname or port == 0:
+        return expected
+    if not is_host(parts.hostname) or parts.username is not None or any(c.isspace() for c in url):
+        return expected
+    pieces = parts.path.split("/")
+    if "v1" in pieces:
+        rest = "/".join(pieces[pieces.index("v1") :])
+        return f"{expected}; leave out /{rest}, requests bring their own path"
+    if parts.query or parts.fragment:
+        return f"{expected}; leave out what follows the path"
+    return ""
+
+
+# File descriptors: every connection takes one, and the process may have only so many.
+#
+# The soft limit is raised as far as needed; what cannot be held is logged at the start. Running out is a
+# failure of this process, never of an engine.
+
+
+_log = structlog.get_logger()
+_PER_CONNECTION = 2  # the client's and, while it is answered, the engine's
+_OTHERS = 256  # event streams, polls, log files, listening sockets
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
+_SAY_EVERY_S = 10.0
+_LAST = 16
+_REMEDY = "raise the limit (ulimit -n, LimitNOFILE= of a systemd unit, ulimits of a container)"
+
+
+def needed(connections_max: int) -> int:
+    """File descriptors for so many client connections."""
+    return connections_max * _PER_CONNECTION + _OTHERS
+
+
+def connections_held(connections_max: int, *, default: int = 0) -> int:
+    """Raise the soft limit for this many client connections; how many the process can hold then.
+
+    Fewer are a warning, except where ``connections_max`` is the ``default``, which was not chosen, and at
+    least half of it can be held.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = needed(connections_max)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections_max
+    held = max(1, (soft - _OTHERS) // _PER_CONNECTION)
+    unasked = connections_max == default and 2 * held >= default
+    (_log.debug if unasked else _log.warning)(
+        "fewer connections than listen.connections_max: file descriptors are limited",
+        connections_max=connections_max,
+        held=held,
+        limit=soft,
+        needed=wanted,
+        remedy=_REMEDY,
+    )
+    return held
+
+
+def is_last(sock: socket.socket) -> bool:
+    """Whether this socket has one of the last file descriptors, of which the system gives the lowest; told in
+    the log, now and then."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY or sock.fileno() < soft - _LAST:
+        return False
+    _tell(soft)
+    return True
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this error says that there are no more file descriptors; told in the log, now and then."""
+    if getattr(error, "errno", None) not in _EXHAUSTED:
+        return False
+    _tell(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return True
+
+
+def _tell(limit: int) -> None:
+    now = time.monotonic()
+    if now >= _Said.next_at:
+        _Said.next_at = now + _SAY_EVERY_S
+        _log.error("out of file descriptors", limit=limit, remedy=_REMEDY)
+
+
+class _Said:
+    next_at = 0.0
+
+
+# One timer for all connections: closes what is past its deadline.
+#
+# Arming and cancelling a timer per request and per chunk costs more than the chunk. Connections only write
+# their ``deadline``; the sweeper looks at all of them once per tick and calls ``expire`` where it has
+# passed. A time-out so comes at most one tick late. The timer runs only while there is something to watch.
+
+
+NEVER = float("inf")
+
+
+class Watched(Protocol):
+    """Something with a deadline on the sweeper's clock."""
+
+    deadline: float
+
+    def expire(self) -> None:
+        """The deadline has passed. Must move it, or discard itself from the sweeper."""
+
+
+class Sweeper:
+    """Watches a set of connections; used from the event loop only."""
+
+    def __init__(self, clock: Callable[[], float], tick_s: float) -> None:
+        self._clock = clock
+        self.tick_s = tick_s
+        self._watched: set[Watched] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, item: Watched) -> None:
+        """Watch until ``discard``."""
+        self._watched.add(item)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
+
+    def discard(self, item: Watched) -> None:
+        """Watch no more; unknown items are fine."""
+        self._watched.discard(item)
+        if not self._watched and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _sweep(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
+        now = self._clock()
+        for item in [item for item in self._watched if item.deadline <= now]:
+            item.expire()
+
+
+def tick_for(*timeouts_s: float) -> float:
+    """A tick that keeps the shortest time-out within a tenth, between 10 ms and 0.5 s."""
+    return min(0.5, max(0.01, min(timeouts_s) / 10))

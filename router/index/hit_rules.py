@@ -1,0 +1,439 @@
+"""Hit rules: from presence rows to the tokens each engine would take from its cache.
+
+The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
+found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
+hit is the largest aligned boundary below the prompt's last token that is valid in every class (where the
+order of the search matters, ``eagle.py`` follows the engine's loop). All engines of a 64-bit word are
+evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked against its scheduler on
+recorded traces and random mixes; block size bs, boundary x in tokens):
+
+- full: every block before x present. If hits may end inside a block: also x inside a block of which a
+  longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
+- window w >= 2: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
+  more block, after x, present too.
+- chunked local: every block from the start of x's chunk to x present; a chunk's start needs nothing.
+- Mamba: the state at x present.
+
+With look-ahead hashes (vLLM 0.33) the EAGLE flags have no effect. Pure functions; N hashes cost O(N) numpy
+operations per class whatever the number of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from publisher.events import Family, SpecClass
+from router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
+from router.index.eagle import ClassTable, dropping_window, fixed_point, inside_full, longest, order_matters
+from router.index.learn.layout import CacheLayout
+
+# Hit rules where rows come in few runs: the prompt's blocks in stretches that the same engines hold.
+#
+# Prompts share long prefixes, so a look-up of hundreds of blocks has a handful of different rows. Where
+# every class has the block size of the hashes, hits can only end where a run ends: inside one, a boundary
+# is valid wherever the one before it is. So one step per run does, in whole numbers, what ``hits.py`` does
+# with arrays, which is asked for the rest: EAGLE, blocks of several sizes, chunks, states, many runs. Both
+# give the same (tests/router/index/rules/test_runs.py).
+
+
+Ends = list[tuple[int, int]]
+"""Tokens, and the engines (as bits of a word) whose prefix ends there, longest first; without those that have
+none."""
+_ALL = (1 << WORD_BITS) - 1
+
+
+class RunClass(NamedTuple):
+    """A spec class of blocks of the hash block's size: its planes, and how many blocks before a boundary must
+    be there (0: all of them)."""
+
+    planes: tuple[Plane, ...]
+    needed: int
+
+
+class RunColumns(msgspec.Struct, frozen=True, gc=False):
+    """Where the words of some classes stand in the rows of an index: those of full attention, and those of
+    each window with the blocks that it needs. None: nobody ever stored anything of it."""
+
+    full: list[int] | None
+    windows: list[tuple[list[int], int]] | None
+
+
+def run_columns(
+    classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], word: int
+) -> RunColumns:
+    """For the 64 engines of ``word``."""
+    full: list[int] | None = []
+    windows: list[tuple[list[int], int]] | None = []
+    for planes, needed in classes:
+        at = [columns[plane, word] for plane in planes if (plane, word) in columns]
+        whole = len(at) == len(planes)
+        if needed:
+            windows = [*windows, (at, needed)] if whole and windows is not None else None
+        else:
+            full = full + at if whole and full is not None else None
+    return RunColumns(full, windows)
+
+
+def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[Ends, Ends]:
+    """Where hits and full-attention prefixes end, longest first.
+
+    Boundaries 1..``boundaries`` are ``unit`` tokens apart.
+    """
+    # Plain loops: this runs once per request.
+    starts, rows = runs.starts, runs.rows
+    full, windows = its.full, its.windows
+    if full is None:
+        return [], []
+    trunks = _trunks(runs, full, boundaries)
+    hits: Ends = []
+    trunk_ends: Ends = []
+    found = reached = 0
+    end = boundaries if len(trunks) == len(starts) else starts[len(trunks)]
+    end = end if end < boundaries else boundaries  # noqa: FURB136
+    for number in range(len(trunks) - 1, -1, -1):
+        trunk = trunks[number]
+        if trunk != reached:  # what holds more holds less
+            trunk_ends.append((end * unit, trunk ^ reached))
+            reached = trunk
+        valid = trunk ^ found
+        for columns, needed in windows or ():
+            at = number
+            while valid:
+                row = rows[at]
+                for column in columns:
+                    valid &= row[column]
+                if starts[at] <= end - needed or not at:
+                    break
+                at -= 1
+        if valid and windows is not None:
+            hits.append((end * unit, valid))
+            found |= valid
+            if found == trunks[0]:
+                break
+        end = starts[number]
+    return hits, trunk_ends if full else hits
+
+
+def _trunks(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
+    """Per run, up to the last one in which a hit can end: the engines that hold everything up to its end."""
+    trunks: list[int] = []
+    trunk = _ALL
+    for start, row in zip(runs.starts, runs.rows, strict=True):
+        for column in full:
+            trunk &= row[column]
+        if not trunk or start >= boundaries:
+            break
+        trunks.append(trunk)
+    return trunks
+
+
+_HITS_ALL = np.uint64((1 << WORD_BITS) - 1)
+
+
+class WordHits:
+    """Hits of the 64 engines of one word, in tokens: ``hit_ends``, and the full-attention prefixes,
+    ``trunk_ends``; ``hit`` and ``trunk`` are the same by bit."""
+
+    __slots__ = ("_hit", "_trunk", "by_class", "hit_ends", "trunk_ends")
+
+    def __init__(self, hit_ends: Ends, trunk_ends: Ends, by_class: list[list[int]]) -> None:
+        self.hit_ends = hit_ends
+        self.trunk_ends = trunk_ends
+        self.by_class = by_class
+        """Per spec class, in the layout's order, the largest boundary valid in that class alone, by bit."""
+        self._hit: list[int] | None = None
+        self._trunk: list[int] | None = None
+
+    @property
+    def hit(self) -> list[int]:
+        if self._hit is None:
+            self._hit = _by_bit(self.hit_ends)
+        return self._hit
+
+    @property
+    def trunk(self) -> list[int]:
+        if self._trunk is None:
+            self._trunk = _by_bit(self.trunk_ends)
+        return self._trunk
+
+
+class _ClassPlan(NamedTuple):
+    """What of a spec class does not depend on the prompt."""
+
+    spec_class: SpecClass
+    family: Family
+    block_size: int
+    planes: tuple[Plane, ...]
+    eagle: int
+    inside: bool
+    """Its blocks are longer than the alignment: hits may end inside one."""
+
+
+class _Plan(NamedTuple):
+    """What of a layout does not depend on the prompt; made once."""
+
+    classes: tuple[_ClassPlan, ...]
+    full: tuple[int, ...]
+    """Which of the classes are full attention."""
+    order_matters: bool
+    by_runs: tuple[RunClass, ...] | None
+    """What ``runs.py`` needs of the classes; None: it cannot say."""
+
+
+@lru_cache(maxsize=256)
+def _plan(layout: CacheLayout, *, loading: bool) -> _Plan:
+    classes = tuple(
+        _ClassPlan(
+            c,
+            c.family,
+            c.block_size,
+            tuple(Plane(GPU, idx) for idx in c.group_idxs),
+            int(c.spec.is_eagle and not layout.lookahead),
+            c.block_size > layout.alignment,
+        )
+        for c in layout.classes
+    )
+    full = tuple(number for number, c in enumerate(classes) if c.family is Family.FULL)
+    in_turn = order_matters(layout, loading=loading)
+    return _Plan(classes, full, in_turn, None if in_turn else _run_classes(classes, layout))
+
+
+def _run_classes(classes: tuple[_ClassPlan, ...], layout: CacheLayout) -> tuple[RunClass, ...] | None:
+    found: list[RunClass] = []
+    for spec_class, family, block_size, planes, eagle, _ in classes:
+        alike = block_size == layout.hash_block_size == layout.alignment
+        if not alike or eagle or family not in {Family.FULL, Family.WINDOW}:
+            return None
+        found.append(RunClass(planes, 0 if family is Family.FULL else _blocks_needed(spec_class, 0)))
+    return tuple(found)
+
+
+def evaluate(
+    rows: Rows,
+    layout: CacheLayout,
+    num_tokens: int,
+    *,
+    word: int = 0,
+    loading: bool = False,
+    detail: bool = False,
+) -> WordHits:
+    """GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
+
+    ``loading``: of a hit that ends inside a block, that block must be held under the hash at its end; the
+    engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
+    unless ``detail`` is asked for.
+    """
+    plan, alignment = _plan(layout, loading=loading), layout.alignment
+    boundaries = max(0, num_tokens - 1) // alignment
+    if rows.runs is not None and plan.by_runs is not None and not detail:
+        its = run_columns(plan.by_runs, rows.runs.columns, word)
+        return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
+    valid = [_valid(rows, layout, c, num_tokens, boundaries, word, loading=loading) for c in plan.classes]
+    if plan.order_matters:
+        tables = [_table(rows, layout, c, v, word) for c, v in zip(plan.classes, valid, strict=True)]
+        hit = _ends_of([boundary * alignment for boundary in fixed_point(tables, boundaries)])
+    else:
+        hit = _largest(_joint(valid, boundaries), alignment)
+    trunk = _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
+    by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
+    return WordHits(hit, trunk, by_class)
+
+
+class WordRule:
+    """The hit rules of one layout for the engines of one word; kept where many prompts are asked about."""
+
+    __slots__ = ("_columns", "_layout", "_plan", "_runs", "_word")
+
+    def __init__(self, layout: CacheLayout, word: int) -> None:
+        self._layout = layout
+        self._word = word
+        self._plan = _plan(layout, loading=False)
+        self._columns: Mapping[tuple[Plane, int], int] | None = None  # those that _runs is of
+        self._runs = RunColumns(None, None)
+
+    def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
+        """``hit_ends`` and ``trunk_ends`` of what ``evaluate`` says of GPU hits."""
+        runs, classes, layout = rows.runs, self._plan.by_runs, self._layout
+        if runs is None or classes is None:
+            hits = evaluate(rows, layout, num_tokens, word=self._word)
+            return hits.hit_ends, hits.trunk_ends
+        if runs.columns is not self._columns:
+            self._columns, self._runs = runs.columns, run_columns(classes, runs.columns, self._word)
+        alignment, held = layout.alignment, rows.num_hashes
+        boundaries = (num_tokens - 1) // alignment if num_tokens else 0
+        return run_ends(runs, self._runs, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
+
+
+def _valid(
+    rows: Rows,
+    layout: CacheLayout,
+    plan: _ClassPlan,
+    num_tokens: int,
+    boundaries: int,
+    word: int,
+    *,
+    loading: bool,
+) -> Words:
+    """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
+    units = _class_presence(rows, plan, word)
+    spec_class, family, block_size, _, eagle, inside = plan
+    unit = layout.hash_block_size
+    last = (num_tokens - 1) // unit
+    if eagle and layout.single_group:
+        units = units[:last]
+    if inside and family is Family.FULL:
+        held = _full_inside(units[: last + eagle], block_size // unit, loading=loading)
+        return _at(held, 1, boundaries, shift=eagle)
+    if inside and family is Family.MAMBA:
+        return _at(units, 1, boundaries)
+    blocks, step = units[block_size // unit - 1 :: block_size // unit], layout.alignment // block_size
+    match family:
+        case Family.FULL:
+            return _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=eagle)
+        case Family.WINDOW:
+            return _at(_window(blocks, _blocks_needed(spec_class, eagle)), step, boundaries, shift=eagle)
+        case Family.CHUNKED:
+            return _chunked(blocks, spec_class, step, boundaries)
+        case _:
+            return _at(blocks, step, boundaries)
+
+
+def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
+    """Per hash block: the engines that hold it in every group of the class."""
+    presence: Words | None = None
+    for plane in plan.planes:
+        held = rows.columns.get((plane, word))
+        if held is None:
+            return np.zeros(rows.num_hashes, np.uint64)
+        presence = held if presence is None else presence & held
+    if presence is None:
+        raise AssertionError("a spec class has at least one group")
+    return presence
+
+
+def _joint(valid: list[Words], boundaries: int) -> Words:
+    """Per boundary: the engines for which it is valid in all of these classes."""
+    joint = valid[0] if valid else np.zeros(boundaries, np.uint64)
+    for of_class in valid[1:]:
+        joint = joint & of_class
+    return joint
+
+
+def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
+    """``ends[i]`` tells about the end of block i; pick the ends ``shift`` blocks past each boundary."""
+    found = ends[step - 1 + shift :: step][:boundaries]
+    if len(found) == boundaries:
+        return found
+    picked = np.zeros(boundaries, np.uint64)
+    picked[: len(found)] = found
+    return picked
+
+
+def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
+    """Full attention where a hit may end inside a block: per hash block, all before it resident and it,
+    or (but for loads) a longer part of its block, resident too."""
+    per_block = min(per_block, max(len(units), 1))  # of a longer block no more than the prompt counts
+    blocks = -(-len(units) // per_block)
+    grid = np.zeros((blocks, per_block), np.uint64)
+    grid.reshape(-1)[: len(units)] = units
+    before = np.concatenate((np.full(1, _HITS_ALL), np.bitwise_and.accumulate(grid[:, -1])))[:blocks]
+    longer: Words = grid if loading else np.bitwise_or.accumulate(grid[:, ::-1], axis=1)[:, ::-1]
+    inside: Words = (longer & before[:, None]).reshape(-1)[: len(units)]
+    return inside
+
+
+def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word: int) -> ClassTable:
+    """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    spec_class = plan.spec_class
+    if plan.inside and plan.family is Family.FULL:
+        units, per_block = _class_presence(rows, plan, word), plan.block_size // layout.hash_block_size
+        found = inside_full(units, len(valid), per_block=per_block, drops=bool(plan.eagle))
+        return ClassTable(plan.family, found)
+    if spec_class.family is not Family.WINDOW or not spec_class.spec.is_eagle:
+        plain = longest(valid)
+        return ClassTable(spec_class.family, plain, plain if spec_class.spec.is_eagle else None)
+    per_block, boundaries = spec_class.block_size // layout.hash_block_size, len(valid)
+    blocks = _class_presence(rows, plan, word)[per_block - 1 :: per_block]
+    step, needed = layout.alignment // spec_class.block_size, _blocks_needed(spec_class, 1)
+    whole = _window(blocks, needed).copy()
+    whole[: needed - 1] = 0
+    dropping = dropping_window(
+        _at(whole, step, boundaries, shift=1),
+        _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=1),
+        blocks_per_boundary=step,
+    )
+    plain = longest(_at(_window(blocks, _blocks_needed(spec_class, 0)), step, boundaries))
+    return ClassTable(spec_class.family, plain, dropping)
+
+
+def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
+    """Contiguous blocks that hold all but the newest token of a window, and with EAGLE one more behind."""
+    window = spec_class.spec.sliding_window
+    if window is None:
+        raise ValueError(f"{spec_class.label}: sliding window size unknown; configure windows for this model")
+    return max(1, -(-(window - 1) // spec_class.block_size) + eagle)
+
+
+def _window(blocks: Words, needed: int) -> Words:
+    """Per block end: the last ``needed`` blocks present, or all blocks back to block 0 (by doubling)."""
+    run, length = blocks, 1
+    while length < needed:
+        stride = min(length, needed - length)
+        longer = run.copy()
+        np.bitwise_and(run[stride:], run[:-stride], out=longer[stride:])
+        run = longer
+        length += stride
+    return run
+
+
+def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -> Words:
+    """Per boundary: every block from the start of its chunk present; a chunk's start needs none."""
+    chunk = spec_class.spec.attention_chunk_size
+    if chunk is None:
+        raise ValueError(f"{spec_class.label}: attention_chunk_size unknown; configure it for this model")
+    per_chunk = chunk // spec_class.block_size
+    grid = np.zeros((-(-len(blocks) // per_chunk), per_chunk), np.uint64)
+    grid.reshape(-1)[: len(blocks)] = blocks
+    valid = _at(np.bitwise_and.accumulate(grid, axis=1).reshape(-1)[: len(blocks)], step, boundaries)
+    tokens = np.arange(1, boundaries + 1) * step * spec_class.block_size
+    valid[tokens % chunk == 0] = _HITS_ALL
+    return valid
+
+
+def _largest(valid: Words, alignment: int) -> Ends:
+    """The last boundary where each bit is set."""
+    if not len(valid):
+        return []
+    seen = np.bitwise_or.accumulate(valid[::-1])
+    new = seen.copy()
+    new[1:] ^= seen[:-1]
+    grows = new.nonzero()[0]
+    last = len(valid) * alignment
+    return [
+        (last - back * alignment, bits)
+        for back, bits in zip(grows.tolist(), new[grows].tolist(), strict=True)
+    ]
+
+
+def _by_bit(ends: Ends) -> list[int]:
+    tokens = [0] * WORD_BITS
+    for end, bits in ends:
+        left = bits
+        while left:
+            bit = left.bit_length() - 1
+            tokens[bit] = end
+            left ^= 1 << bit
+    return tokens
+
+
+def _ends_of(tokens: list[int]) -> Ends:
+    ends: dict[int, int] = {}
+    for bit, end in enumerate(tokens):
+        if end:
+            ends[end] = ends.get(end, 0) | 1 << bit
+    return list(ends.items())

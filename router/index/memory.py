@@ -1,0 +1,550 @@
+"""The embedded index: one dictionary from block hash to row number (see ``patterns.py``).
+
+Presence is a bit of the block's row; the first copy is the bit itself and only further copies are counted
+(``_Lane.extra``), so a block costs one dictionary entry whatever number of engines and groups hold it.
+An engine has a slot; forgetting it clears the slot's lanes in the row table, whatever number of blocks
+they hold. Blocks left on an empty row are swept a slice at a time by later writes (the list of keys to sweep
+is copied at once: about 10 ms per million blocks).
+
+Used from one thread (the event loop). Not shared between processes.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import groupby, repeat
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from publisher.block_hash import PromptHashes
+from publisher.events import BlockHash
+from router.index.base import WORD_BITS, IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
+
+# Bit rows, each kept once: a block's residency is the number of its row.
+#
+# A row says for every (plane, engine) whether the block is there: one 64-bit word per *column*, where a
+# column is (plane, group of 64 engines). Blocks of one prefix share their row, so a million blocks need
+# only a few hundred rows and a block costs one dictionary entry with a small shared integer. A *lane* is
+# one bit of the row: one engine in one plane. Setting or clearing a lane is a step from row number to row
+# number, remembered per lane, so that the usual update of a block is two dictionary look-ups.
+#
+# Always true: row 0 has no bit set. Two row numbers may name equal rows after ``drop`` (harmless: rows are
+# compared by content wherever it matters).
+
+
+_WORDS_MAX: Final = 4096
+"""Rows kept as lists too; prompts of minutes meet a few hundred."""
+
+
+class Steps(dict[int, int]):
+    """Row number -> row number with one lane set (or cleared), computed on first use."""
+
+    __slots__ = ("_bit", "_column", "_patterns", "_set")
+
+    def __init__(self, patterns: Patterns, column: int, bit: int, *, to: bool) -> None:
+        super().__init__()
+        self._patterns = patterns
+        self._column = column
+        self._bit = np.uint64(1 << bit)
+        self._set = to
+
+    def __missing__(self, row: int) -> int:
+        words = self._patterns.row(row).copy()
+        if self._set:
+            words[self._column] |= self._bit
+        else:
+            words[self._column] &= ~self._bit
+        same = np.array_equal(words, self._patterns.row(row))
+        step = row if same else self._patterns.number_of(words)
+        self[row] = step
+        self._patterns.steps_made += 1
+        return step
+
+
+class RowWords(dict[int, list[int]]):
+    """Row number -> its words, of those that are looked up; not to be changed."""
+
+    __slots__ = ("_patterns",)
+
+    def __init__(self, patterns: Patterns) -> None:
+        super().__init__()
+        self._patterns = patterns
+
+    def __missing__(self, row: int) -> list[int]:
+        if len(self) >= _WORDS_MAX:
+            self.clear()
+        words: list[int] = self._patterns.row(row).tolist()
+        self[row] = words
+        return words
+
+
+class Patterns:
+    """The table of rows and the steps between them."""
+
+    def __init__(self) -> None:
+        self._matrix: Words = np.zeros((64, 1), np.uint64)
+        self.count = 1
+        """Rows kept, row 0 included."""
+        self.steps_made = 0
+        """Steps computed since ``keep_only``: what the lanes together remember, at most."""
+        self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
+        self._columns = 0
+        self.words = RowWords(self)
+
+    @property
+    def matrix(self) -> Words:
+        """All rows, shape (rows, columns); a view that the next change may replace."""
+        return self._matrix[: self.count]
+
+    def row(self, number: int) -> Words:
+        """One row's words."""
+        row: Words = self._matrix[number]
+        return row
+
+    def add_column(self) -> int:
+        """A new column of zeros; returns its number."""
+        self.words.clear()
+        if self._columns == self._matrix.shape[1]:
+            wider = np.zeros((self._matrix.shape[0], 2 * self._columns), np.uint64)
+            wider[:, : self._columns] = self._matrix
+            self._matrix = wider
+            self._rebuild_numbers()
+        self._columns += 1
+        return self._columns - 1
+
+    def steps(self, column: int, bit: int) -> tuple[Steps, Steps]:
+        """The (set, clear) steps of one lane."""
+        return Steps(self, column, bit, to=True), Steps(self, column, bit, to=False)
+
+    def number_of(self, words: Words) -> int:
+        """The number of a row with these words, made if there is none."""
+        key = words.tobytes()
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._append(words)
+            self._numbers[key] = number
+        return number
+
+    def drop(self, column: int, bit: int) -> None:
+        """Clear one lane in every row at once: no block is touched, whatever it held."""
+        self._matrix[: self.count, column] &= ~np.uint64(1 << bit)
+        self.words.clear()
+        self._numbers = {self._matrix[0].tobytes(): 0}
+
+    def empty_rows(self) -> frozenset[int]:
+        """Numbers of the rows without any bit; blocks on them are nowhere."""
+        return frozenset(np.flatnonzero(~self.matrix.any(axis=1)).tolist())
+
+    def keep_only(self, used: list[int]) -> dict[int, int]:
+        """Forget all rows but ``used`` and row 0; returns old number -> new number (equal rows merge).
+
+        The caller then clears all steps: they speak of old numbers.
+        """
+        old = self._matrix
+        self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
+        self.count, self.steps_made = 1, 0
+        self.words.clear()
+        self._numbers = {self._matrix[0].tobytes(): 0}
+        return {number: self.number_of(old[number]) for number in used} | {0: 0}
+
+    def _append(self, words: Words) -> int:
+        if self.count == self._matrix.shape[0]:
+            taller = np.zeros((2 * self.count, self._matrix.shape[1]), np.uint64)
+            taller[: self.count] = self._matrix
+            self._matrix = taller
+        self._matrix[self.count] = words
+        self.count += 1
+        return self.count - 1
+
+    def _rebuild_numbers(self) -> None:
+        self._numbers = {self._matrix[n].tobytes(): n for n in range(self.count - 1, -1, -1)}
+
+
+def slot_position(slot: int) -> tuple[int, int]:
+    """(word, bit) of an engine slot."""
+    return divmod(slot, WORD_BITS)
+
+
+# What a look-up found, kept for the conversation's next turn: only what changed since is looked up again.
+#
+# A look-up of a thousand blocks is a thousand misses of the processor's cache. Most of them say what they
+# said at the last turn. So every change of a block's row leaves a stamp, the number of look-ups so far, at
+# a place that follows from the block's hash; and a prompt's hashes carry the rows that were found of them,
+# and when. A row whose place has an older stamp is still right. Blocks that share a place only cost a
+# look-up too many.
+#
+# Always true: ``rows`` gives what a plain look-up would (tests/router/index/store/test_recall.py).
+
+
+_PLACES = 1 << 20
+"""Of 4 bytes. Of a conversation that comes back after a million changes two thirds are looked up again."""
+_LOOKUPS_MAX = (1 << 32) - 1
+HASHES_MIN = 128
+"""Of fewer, looking all of them up costs less."""
+
+Numbers = npt.NDArray[np.int32]
+Find = Callable[[Sequence[Any]], Numbers]
+
+
+class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The rows of a prompt's first hashes; opaque to who carries it."""
+
+    numbers: Numbers
+    of: LookupCache
+    life: int
+    at: int
+
+    def first(self, num_hashes: int) -> CachedRows:
+        """The same of at most so many hashes."""
+        if num_hashes >= len(self.numbers):
+            return self
+        return CachedRows(self.numbers[:num_hashes], self.of, self.life, self.at)
+
+
+class LookupCache:
+    """The stamps of one index. Nothing is kept before the first look-up that could use it."""
+
+    __slots__ = ("_life", "_view", "mask", "now", "stamps")
+
+    def __init__(self) -> None:
+        self._life = 0
+        self.mask = 0
+        self.stamps = array("I", (0,))
+        """Whoever changes the row of a block writes ``now`` at ``hash & mask``."""
+        self.now = 1
+        """Look-ups so far, and one."""
+        self._view = np.zeros(0, np.uint32)
+
+    def begin(self) -> None:
+        """Row numbers mean something else now: what was found before counts no longer."""
+        self._life += 1
+        self.now = 1
+        if self.mask:
+            self._view[:] = 0
+
+    def rows(self, hashes: PromptHashes, find: Find) -> Numbers:
+        """The row of each hash; ``find`` looks some of them up."""
+        if not self.mask:
+            self.mask, self.stamps = _PLACES - 1, array("I", bytes(4 * _PLACES))
+            self._view = np.frombuffer(self.stamps, np.uint32)
+        if self.now == _LOOKUPS_MAX:
+            self.begin()
+        found = hashes.found
+        if not isinstance(found, CachedRows) or found.of is not self or found.life != self._life:
+            numbers = find(hashes)
+        else:
+            numbers = self._again(found, hashes, find)
+        hashes.found = CachedRows(numbers, self, self._life, self.now)
+        self.now += 1
+        return numbers
+
+    def _again(self, found: CachedRows, hashes: PromptHashes, find: Find) -> Numbers:
+        numbers = found.numbers
+        known = len(numbers)
+        places = np.frombuffer(hashes, np.int64, known) & self.mask
+        changed = (self._view.take(places) > found.at).nonzero()[0]
+        if len(changed):
+            numbers = numbers.copy()
+            numbers[changed] = find([hashes[at] for at in changed.tolist()])
+        if known < len(hashes):
+            numbers = np.concatenate((numbers, find(hashes[known:])))
+        return numbers
+
+
+_SWEEP_SLICE = 512
+"""Blocks looked at per write while leftovers are being swept: about 50 us."""
+
+_ROWS_MAX = 1 << 16
+"""Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million)."""
+
+_STEPS_MAX = 1 << 20
+"""Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows."""
+
+
+_RUNS_MAX = 32
+"""Stretches of equal rows that are told of; beyond it arrays are faster."""
+
+
+class _Lane:
+    """One engine in one plane."""
+
+    __slots__ = ("clear", "count", "extra", "set")
+
+    def __init__(self, steps: tuple[Steps, Steps]) -> None:
+        self.set, self.clear = steps
+        self.count = 0
+        self.extra: dict[BlockHash, int] = {}
+
+
+class MemoryIndex:
+    """See ``router.index.base.Index`` for the contract."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[BlockHash, int] = {}
+        self._patterns = Patterns()
+        self._recall = LookupCache()
+        self._columns: dict[tuple[Plane, int], int] = {}
+        self._only_gpu = True
+        self._slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+        self._lanes: dict[str, dict[Plane, _Lane]] = {}
+        self._unknown_removals = 0
+        self._rows_max = _ROWS_MAX
+        self._steps_seen = 0
+        self._sweep: list[BlockHash] = []
+        self._empty_rows: frozenset[int] = frozenset()
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        lane = self._lane(engine_id, plane)
+        row_of, steps = self._row_of, lane.set
+        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
+        get, new = row_of.get, 0
+        for block in hashes:
+            row = get(block, 0)
+            step = steps[row]
+            if step != row:
+                row_of[block] = step
+                stamps[block & mask] = now
+                new += 1
+            else:
+                lane.extra[block] = lane.extra.get(block, 0) + 1
+        lane.count += new
+        if self._sweep or self._steps_seen != self._patterns.steps_made:
+            self._housekeep()
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        lane = self._lanes.get(engine_id, {}).get(plane)
+        if lane is None:
+            self._unknown_removals += len(hashes)
+            return ()
+        left: list[BlockHash] = []
+        row_of, steps, extra = self._row_of, lane.clear, lane.extra
+        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
+        for block in hashes:
+            if extra and block in extra:
+                self._drop_copy(extra, block)
+                left.append(block)
+                continue
+            row = row_of.get(block, 0)
+            step = steps[row]
+            if step == row:
+                self._unknown_removals += 1
+                continue
+            lane.count -= 1
+            stamps[block & mask] = now
+            if step:
+                row_of[block] = step
+            else:
+                del row_of[block]
+        if self._sweep or self._steps_seen != self._patterns.steps_made:
+            self._housekeep()
+        return left
+
+    @staticmethod
+    def _drop_copy(extra: dict[BlockHash, int], block: BlockHash) -> None:
+        if extra[block] == 1:
+            del extra[block]
+        else:
+            extra[block] -= 1
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        lane = self._lane(engine_id, plane)
+        lane.extra.pop(block, None)
+        row = self._row_of.get(block, 0)
+        present = lane.set[row] == row
+        if copies and not present:
+            self.store(engine_id, plane, (block,))
+        elif present and not copies:
+            self.remove(engine_id, plane, (block,))
+        if copies > 1:
+            lane.extra[block] = copies - 1
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        lanes = self._lanes.get(engine_id, {})
+        self._drop_lanes(engine_id, [plane for plane in lanes if plane.medium == medium])
+
+    def forget(self, engine_id: str) -> None:
+        self._drop_lanes(engine_id, list(self._lanes.get(engine_id, {})))
+        self._lanes.pop(engine_id, None)
+        slot = self._slots.pop(engine_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.forget(engine_id)
+        lanes = self._lanes.pop(staged_id, None)
+        if lanes is not None:
+            self._lanes[engine_id] = lanes
+            self._slots[engine_id] = self._slots.pop(staged_id)
+
+    def slot(self, engine_id: str) -> Slot | None:
+        slot = self._slots.get(engine_id)
+        return None if slot is None else Slot(*slot_position(slot))
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
+        numbers: Numbers | list[int]
+        if len(hashes) < HASHES_MIN:
+            # So few are gone through faster than an array is made of them.
+            numbers = list(map(self._row_of.get, hashes, repeat(0)))
+            starts = _starts(numbers)
+            firsts = [numbers[at] for at in starts]
+        else:
+            if isinstance(hashes, PromptHashes):
+                found_rows = self._recall.rows(hashes, self._numbers)
+            else:
+                found_rows = self._numbers(hashes)
+            starts = [0, *((found_rows[1:] != found_rows[:-1]).nonzero()[0] + 1).tolist()]
+            numbers, firsts = found_rows, found_rows[starts].tolist()
+        if len(starts) <= _RUNS_MAX:
+            words = self._patterns.words
+            rows = [words[row] for row in firsts]
+            return Rows(len(hashes), None, Runs(starts, rows, self._columns, self._only_gpu))
+        found = self._patterns.matrix.take(numbers, axis=0)
+        return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()})
+
+    def _numbers(self, hashes: Sequence[BlockHash]) -> Numbers:
+        """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""
+        packed = struct.pack(f"{len(hashes)}i", *map(self._row_of.get, hashes, repeat(0)))
+        return np.frombuffer(packed, np.int32)
+
+    def copies(self, engine_id: str, plane: Plane) -> int:
+        lane = self._lanes.get(engine_id, {}).get(plane)
+        return 0 if lane is None else lane.count
+
+    def planes(self, engine_id: str) -> tuple[Plane, ...]:
+        """The planes this engine ever stored anything in since it was forgotten."""
+        return tuple(self._lanes.get(engine_id, ()))
+
+    def held_in(self, engine_id: str, planes: Sequence[Plane], hashes: Sequence[BlockHash]) -> Words:
+        """Per hash one word: bit i is set if this engine holds it in ``planes[i]`` (at most 64)."""
+        held: Words = self._held_by_row(engine_id, planes)[self._numbers(hashes)]
+        return held
+
+    def blocks_of(self, engine_id: str, medium: str | None = None) -> Words:
+        """Every hash this engine holds in any plane (of one medium), in no order; a pass over all blocks."""
+        planes = tuple(plane for plane in self.planes(engine_id) if medium in {None, plane.medium})
+        if not planes:
+            return np.zeros(0, np.uint64)
+        numbers = np.fromiter(self._row_of.values(), np.intp, len(self._row_of))
+        hashes = np.fromiter(self._row_of.keys(), np.uint64, len(self._row_of))
+        held = self._held_by_row(engine_id, planes[:64]) != 0
+        for start in range(64, len(planes), 64):
+            held |= self._held_by_row(engine_id, planes[start : start + 64]) != 0
+        blocks: Words = hashes[held[numbers]]
+        return blocks
+
+    def _held_by_row(self, engine_id: str, planes: Sequence[Plane]) -> Words:
+        """Per row number, the engine's presence in ``planes`` as bits."""
+        matrix = self._patterns.matrix
+        held = np.zeros(matrix.shape[0], np.uint64)
+        lanes = self._lanes.get(engine_id, {})
+        for number, plane in enumerate(planes):
+            if plane in lanes:
+                word, bit = slot_position(self._slots[engine_id])
+                column = matrix[:, self._columns[plane, word]]
+                held |= ((column >> np.uint64(bit)) & np.uint64(1)) << np.uint64(number)
+        return held
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        lanes = self._lanes.get(engine_id, {}).items()
+        return sum(lane.count + sum(lane.extra.values()) for plane, lane in lanes if plane.medium == medium)
+
+    def stats(self) -> IndexStats:
+        lanes = [lane for planes in self._lanes.values() for lane in planes.values()]
+        return IndexStats(
+            blocks=len(self._row_of),
+            residencies=sum(lane.count for lane in lanes),
+            extra_copies=sum(sum(lane.extra.values()) for lane in lanes),
+            unknown_removals=self._unknown_removals,
+            patterns=self._patterns.count,
+        )
+
+    def check_integrity(self) -> list[str]:
+        problems: list[str] = []
+        numbers = np.fromiter(self._row_of.values(), np.intp, len(self._row_of))
+        for engine_id, planes in self._lanes.items():
+            word, bit = slot_position(self._slots[engine_id])
+            for plane, lane in planes.items():
+                column = self._patterns.matrix[:, self._columns[plane, word]]
+                present = int(((column[numbers] >> np.uint64(bit)) & np.uint64(1)).sum())
+                if present != lane.count:
+                    problems.append(f"{engine_id} {plane}: {present} blocks in rows, {lane.count} counted")
+                for block, extra in lane.extra.items():
+                    row = self._row_of.get(block, 0)
+                    if extra < 1 or lane.set[row] != row:
+                        problems.append(f"{engine_id} {plane}: {extra} extra copies of absent block {block}")
+        if self._patterns.row(0).any():
+            problems.append("row 0 is not empty")
+        return problems
+
+    def _lane(self, engine_id: str, plane: Plane) -> _Lane:
+        try:
+            return self._lanes[engine_id][plane]
+        except KeyError:
+            return self._new_lane(engine_id, plane)
+
+    def _new_lane(self, engine_id: str, plane: Plane) -> _Lane:
+        lanes = self._lanes.get(engine_id)
+        if lanes is None:
+            lanes = self._lanes[engine_id] = {}
+            self._slots[engine_id] = self._free_slots.pop() if self._free_slots else len(self._slots)
+        word, bit = slot_position(self._slots[engine_id])
+        column = self._columns.get((plane, word))
+        if column is None:
+            column = self._patterns.add_column()
+            self._columns = {**self._columns, (plane, word): column}  # answers given keep the ones they have
+            self._only_gpu = only_gpu(self._columns)
+        lane = lanes[plane] = _Lane(self._patterns.steps(column, bit))
+        return lane
+
+    def _drop_lanes(self, engine_id: str, planes: list[Plane]) -> None:
+        if not planes:
+            return
+        word, bit = slot_position(self._slots[engine_id])
+        for plane in planes:
+            self._patterns.drop(self._columns[plane, word], bit)
+            del self._lanes[engine_id][plane]
+        self._sweep = list(self._row_of)
+        self._empty_rows = self._patterns.empty_rows()
+
+    def _housekeep(self) -> None:
+        if self._sweep:
+            self._sweep_slice()
+        elif self._patterns.count > self._rows_max or self._patterns.steps_made > _STEPS_MAX:
+            self._drop_unused_rows()
+        self._steps_seen = self._patterns.steps_made
+
+    def _sweep_slice(self) -> None:
+        row_of, empty = (
+            self._row_of,
+            self._empty_rows,
+        )  # no row changes, but to empty, until the sweep is over
+        for block in self._sweep[-_SWEEP_SLICE:]:
+            if row_of.get(block) in empty:
+                del row_of[block]
+        del self._sweep[-_SWEEP_SLICE:]
+
+    def _drop_unused_rows(self) -> None:
+        self._recall.begin()
+        renumbered = self._patterns.keep_only(sorted(set(self._row_of.values())))
+        self._row_of = {block: new for block, row in self._row_of.items() if (new := renumbered[row])}
+        for lanes in self._lanes.values():
+            for lane in lanes.values():
+                lane.set.clear()
+                lane.clear.clear()
+        self._rows_max = max(_ROWS_MAX, 2 * self._patterns.count)
+
+
+def _starts(numbers: list[int]) -> list[int]:
+    """Where each stretch of equal numbers starts."""
+    starts: list[int] = []
+    at = 0
+    for number, _ in groupby(numbers):
+        at = numbers.index(number, at)
+        starts.append(at)
+    return starts

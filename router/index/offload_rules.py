@@ -1,0 +1,180 @@
+"""How far an engine would get with what its connectors hold outside the GPU.
+
+The GPU hit ``L`` is settled first. A connector is then asked for the rest: from ``L`` on it looks in its
+own places only, by the rules of ``hits.py``, where everything before ``L`` counts as there, because it is.
+Hence for a boundary ``x > L``: full attention needs every block from ``L`` to ``x`` there, a window its
+last blocks before ``x`` as far as they lie behind ``L``, Mamba the state at ``x``. A boundary that needs
+blocks of two connectors is none. Places that events name no owner for are of one connector (vLLM's
+offloading looks in all its tiers), and an owner is a connector of its own. One gives all that is loaded: the
+one that reaches furthest (``HybridMultiConnector``), or the first that has more than the GPU (vLLM's
+MultiConnector, ``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
+
+Where hits may end inside a block, a connector is asked from the last whole block on; the block that a load
+ends in must be held under the hash at that end, and with EAGLE loads end on whole blocks. A shared store
+holds for every engine that uses it what any engine wrote to it. Sources: vLLM 0.32 (``Scheduler.schedule``,
+the offloading connectors' look-up, MultiConnector); checked in
+tests/router/index/rules/test_offload.py against a plain reading of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from publisher.events import MEDIA, scheduler_block_size
+from router.index.base import GPU, Plane, Rows, Words, connector_of, is_shared, medium_of, owner_of
+from router.index.hit_rules import WordHits, evaluate
+from router.index.learn.layout import CacheLayout
+
+_ELSEWHERE = -2
+"""Word numbers from here down are of other replicas' rows; -1 is nobody's (``predict.NOWHERE``)."""
+
+
+class Tier(NamedTuple):
+    """All that one connector looks in. ``layers``: media in the order of nearness, each with the places up to
+    and with it, so that the last layer is the whole."""
+
+    stores: frozenset[str]
+    """Shared stores in it, by owner; it counts for the engines that use one of them."""
+    layers: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class Reach(NamedTuple):
+    """Per layer of a tier: its medium, and what is valid with it and the nearer ones, per bit of a word."""
+
+    tier: Tier
+    layers: tuple[tuple[str, WordHits], ...]
+
+
+def tiers(rows: Rows) -> tuple[Tier, ...]:
+    """The connectors that hold anything anywhere, in the order in which they are asked."""
+    return _tiers(frozenset(plane.medium for plane, _ in rows.places if plane.medium != GPU))
+
+
+@lru_cache(maxsize=256)
+def _tiers(places: frozenset[str]) -> tuple[Tier, ...]:
+    of_connector: dict[str, list[str]] = {}
+    for place in sorted(places):
+        of_connector.setdefault(connector_of(place), []).append(place)
+    found: list[tuple[int, str, Tier]] = []
+    for connector, held in of_connector.items():
+        layers: list[tuple[str, tuple[str, ...]]] = []
+        up_to: tuple[str, ...] = ()
+        for medium in MEDIA[1:]:
+            here = tuple(place for place in held if medium_of(place) == medium)
+            if here:
+                up_to += here
+                layers.append((medium, up_to))
+        stores = frozenset(owner_of(place) for place in held if is_shared(place))
+        if layers:
+            found.append((MEDIA.index(layers[0][0]), connector, Tier(stores, tuple(layers))))
+    return tuple(tier for _, _, tier in sorted(found, key=lambda each: each[:2]))
+
+
+def reach(
+    rows: Rows, layout: CacheLayout, num_tokens: int, word: int, on_gpu: WordHits, *, detail: bool = False
+) -> tuple[Reach, ...]:
+    """What each tier would make of the GPU hits of the 64 engines of ``word``, were it asked."""
+    below = _below(on_gpu.hit, layout, rows.num_hashes)
+    ends = _ends(layout)
+    return tuple(
+        Reach(
+            tier,
+            tuple(
+                (
+                    medium,
+                    evaluate(
+                        _joined(rows, layout, word, places, below),
+                        ends,
+                        num_tokens,
+                        word=word,
+                        loading=True,
+                        detail=detail,
+                    ),
+                )
+                for medium, places in tier.layers
+            ),
+        )
+        for tier in tiers(rows)
+    )
+
+
+def usable(reaches: tuple[Reach, ...], stores: frozenset[str]) -> tuple[Reach, ...]:
+    """The tiers that an engine has; ``stores`` are the shared ones it uses."""
+    return tuple(r for r in reaches if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
+
+
+def loaded(reaches: tuple[Reach, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
+    """Tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its tiers.
+
+    ``first``: the first connector that has any loads, however little it has.
+    """
+    most: dict[str, int] = {}
+    furthest = hit
+    for _, layers in reaches:
+        by_medium: dict[str, int] = {}
+        at = hit
+        for medium, hits in layers:
+            if hits.hit[bit] > at:
+                by_medium[medium] = hits.hit[bit] - at
+                at = hits.hit[bit]
+        if at > furthest:
+            most, furthest = by_medium, at
+            if first:
+                break
+    return most
+
+
+def shared_part(rows: Rows) -> Rows:
+    """What rows of the shared index say of shared stores, to be added to rows of one's own."""
+    columns = {
+        (plane, _ELSEWHERE - word): column
+        for (plane, word), column in rows.columns.items()
+        if is_shared(plane.medium)
+    }
+    return Rows(rows.num_hashes, columns)
+
+
+@lru_cache(maxsize=256)
+def _ends(layout: CacheLayout) -> CacheLayout:
+    """The layout with the boundaries at which a load may end."""
+    if layout.lookahead or not any(c.spec.is_eagle for c in layout.classes):
+        return layout
+    whole = max(layout.alignment, scheduler_block_size(layout.groups))
+    return layout if layout.alignment == whole else replace(layout, alignment=whole)
+
+
+def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words) -> Rows:
+    """One tier's rows as if they were the GPU's, with all before the GPU hits there."""
+    columns: dict[tuple[Plane, int], Words] = {}
+    for group in layout.groups:
+        held = below
+        for place in places:
+            plane = Plane(place, group.group_idx)
+            held = held | (_anybody(rows, plane) if is_shared(place) else rows.plane(plane, word))
+        columns[Plane(GPU, group.group_idx), word] = held
+    return Rows(rows.num_hashes, columns)
+
+
+def _anybody(rows: Rows, plane: Plane) -> Words:
+    """All bits where any engine told of the block."""
+    told = np.zeros(rows.num_hashes, bool)
+    for (at, _), column in rows.columns.items():
+        if at == plane:
+            told |= column != 0
+    return np.where(told, ~np.uint64(0), np.uint64(0))
+
+
+def _below(hits: list[int], layout: CacheLayout, num_hashes: int) -> Words:
+    """Per hash block: the engines whose GPU hit, down to a whole block, covers it."""
+    whole = scheduler_block_size(layout.groups)
+    ends = np.zeros(num_hashes, np.uint64)
+    for bit, tokens in enumerate(hits):
+        blocks = tokens // whole * whole // layout.hash_block_size
+        if blocks:
+            ends[blocks - 1] |= np.uint64(1 << bit)
+    covered: Words = np.bitwise_or.accumulate(ends[::-1])[::-1]
+    return covered

@@ -1,1 +1,0 @@
-"""The hit rules: from presence rows to tokens."""

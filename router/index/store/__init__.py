@@ -1,1 +1,0 @@
-"""Presence rows in memory."""

@@ -1,0 +1,145 @@
+"""Holds requests back while every engine that could take them is saturated, and tells when there is room.
+
+What is asked of the fleet is what a decision asks: the load accounts, the engines' gauges, and what other
+replicas said last. Which engines count for a request is its lane: those that serve its model, or the one
+engine that it must go to. Always true: a request that finds room, and nobody before it, costs a few
+comparisons; with no engine left those that wait are let go, and are told so by the decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from router.admission.admission_queue import AdmissionQueue, Ticket
+from router.admission.fair_queue import Lane
+from router.admission.settings import QueueSettings
+from router.fleet.status import Fleet
+from router.openai.request import PROMPT_APIS, InboundRequest
+from router.placement.candidate import Candidate
+from router.placement.engine import Engine
+from router.placement.load.others import OthersLoad, others_at
+from router.placement.placement import Decision
+
+# When engines have enough to do, and which prompts go there all the same.
+#
+# An engine is saturated with more than ``hold_s`` seconds of prompts queued, or as many requests as it may
+# have. A prompt goes at once, whatever is queued, if it shares enough with one in flight: where that one is
+# the prefix will be, and most of the work is done once. That is bounded too: not behind ``PILE`` times
+# ``hold_s``.
+
+
+PILE = 4.0
+_FULL_S = 0.05
+"""An engine with all the requests that it may have is looked at again so soon, if nothing ends before."""
+
+
+def gap_s(queue_s: float, requests: int, *, hold_s: float, requests_max: int | None) -> float:
+    """Seconds of work in the way of the next request to an engine; 0 or less: it is not saturated."""
+    gap = queue_s - hold_s
+    return max(gap, _FULL_S) if requests_max is not None and requests >= requests_max else gap
+
+
+def any_room(candidates: Iterable[Candidate], *, hold_s: float, requests_max: int | None) -> bool:
+    """Whether one of them is not saturated."""
+    for one in candidates:
+        if one.queue_s <= hold_s and (requests_max is None or one.running + one.waiting < requests_max):
+            return True
+    return False
+
+
+def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float, hold_s: float) -> bool:
+    """Whether so much of a prompt is in flight on an engine without too much before it."""
+    least = max(1.0, share * tokens)
+    return any(one.hit.common_tokens >= least and one.queue_s <= PILE * hold_s for one in candidates)
+
+
+_OTHERS_FRESH_S = 1.0
+"""What other replicas had in flight longer ago is over: nobody is to wait for it."""
+
+
+class Hold:
+    """The waiting room of a fleet. Without ``saturation_s`` no engine is ever saturated: those that wait go,
+    and nobody joins them."""
+
+    def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], *, now: Callable[[], float]) -> None:
+        self._fleet = fleet
+        self._now = now
+        self._others: Mapping[str, OthersLoad] | None = {}
+        self._others_s = -math.inf
+        self.room = AdmissionQueue(settings, clock=now, gap_s=self._gap_s)
+        self.configure(settings)
+
+    def configure(self, settings: QueueSettings) -> None:
+        """What holds from now on, for those that wait too."""
+        off = settings.saturation_s is None
+        self._hold_s = math.inf if settings.saturation_s is None else settings.saturation_s
+        self._settings = msgspec.structs.replace(settings, engine_requests_max=None) if off else settings
+        self.room.configure(settings)
+
+    def others(self, load: Mapping[str, OthersLoad] | None) -> None:
+        """What other replicas have in flight, as just heard; None: it could not be asked."""
+        self._others, self._others_s = load, self._now()
+
+    def holds(self, request: InboundRequest, decision: Decision) -> bool:
+        """Whether it has to wait."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return False
+        settings, candidates = self._settings, decision.candidates
+        if not len(self.room) and any_room(
+            candidates, hold_s=self._hold_s, requests_max=settings.engine_requests_max
+        ):
+            return False
+        together = joins_sibling(
+            candidates, decision.prompt_tokens, share=settings.sibling_share, hold_s=self._hold_s
+        )
+        return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
+
+    def queued_s(self, request: InboundRequest, decision: Decision) -> float:
+        """Seconds that a request spends here before it is placed, by the work ahead of it."""
+        return self.room.queued_s(request.claim.priority, pool_of(decision), len(decision.engines))
+
+    async def wait(self, request: InboundRequest, decision: Decision) -> Ticket:
+        """Until it is its turn. Raises ``ApiError``."""
+        engines = decision.engines
+        bound = request.pinned is not None or request.earlier_response is not None
+        only = engines[0].engine_id if bound and len(engines) == 1 else None
+        cost = decision.choice.cost
+        return await self.room.wait(
+            request.claim,
+            work_s=cost.prefill_s + cost.load_s,
+            pool=pool_of(decision),
+            lane=(request.model, only),
+            engines=len(engines),
+            tokens_per_s=self._tokens_per_s(request.model),
+        )
+
+    def _tokens_per_s(self, model: str | None) -> float:
+        """Prompt tokens that the engines of a model compute together."""
+        now = self._now()
+        return sum(1 / one.rates.prefill_s_per_token(now) for one in self._fleet.ready(model))
+
+    def _gap_s(self, lane: Lane) -> float:
+        assert isinstance(lane, tuple)  # noqa: S101  # made in ``wait``
+        model, only = lane
+        now = self._now()
+        ready = [one for one in self._fleet.ready(model) if only is None or one.engine_id == only]
+        gaps = [self._gap_at(one, now) for one in ready if one.engine.answers and one.breaker.allows(now)]
+        return min(gaps) if gaps else 0.0
+
+    def _gap_at(self, engine: Engine, now: float) -> float:
+        others = self._others if now - self._others_s <= _OTHERS_FRESH_S else None
+        load = engine.load.at(now, others_at(engine.engine_id, others))
+        return gap_s(
+            load.queue_s,
+            load.running + load.waiting,
+            hold_s=self._hold_s,
+            requests_max=self._settings.engine_requests_max,
+        )
+
+
+def pool_of(decision: Decision) -> str:
+    """The engines that tenants compete for: those of one base model."""
+    return decision.engine.base_model or ""

@@ -1,0 +1,405 @@
+"""Whether a request's prompt is computed on one engine and decoded on another: asked once per decision, in
+fleets whose engines have roles.
+
+What keeps a request whole is a word (``Split.why``): who sent it, what it asks for, what became of it so far,
+or that one engine alone is cheaper. All others go to the cheapest pair (``pairs.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from router.fleet.settings import endpoint_of
+from router.index.learn.layout import CacheLayout
+from router.openai.members import TooManyStepsError, run_cooperatively
+from router.openai.request import PROMPT_APIS, InboundRequest
+from router.pd.bodies import SplitBody, split_body
+from router.pd.handoff import DisaggState, Handoff
+from router.pd.settings import PdSettings
+from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
+from router.placement.cost import Choice, ScoredCandidates, chosen, weigh, weight
+from router.placement.engine import Engine, PromptView, candidates
+from router.placement.placement import Decision, Split
+from router.placement.split_legs import lacking
+from router.prompts.affinity import TextAffinity
+from router.prompts.prompt import Prompt
+from router.prompts.request import ChatBody
+
+# One decision over pairs: compute a prompt where it is decoded, or elsewhere and transfer it; the least
+# cost wins.
+#
+# For a decode engine d, a prefill engine p of the same version, and a prompt of N tokens, in seconds::
+#
+#     local(d):      cost(d)                        as every engine's (cost.py)
+#                  + weight * running(d) * prefill(d)     what this prefill makes the sequences there wait
+#     remote(p, d):  cost(p) + weight * running(p) * prefill(p)
+#                  + overhead                       two requests instead of one
+#                  + transfer * lacks(d)            what the decode engine does not hold
+#                  + queue(d) + decode(d)           its own wait, and what its requests are held up
+#
+# So an engine that holds most of a prompt computes the rest itself, and so does an idle one, without a
+# threshold but for the floor ``min_remote_tokens``. Which prefill engine is best does not depend on the
+# decode engine except for its version, and for engines that do both: so |P| + |D| costs are worked out, not
+# |P| * |D|.
+#
+# Sequences that wait count by the queue alone, although those ahead of this prompt would run by its turn.
+# Tried by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as held
+# up too, whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
+#
+# Always true: an engine is never paired with itself; ties go to the longest trunk, then by rendezvous.
+
+
+Pick = Callable[[Sequence[Candidate]], Choice]
+"""The policy's choice among some engines; raises ``ValueError`` without any."""
+
+
+class Side(msgspec.Struct, frozen=True, gc=False):
+    """One engine as a candidate for one of the two roles. ``version`` None: not known. ``lacks``: tokens that
+    would be transferred to it."""
+
+    candidate: Candidate
+    version: str | None
+    lacks: int = 0
+
+
+class Partner(msgspec.Struct, frozen=True, gc=False):
+    """The prefill engine for some decode engine; ``choice`` is among ``sides``."""
+
+    sides: Sequence[Side]
+    choice: Choice
+    cost_s: float
+
+
+class _Place(msgspec.Struct, frozen=True, gc=False):
+    """One decode engine, with or without a partner, and what that costs."""
+
+    at: int
+    seconds: float
+    cost: Cost
+    partner: Partner | None = None
+
+
+class PairPlan(msgspec.Struct, frozen=True, gc=False):
+    """Where the prompt is decoded: position among the decode engines, and its cost; where it is computed:
+    ``partner``, None for the decode engine itself, which ``why`` explains. ``weighed``: decode engines';
+    ``local_s``: what the best engine alone costs."""
+
+    decode: int
+    cost: Cost
+    partner: Partner | None
+    weighed: ScoredCandidates
+    local_s: float
+    remote_s: float | None = None
+    why: str = ""
+
+
+def plan(
+    decode: Sequence[Side],
+    prefill: Sequence[Side],
+    prompt_tokens: int,
+    key: int,
+    *,
+    pick: Pick,
+    policy: PolicySettings,
+    pd: PdSettings,
+) -> PairPlan:
+    """The cheapest of all. Raises ``ValueError`` without a decode engine."""
+    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
+    partners = _Partners(prefill, prompt_tokens, pick, policy, pd)
+    why = "no_prefill_engine" if not prefill else "short"
+    alone: _Place | None = None
+    apart: _Place | None = None
+    for index, side in enumerate(decode):
+        cost = weighed.cost(index)
+        alone = _less(alone, _Place(index, cost.total_s + _delay_s(side, cost, pd), cost), key)
+        if side.lacks < pd.min_remote_tokens or not prefill:
+            continue
+        partner = partners.of(side)
+        if partner is None:
+            why = "version"
+            continue
+        transfer_s = pd.leg_overhead_s + pd.transfer_s_per_token * side.lacks
+        remote_s = partner.cost_s + transfer_s + cost.queue_s + cost.decode_s
+        apart = _less(apart, _Place(index, remote_s, cost, partner), key)
+    if alone is None:
+        raise ValueError("no decode engine")
+    if apart is None:
+        return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, None, why)
+    if apart.seconds < alone.seconds:
+        return PairPlan(apart.at, apart.cost, apart.partner, weighed, alone.seconds, apart.seconds)
+    return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, apart.seconds, "local")
+
+
+def cheapest_taker(
+    decode: Sequence[Side], prompt_tokens: int, key: int, *, policy: PolicySettings, pd: PdSettings
+) -> int:
+    """Which decode engine takes over what is computed already: its position."""
+    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
+
+    def order(i: int) -> tuple[float, int, int]:
+        transfer_s, cost = pd.transfer_s_per_token * decode[i].lacks, weighed.cost(i)
+        return _order(transfer_s + cost.queue_s + cost.decode_s, cost, key)
+
+    return min(range(len(decode)), key=order)
+
+
+def fits(one: str | None, other: str | None, pd: PdSettings) -> bool:
+    """Whether engines of these versions may be paired."""
+    return pd.mix_versions or (one is not None and one == other)
+
+
+class _Partners:
+    """The best prefill engine for each decode engine, worked out once per version."""
+
+    def __init__(
+        self,
+        prefill: Sequence[Side],
+        prompt_tokens: int,
+        pick: Pick,
+        policy: PolicySettings,
+        pd: PdSettings,
+    ) -> None:
+        self._prefill = prefill
+        self._ids = {side.candidate.engine_id for side in prefill}
+        self._tokens = prompt_tokens
+        self._pick = pick
+        self._policy = policy
+        self._pd = pd
+        self._known: dict[tuple[str | None, str], Partner | None] = {}
+
+    def of(self, side: Side) -> Partner | None:
+        """None: no prefill engine may be paired with it."""
+        name = side.candidate.engine_id
+        mark = side.version, name if name in self._ids else ""
+        if mark not in self._known:
+            self._known[mark] = self._best(side)
+        return self._known[mark]
+
+    def _best(self, side: Side) -> Partner | None:
+        sides = [
+            other
+            for other in self._prefill
+            if other.candidate.engine_id != side.candidate.engine_id
+            and fits(other.version, side.version, self._pd)
+        ]
+        if not sides:
+            return None
+        choice = self._pick([other.candidate for other in sides])
+        cost = choice.cost
+        return Partner(sides, choice, cost.total_s + _delay_s(sides[choice.index], cost, self._pd))
+
+
+def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:
+    """What a prefill there makes the sequences that run there wait, together."""
+    return pd.decode_delay_weight * side.candidate.running * cost.prefill_s
+
+
+def _less(known: _Place | None, other: _Place, key: int) -> _Place:
+    """The cheaper one."""
+    if known is None or other.seconds < known.seconds:
+        return other
+    if other.seconds > known.seconds:
+        return known
+    places = known, other
+    return min(places, key=lambda place: _order(place.seconds, place.cost, key))
+
+
+def _order(seconds: float, cost: Cost, key: int) -> tuple[float, int, int]:
+    return seconds, -cost.trunk_tokens, -weight(cost.engine_id, key)
+
+
+class DecodeCandidates(msgspec.Struct, frozen=True, gc=False):
+    """The engines that may answer a request, and what is known of them; ``problem`` as in ``Decision``."""
+
+    read: Prompt | TextAffinity | None
+    engines: Sequence[Engine]
+    candidates: Sequence[Candidate]
+    problem: str
+
+
+class DisaggregationPlanner:
+    """One request in one decision. ``why``: it is known to stay whole; "": not so far."""
+
+    __slots__ = ("_body", "_course", "_messages", "_pd", "_policy", "_request", "helpers", "why")
+
+    def __init__(
+        self, request: InboundRequest, course: DisaggState | None, pd: PdSettings, policy: PolicySettings
+    ) -> None:
+        self._request = request
+        self._course = course
+        self._pd = pd
+        self._policy = policy
+        self.helpers: list[Engine] = []
+        """Engines that may compute its prompt for another one."""
+        self._body: SplitBody | None = None
+        chat = request.prompt  # as long as its prompt has not been read
+        self._messages = chat.messages if isinstance(chat, ChatBody) else ()
+        self.why = _bound_to_one(request)
+
+    def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
+        """Fill ``helpers``."""
+        if self.why:
+            return
+        if self._course is not None and not self._course.splits and self._course.handoff(now) is None:
+            self.why = "retried"
+            return
+        self.helpers = [
+            engine
+            for engine in ready
+            if engine.engine.prefills
+            and engine.engine_id not in exclude
+            and (not self._request.carried or self._can_be_named(engine))
+            and now >= engine.rests_until
+            and engine.breaker.allows(now, self._request.client)
+        ]
+
+    def _can_be_named(self, engine: Engine) -> bool:
+        """To a sidecar, which is told of addresses alone; and a gateway may allow some only."""
+        among = self._request.among
+        allowed = among is None or endpoint_of(engine.engine.base_url) in among
+        return allowed and engine.engine.dp_rank is None
+
+    async def read_body(self, read: Prompt | TextAffinity | None) -> None:
+        """Look for what keeps it whole, and for the places where its body is to be changed."""
+        if self.why:
+            return
+        if not isinstance(read, Prompt):
+            self.why = "unread"
+        else:
+            try:
+                self._body = await run_cooperatively(
+                    split_body(self._request.path, self._request.body, self._messages)
+                )
+            except TooManyStepsError:
+                self.why = "body"
+            else:
+                self.why = self._body.whole
+
+    def decide(
+        self, able: DecodeCandidates, asked: PromptView, question: PlacementRequest, pick: Pick, now: float
+    ) -> tuple[Choice, Split]:
+        """Which engine answers, and whether another one computes the prompt."""
+        read = able.read
+        if self.why or not isinstance(read, Prompt):
+            return pick(able.candidates), Split(self.why)
+        engines = zip(able.engines, able.candidates, strict=True)
+        decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
+        if self._course is not None and (handoff := self._course.handoff(now)) is not None:
+            taken = self._take_over(decode, handoff, question)
+            if taken is not None:
+                return taken
+            if not self._course.splits:
+                return pick(able.candidates), Split("retried")
+        return self._plan(able, decode, asked, question, pick, now)
+
+    def _plan(
+        self,
+        able: DecodeCandidates,
+        decode: Sequence[Side],
+        asked: PromptView,
+        question: PlacementRequest,
+        pick: Pick,
+        now: float,
+    ) -> tuple[Choice, Split]:
+        tokens = asked.tokens
+        helpers: dict[str, Engine] = {
+            engine.engine_id: engine for engine in self.helpers if not engine.closed
+        }
+        found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
+        best = plan(
+            decode,
+            [Side(candidate, engine.version) for engine, candidate in found],
+            tokens,
+            question.prompt_key,
+            pick=pick,
+            policy=self._policy,
+            pd=self._pd,
+        )
+        partner = best.partner
+        choice = _choice(best, partner)
+        if partner is None:
+            return choice, Split(best.why, local_s=best.local_s, remote_s=best.remote_s)
+        mates = [side.candidate for side in partner.sides]
+        there = [helpers[candidate.engine_id] for candidate in mates]
+        lacks = decode[best.decode].lacks
+        split = Split(
+            body=self._body,
+            prefill=Decision(able.read, tokens, there, mates, partner.choice, able.problem),
+            lacks_tokens=lacks,
+            transfer_s=self._transfer_s(lacks),
+            local_s=best.local_s,
+            remote_s=best.remote_s,
+        )
+        return choice, split
+
+    def _take_over(
+        self, decode: Sequence[Side], handoff: Handoff, question: PlacementRequest
+    ) -> tuple[Choice, Split] | None:
+        """Another engine fetches what one could not be told of; None: there is none that may."""
+        places = [
+            place
+            for place, side in enumerate(decode)
+            if side.lacks
+            and side.candidate.engine_id != handoff.source
+            and fits(side.version, handoff.version, self._pd)
+        ]
+        if not places:
+            return None
+        able, tokens = [decode[place] for place in places], question.prompt_tokens
+        taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
+        lacks = able[taker].lacks
+        weighed = weigh([side.candidate for side in decode], tokens, self._policy)
+        choice = msgspec.structs.replace(chosen(weighed, places[taker], _reason(weighed)), uncached_tokens=0)
+        return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
+
+    def _transfer_s(self, lacks: int) -> float:
+        return self._pd.leg_overhead_s + self._pd.transfer_s_per_token * lacks
+
+
+def complete_layouts(engines: Sequence[Engine]) -> None:
+    """What one engine told of its groups holds for the others of its model: an engine that fetches prompts
+    tells of full attention only, and would look as if it had nothing else."""
+    fullest: dict[str | None, CacheLayout] = {}
+    differ = False
+    for engine in engines:
+        layout, known = engine.layout, fullest.get(engine.base_model)
+        if layout is None or layout is known:
+            continue
+        differ = differ or known is not None
+        if known is None or len(known.groups) < len(layout.groups):
+            fullest[engine.base_model] = layout
+    for engine in engines if differ else ():
+        layout, known = engine.layout, fullest.get(engine.base_model)
+        if layout is known or layout is None or known is None or engine.residency is None:
+            continue
+        if len(layout.groups) < len(known.groups):
+            engine.residency.writer.expect(known.groups)
+
+
+def _choice(found: PairPlan, partner: Partner | None) -> Choice:
+    """The engine that answers; ``partner``: another one computes."""
+    cost = found.cost
+    uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
+    return Choice(found.decode, cost.engine_id, _reason(found.weighed), uncached, cost, found.weighed)
+
+
+def _reason(weighed: ScoredCandidates) -> Reason:
+    return "only" if len(weighed.totals) == 1 else "cheapest"
+
+
+def _bound_to_one(request: InboundRequest) -> str:
+    if request.method != "POST" or request.path not in PROMPT_APIS:
+        return "api"
+    if request.carried == "gateway":
+        return "gateway"
+    if request.pinned is not None:
+        return "pinned"
+    return "earlier_response" if request.earlier_response is not None else ""
+
+
+def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
+    """An engine that can fetch nothing lacks nothing that could be sent."""
+    lacks = lacking(engine, candidate.hit, tokens) if engine.engine.decodes else 0
+    return Side(candidate, engine.version, lacks)

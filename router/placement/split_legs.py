@@ -1,0 +1,228 @@
+"""Placements of a request on two engines: one computes the prompt, the other one fetches it and answers.
+
+Both are entered in the books when the decision is made, so the decode engine's place is held while the other
+one computes. What the decode engine gets is no prefill: it teaches nothing about rates. While the blocks are
+on their way, vLLM serves whoever comes next, so nobody may count on hitting them before events tell of them.
+Its ``cached_tokens`` are the other engine's hit, so the prediction is compared where it was made. Always
+true: each ends once, whatever becomes of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from publisher.events import Family
+from router.admission.admission_queue import AdmissionQueue
+from router.fleet.settings import endpoint_of
+from router.index.learn.layout import CacheLayout
+from router.observe.receipts import Receipt
+from router.openai.request import InboundRequest, Usage
+from router.pd.settings import PREFILLERS, Prefilled
+from router.placement.candidate import Hit
+from router.placement.engine import Accounts, Engine
+from router.placement.load.account import Ticket
+from router.placement.placement import Decision, Placement, Split
+from router.prompts.prompt import Prompt
+from router.proxy.attempt import Fields
+
+_OK = 200
+
+
+class PrefillPlacement(Placement):
+    """The prompt's computation. Its answer comes when the prefill is over, as a stream's first token does.
+    ``rest_s``: how long the engine is left alone if it turns out to hand nothing over."""
+
+    _is_answer = False
+    _leg = "prefill"
+    __slots__ = ("_rest_s", "_untimed")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        waited_s: float,
+        rest_s: float,
+    ) -> None:
+        as_stream = msgspec.structs.replace(request, stream=True)
+        super().__init__(
+            as_stream, decision, accounts, retention=retention, client_headers=(), waited_s=waited_s
+        )
+        self._rest_s = rest_s
+        self._untimed = False
+        self.version = self.engine.version
+
+    def end_unseen(self) -> None:
+        """When it is over nobody will say: the engine's numbers of running requests tell."""
+        self._untimed = True
+        self.engine.load.unseen(self._ticket, self.now(), lambda: None)
+
+    def _begun(self, now: float) -> None:
+        super()._begun(now)
+        if self._untimed:
+            self._ttft_s = None
+
+    def held_nothing(self) -> None:
+        """See ``Attempt``."""
+        self.engine.rests_until = self.now() + self._rest_s
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Attempt``."""
+        return super().facts() | {"kvatlas.leg": "prefill"}
+
+    def _charge(self, room: AdmissionQueue) -> None:
+        """The other placement is charged, until the request's end."""
+
+    def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
+        room.changed()
+
+
+class DecodePlacement(Placement):
+    """The answer. ``split`` says what it is to be sent."""
+
+    _leg = "decode"
+    __slots__ = ("_gap_s", "_split")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        split: Split,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
+        prefill: PrefillPlacement | None,
+    ) -> None:
+        self._split = split
+        self._gap_s: float | None = None
+        super().__init__(
+            request, decision, accounts, retention=retention, client_headers=client_headers, later=True
+        )
+        self.body = split.body
+        self.prefill = prefill
+        self.expected_s = self._cost.queue_s + split.transfer_s
+
+    def handed_over(self, gap_s: float) -> None:
+        """See ``Attempt``."""
+        self._gap_s = gap_s
+
+    def facts(self) -> dict[str, Any]:
+        """See ``Attempt``."""
+        return super().facts() | {
+            "kvatlas.leg": "decode",
+            "kvatlas.transfer_tokens": self._split.lacks_tokens,
+            "kvatlas.gap_s": self._gap_s,
+        }
+
+    def _admit(self) -> Ticket:
+        return self.engine.load.hold(self.asked_s, self.decision.prompt_tokens)
+
+    def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def _reported_hit(self) -> Hit:
+        prefill = self._split.prefill
+        return Hit() if prefill is None else prefill.candidate.hit
+
+    def _served(self) -> None:
+        shadow = self.engine.shadow
+        if shadow is not None and all(group.family is Family.FULL for group in shadow.spec.groups):
+            super()._served()
+
+    def _learn(self, receipt: Receipt) -> None:
+        self.engine.receipts.add(receipt)
+        self._accounts.receipts.add(receipt)
+
+
+class SidecarPlacement(DecodePlacement):
+    """Both requests are made by the decode engine's sidecar: of the first one is known what the answer says.
+    ``named_max``: most engines that the sidecar may ask for the prompt, one after the other."""
+
+    __slots__ = ("_helper", "_told")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        split: Split,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
+        prefill: PrefillPlacement,
+        named_max: int,
+    ) -> None:
+        self._helper = prefill
+        self._told: Prefilled | None = None
+        super().__init__(
+            request,
+            decision,
+            split,
+            accounts,
+            retention=retention,
+            client_headers=client_headers,
+            prefill=None,
+        )
+        self.body = None
+        self.watched = True
+        self.expected_s += prefill.expected_s
+        if not request.stream:
+            prefill.end_unseen()
+        urls = prefill.base_url, *prefill.next_best(named_max - 1)
+        self.engine_headers += ((PREFILLERS, ",".join(map(endpoint_of, urls)).encode()),)
+        self.asked()
+
+    def next_best(self, count: int) -> tuple[str, ...]:
+        """See ``Attempt``: the others need not be of the version for which the prompt is computed."""
+        return ()
+
+    def prefilled(self, told: Prefilled) -> None:
+        """See ``Attempt``."""
+        self._told = told
+
+    @property
+    def _prefill_engine(self) -> str:
+        told = self._told
+        return self._helper.engine_id if told is None or told.place == 0 else ""
+
+    def corrected(self, usage: Usage | None) -> Usage | None:
+        """See ``Attempt``: the sidecar says what the other engine had."""
+        if usage is not None and self._told is not None and self._told.cached_tokens is not None:
+            usage.cached_tokens = self._told.cached_tokens
+        return usage
+
+    def _begun(self, now: float) -> None:
+        super()._begun(now)
+        told = self._told
+        if told is None or told.place == 0:  # other sidecars do not say who did
+            cached = None if told is None else told.cached_tokens
+            self._helper.answered(_OK)
+            self._helper.first_byte(_OK)
+            self._helper.finished(None if cached is None else Usage(self.decision.prompt_tokens, 1, cached))
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        self._helper.finished(None)
+        super()._ended(usage, failed)
+
+
+def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
+    """Prompt tokens that would be transferred to this engine. Models with Mamba layers always get their
+    state, so their full-attention prefix counts; it is no hit for the engine alone."""
+    has = hit.soon_tokens
+    layout = engine.layout
+    if layout is not None and _has_mamba(layout):
+        has = max(has, hit.trunk_tokens)
+    return max(0, prompt_tokens - has)
+
+
+@lru_cache(maxsize=256)
+def _has_mamba(layout: CacheLayout) -> bool:
+    return any(c.family is Family.MAMBA for c in layout.classes)

@@ -1,1 +1,0 @@
-"""What is computed here: one model's prompts, and what is kept of them for next turns."""

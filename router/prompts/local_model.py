@@ -1,0 +1,307 @@
+"""One model's prompts computed here: renderer, tokenizer, and a cache of what was computed before.
+
+A next turn finds its conversation by the raw bytes of its messages, decodes only the new ones, renders the
+whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
+what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
+
+What it costs: benchmarks/results/prompts.md.
+
+Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
+``inline_chars_max`` new characters runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from publisher.block_hash import PromptExtras
+from router.prompts.chat.context import context_key
+from router.prompts.cuts import CutText, Ids
+from router.prompts.families.base import MissingFamily, TextTokenizer
+from router.prompts.local_renderer import ChatForm, ChatRenderer, Workers
+from router.prompts.model_dir import ModelDir, ModelDirError
+from router.prompts.prompt_cache import (
+    Entry,
+    KnownMessage,
+    PrefixCache,
+    cached_ids,
+    common_tokens,
+    message_keys,
+    text_keys,
+)
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from router.prompts.settings import ModelPrompts, PromptSettings
+from router.prompts.sizes import INLINE_VALUES_MAX, compact, has_many_values, num_values
+from router.prompts.stats import PromptStats
+from router.prompts.tokenizer import PromptTokenizer, ids_of, truncated
+
+_INLINE_MESSAGES: Final = 128
+"""New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+_MESSAGES_MAX: Final = 8192
+"""Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
+_TOOL_VALUES_MAX: Final = 10_000
+"""Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
+_KINDS_MAX: Final = 1024
+"""Names whose bare chats are remembered; when full, all are forgotten."""
+_FASTER: Final = 4
+"""fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+_SERIALS: Final = itertools.count()
+"""Tells the entries of a model in the shared cache from those of one that had its name before."""
+_ENCODER: Final = msgspec.json.Encoder()
+_NOTHING: Final = ids_of(())
+
+
+class _Kind(NamedTuple):
+    """What a chat's prompt depends on besides its messages, and all of that in few bytes (``scope``).
+    ``special``: special tokens come around it; ``tokenizer``: what makes it."""
+
+    form: ChatForm
+    scope: bytes
+    special: bool
+    tokenizer: str
+
+
+class LocalModel:
+    """Renderer, tokenizer and cache of one model; event-loop thread only."""
+
+    def __init__(
+        self,
+        config: ModelPrompts,
+        directory: ModelDir,
+        *,
+        stats: PromptStats,
+        cache: PrefixCache,
+        workers: Workers,
+        settings: PromptSettings,
+    ) -> None:
+        self._config = config
+        self._stats = stats
+        self._cache = cache
+        self._workers = workers
+        self._settings = settings
+        self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
+        self.tokenizer = self._load_tokenizer(directory)
+        self._serial = b"%d" % next(_SERIALS)
+        self._bare: dict[bytes, _Kind] = {}
+        """Of chats that are messages alone, by scope."""
+
+    def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
+        family = self.renderer.family
+        if directory.tokenizer is not None:
+            fast = self._settings.fast_tokenizer == "auto"
+            return PromptTokenizer(directory.tokenizer, self._stats, fast=fast)
+        if isinstance(family, MissingFamily):
+            raise ModelDirError(family.name)
+        if self.renderer.name == "cohere":
+            raise ModelDirError(f"{directory.folder}: no tokenizer.json, which tokenizer_mode = cohere takes")
+        return cast("TextTokenizer", family)  # Mistral's, which does both
+
+    def by(self, *, chat: bool) -> str:
+        """What reads prompts here, for people: the tokenizer's library, and the family's of chats."""
+        family = self.renderer.family
+        if family is None or not chat or family.name == self.tokenizer.name:
+            return self.tokenizer.name
+        return f"{family.name}, {self.tokenizer.name}"
+
+    async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
+        """The prompt of a chat, images as the template has them; ``long``: made in a thread.
+
+        Raises ``NotLocalError``, ``ApiError`` 400.
+        """
+        kind = self._bare.get(scope) if body.is_bare() else None
+        if kind is None or kind.tokenizer != self.tokenizer.name:
+            kind = await self._kind_of(body, scope, long=long)
+        if len(body.messages) > _MESSAGES_MAX:
+            raise NotLocalError("too_complex")
+        form, scope, special, _ = kind
+        keys = message_keys(scope, body.messages)
+        parent, shared = self._find(scope, keys, body.messages)
+        if parent is not None and shared == len(keys) == len(parent.messages) and not form.by_the_clock:
+            self._stats.tokens_reused += len(parent.ids)
+            return parent
+        known = list(parent.messages[:shared]) if parent is not None else []
+        new = body.messages[shared:]
+        if len(new) <= _INLINE_MESSAGES and not long:
+            plain = self.renderer.plain(new, form.template)
+            known += plain
+            new = new[len(plain) :]
+        if long or _takes_long(new, known):
+            messages, text = await self._workers.run(partial(self.renderer.render, body, known, form))
+        else:
+            messages, text = self.renderer.render(body, known, form)
+        images: list[bytes] = []
+        for one in messages:
+            images += one.images
+        media = tuple(images)
+        whole = body.truncate_prompt_tokens is None
+        if media and (special or not whole or form.context.continue_final):
+            raise NotLocalError("multimodal")
+        if isinstance(text, list):  # the family's own ids, complete
+            return self._keep(
+                Entry(tuple(keys), scope, ids_of(text), extras, tuple(messages), media), parent, 0
+            )
+        cut, ids, known_tokens = await self._tokenize(text, parent, special=special)
+        if not whole:
+            ids = self._truncated(ids, body, special)
+        kept = cut if whole else None  # its ids are no longer there
+        entry = Entry(tuple(keys), scope, ids, extras, tuple(messages), media, kept)
+        return self._keep(entry, parent, known_tokens)
+
+    async def completion(
+        self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
+    ) -> Entry:
+        """A completion's first prompt. Raises as ``chat`` does."""
+        if body.prompt_embeds is not None:
+            raise NotLocalError("embeds")
+        if body.suffix is not None:
+            raise NotLocalError("field")
+        if not isinstance(prompt, str):
+            ids = truncated(ids_of(prompt), body, max_model_len=self._config.max_model_len, from_text=False)
+            return self.entry_of_ids(ids, extras, scope)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        if body.truncate_prompt_tokens is not None:
+            _, ids, _ = await self._tokenize(prompt, None, special=special)
+            return self.entry_of_ids(self._truncated(ids, body, special), extras, scope)
+        form = (_ENCODER.encode(special), self.tokenizer.name.encode(), self._serial)
+        scope = compact(b"\0".join((scope, *form)))
+        keys = text_keys(scope, prompt)
+        parent = self._cache.find_in(scope, keys)
+        if parent is not None and parent.cut is not None and parent.cut.text == prompt:
+            self._stats.tokens_reused += len(parent.ids)
+            return parent
+        cut, ids, known_tokens = await self._tokenize(prompt, parent, special=special)
+        return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens)
+
+    def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
+        """A cached prompt of given ids."""
+        return cached_ids(self._cache, self._stats, ids, extras, scope)
+
+    async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
+        """All but the messages that the prompt depends on. That of a bare chat is kept: there is one for each
+        name of a model or adapter."""
+        self._check(body)
+        form = await self._form_of(body, long=long)
+        special = _flag(body.add_special_tokens) and not self.tokenizer.adds_nothing
+        whole = self._chat_scope(scope, body, form, special=special)
+        kind = _Kind(form, whole, special, self.tokenizer.name)
+        if self.renderer.family is None and body.is_bare():
+            if len(self._bare) >= _KINDS_MAX:
+                self._bare.clear()
+            self._bare[scope] = kind
+        return kind
+
+    def _check(self, body: ChatBody) -> None:
+        if self.renderer.unreadable is not None:
+            raise NotLocalError("renderer")
+        if isinstance(body.kv_transfer_params, dict) and "prompt_token_ids" in body.kv_transfer_params:
+            raise NotLocalError("field")
+        if num_values(body.tools) > _TOOL_VALUES_MAX:
+            raise NotLocalError("too_complex")
+        self.renderer.check(body)
+
+    async def _form_of(self, body: ChatBody, *, long: bool) -> ChatForm:
+        """Template and context; those of plain requests are remembered."""
+        key = context_key(body)
+        known = self.renderer.known_form(key)
+        if known is not None:
+            return known
+        if long or has_many_values(body.tools, INLINE_VALUES_MAX):
+            return await self._workers.run(lambda: self.renderer.form_of(body, key))
+        return self.renderer.form_of(body, key)
+
+    def _chat_scope(self, scope: bytes, body: ChatBody, form: ChatForm, *, special: bool) -> bytes:
+        limits = _ENCODER.encode(
+            (body.truncate_prompt_tokens, body.truncation_side, special, body.orders_tool_calls)
+        )
+        family = self.renderer.family
+        stamp = b"" if family is None else family.stamp()
+        made_by = (self.tokenizer.name.encode(), self._serial, stamp)
+        return compact(b"\0".join((scope, form.context.key, limits, *made_by)))
+
+    def _find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw]) -> tuple[Entry | None, int]:
+        """The prompt that shares the most leading messages."""
+        found = self._cache.find(keys)
+        if found is None or not found[0].begins_as(scope, raws[: found[1]]):
+            self._stats.prefix_misses += 1
+            return None, 0
+        self._stats.prefix_hits += 1
+        return found
+
+    async def _tokenize(self, text: str, parent: Entry | None, *, special: bool) -> tuple[CutText, Ids, int]:
+        """Cut and tokenize a text; what ``parent``'s has up to the last cut both share is taken over.
+
+        The last number is how many tokens that are. ``special``: with special tokens around it.
+        """
+        prefix, suffix = self._frame(special=special)
+        before = None if parent is None else parent.cut
+        kept = 0 if before is None else before.num_shared(text, self.tokenizer.may_cut)
+        if parent is not None and before is not None and kept:
+            begin, reused = before.starts[kept], before.counts[kept]
+            starts, counts, known = before.starts[:kept], list(before.counts[:kept]), parent.ids
+        else:
+            begin, reused = 0, len(prefix)
+            starts, counts, known = (), [], prefix
+        if self._is_long(len(text) - begin):
+            cuts, tail = await self._workers.run(lambda: self.tokenizer.encode_cut(text, begin))
+        else:
+            cuts, tail = self.tokenizer.encode_cut(text, begin)
+        self._stats.tokens_new += len(tail.ids)
+        starts += tuple(cuts)
+        for count in tail.offsets[:-1]:
+            counts.append(reused + count)
+        ids = known[: reused + len(tail.ids)]
+        ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
+        ids += suffix
+        return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
+
+    def _is_long(self, chars: int) -> bool:
+        """Whether to tokenize so many would hold the event loop."""
+        inline_max = self._settings.inline_chars_max
+        return chars > inline_max and chars > inline_max * (_FASTER if self.tokenizer.is_fast else 1)
+
+    def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
+        """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
+        frame."""
+        if not special:
+            return _NOTHING, _NOTHING
+        prefix, suffix = self.tokenizer.prefix, self.tokenizer.suffix
+        if prefix is None or suffix is None:
+            raise NotLocalError("field")
+        return prefix, suffix
+
+    def _truncated(self, ids: Ids, body: ChatBody | CompletionBody, special: bool) -> Ids:
+        frame = sum(map(len, self._frame(special=special)))
+        return truncated(ids, body, max_model_len=self._config.max_model_len, from_text=True, frame=frame)
+
+    def _keep(self, entry: Entry, parent: Entry | None, known: int) -> Entry:
+        if not entry.ids:
+            raise NotLocalError("empty")
+        if parent is None:
+            self._cache.put(entry)
+            return entry
+        shared = common_tokens(parent.ids, entry.ids, known)
+        self._stats.tokens_reused += shared
+        self._cache.put_next(entry, parent, shared)
+        return entry
+
+
+def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
+    """Whether to read and render these would hold the event loop: too many messages, or too much in them."""
+    if len(new) > _INLINE_MESSAGES:
+        return True
+    limit = INLINE_VALUES_MAX
+    for one in known:
+        limit -= one.num_values
+    if sum(map(len, new)) <= 2 * limit:  # each value takes two bytes
+        return False
+    return sum(map(num_values, new)) > limit
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise NotLocalError("field")
+    return value

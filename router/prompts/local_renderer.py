@@ -1,0 +1,318 @@
+"""One model's chats as text or ids: by its templates, or by the code of its family.
+
+Messages are decoded and brought into the engine's form once and kept; a next turn renders all of them again,
+which is cheap, since what a template makes of a message may depend on any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from router.prompts.chat.anthropic import disabled_effort, wants_system_first
+from router.prompts.chat.compiled import TemplateRejectsError
+from router.prompts.chat.context import ChatContext, ContextCache, Key, chat_context, parse_tools
+from router.prompts.chat.messages import (
+    Message,
+    TemplateTraits,
+    only_text,
+    parse_message,
+    text_message,
+    without_developer_role,
+)
+from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
+from router.prompts.families.base import Family, MissingFamily, family_of
+from router.prompts.model_dir import ModelDir, load_chat_template
+from router.prompts.prompt_cache import KnownMessage
+from router.prompts.request import ChatBody, NotLocalError, decode_message, plain_message
+from router.prompts.settings import ModelPrompts
+from router.prompts.sizes import kept_bytes, num_values
+from router.prompts.stats import PromptStats
+
+_MESSAGE_BYTES: Final = 200
+"""Of a known message besides its text and what it became."""
+_IMAGE_BYTES: Final = 80
+_ROLE_CHARS_MAX: Final = 32
+"""Longer ones, which only clients invent, are not kept with what was learnt of a template."""
+
+
+def _of_plain(role: str, form: str) -> tuple[int, int]:
+    empty = text_message(role, "", form)
+    return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - "".__sizeof__()
+
+
+_PLAIN: Final = {
+    (role, form): _of_plain(role, form) for role in ("user", "assistant") for form in ("string", "openai")
+}
+"""Of plain messages, their shape, and their bytes besides raw JSON and text."""
+
+
+class ChatForm(NamedTuple):
+    """What a chat is rendered by, and what that is given besides the messages."""
+
+    template: ChatTemplate | Family
+    context: ChatContext
+
+    @property
+    def by_the_clock(self) -> bool:
+        """The same messages may give another prompt the next time."""
+        return isinstance(self.template, ChatTemplate) and self.template.depends_on_time
+
+
+class ChatRenderer:
+    """Templates, family and contexts of one model. Any thread may call ``form_of`` and ``render``."""
+
+    def __init__(
+        self, config: ModelPrompts, directory: ModelDir, stats: PromptStats, context_bytes_max: int
+    ) -> None:
+        self._config = config
+        self._stats = stats
+        self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
+        self.family = family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+        self._special_tokens = directory.special_tokens if self.family is None else {}
+        takes_defaults = self.family is None or self.family.takes_defaults
+        self._defaults = config.default_chat_template_kwargs if takes_defaults else {}
+        self.templates = self._load_templates(directory)
+        self._contexts = ContextCache(stats, context_bytes_max)
+
+    def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
+        """By whether the chat has tools; one object where both have the same template."""
+        loaded: dict[str, ChatTemplate] = {}
+        templates: dict[bool, ChatTemplate | None] = {False: None, True: None}
+        for with_tools in templates:
+            source = self._template_source(directory, with_tools=with_tools)
+            if source is None:
+                continue
+            if source not in loaded:
+                loaded[source] = ChatTemplate(
+                    source, self._stats, self._special_tokens, self._config.time_zone
+                )
+            templates[with_tools] = loaded[source]
+        return templates
+
+    def _template_source(self, directory: ModelDir, *, with_tools: bool) -> str | None:
+        given = self._config.chat_template
+        if given is None:
+            return directory.template_for(with_tools=with_tools)
+        return directory.templates.get(given) or load_chat_template(given)
+
+    def clear(self) -> None:
+        """Forget what was kept: the model is not served any more."""
+        self._contexts.clear()
+
+    @property
+    def unreadable(self) -> str | None:
+        """Why chats of this model are left to others, and what to do about it; None: they are not."""
+        if isinstance(self.family, MissingFamily):
+            return self.family.name
+        if self.name != "hf" and self.family is None:
+            return f"{self.name}: vLLM's own code renders these chats; give a render server (--renderer)"
+        return None
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What engines find out about the template when they start, or were told; where code renders, about
+        the template that they were given, if any."""
+        sources = [None if one is None else one.source for one in self.templates.values()]
+        if self.name not in {"hf", "harmony"} and self._config.chat_template is None:
+            sources = [None]
+        effort = self._config.anthropic_disabled_thinking_effort
+        if effort == "auto":
+            effort = disabled_effort(self._short_chat)
+        return TemplateTraits(any(map(wants_system_first, sources)), effort, self.name == "cohere")
+
+    def _short_chat(self, effort: str) -> str | list[int] | None:
+        body = ChatBody(messages=[msgspec.Raw(b'{"role":"user","content":"Hi"}')], reasoning_effort=effort)
+        try:
+            self.check(body)
+            return self.render(body, [], self.form_of(body, None))[1]
+        except NotLocalError:
+            return None
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the engines' local time is in the prompts of chats."""
+        templates = [one for one in self.templates.values() if one is not None]
+        return self.name == "harmony" or any(one.depends_on_time for one in templates)
+
+    def reads(self, path: str) -> bool:
+        """Whether the prompts of this API are made here; the family's engines may have other code for it."""
+        return self.family is None or path in self.family.paths
+
+    def check(self, body: ChatBody) -> None:
+        """Raises ``NotLocalError`` for what the model's family does not reproduce."""
+        if self.family is not None:
+            self.family.check(body)
+
+    def known_form(self, key: Key | None) -> ChatForm | None:
+        """The form of an earlier plain request with this key (``context_key``)."""
+        found = None if key is None else self._contexts.get(key)
+        return None if found is None else ChatForm(*found)
+
+    def form_of(self, body: ChatBody, key: Key | None) -> ChatForm:
+        """Template and context, kept under ``key``. Raises ``NotLocalError``."""
+        tools = parse_tools(body, exclude_when_none=self._config.exclude_tools_when_tool_choice_none)
+        template = self.family or self.templates[tools is not None]
+        if template is None:
+            raise NotLocalError("no_template")
+        context = chat_context(
+            body,
+            template,
+            tools=tools,
+            special_tokens=self._special_tokens,
+            defaults=self._defaults,
+        )
+        if key is not None:
+            self._contexts.put(key, template, context)
+        return ChatForm(template, context)
+
+    def plain(self, raws: list[msgspec.Raw], template: ChatTemplate | Family) -> list[KnownMessage]:
+        """The first of these messages, as far as they have a role and a text alone: few steps for each."""
+        made: list[KnownMessage] = []
+        if not isinstance(template, ChatTemplate):
+            return made
+        form = self._content_format(template)
+        for raw in raws:
+            said = plain_message(raw)
+            if said is None:
+                break
+            text = said.content
+            shape, size = _PLAIN[said.role, form]
+            message = text_message(said.role, text, form)
+            plain_role = said.role if text else ""
+            size += len(raw) + text.__sizeof__()
+            made.append(KnownMessage(raw.copy(), message, shape, 1, size, (), plain_role, text))
+        return made
+
+    def _content_format(self, template: ChatTemplate) -> str:
+        form = self._config.chat_template_content_format
+        return template.content_format if form == "auto" else form
+
+    def render(
+        self, body: ChatBody, known: list[KnownMessage], form: ChatForm
+    ) -> tuple[list[KnownMessage], str | list[int]]:
+        """All messages of a chat of which the first are known, and its text, or the ids that the family makes
+        of it. Raises ``NotLocalError``, ``ApiError`` 400."""
+        template, context = form
+        messages = list(known)
+        for raw in body.messages[len(known) :]:
+            messages.append(self._read(raw, len(messages), template, orders_calls=body.orders_tool_calls))
+        if not messages:
+            raise NotLocalError("template_rejected")
+        try:
+            if isinstance(template, ChatTemplate):
+                return messages, self._by_template(messages, template, context)
+            return messages, template.render([one.message for one in messages], context)
+        except TemplateRejectsError:
+            raise NotLocalError("template_rejected") from None
+
+    def _by_template(self, known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
+        roles: list[str] = []
+        texts: list[str] = []
+        for one in known:
+            roles.append(one.plain_role)
+            texts.append(one.plain_text)
+        if "" in roles or context.continue_final:
+            return _rendered(known, template, context)
+        key = context.key, self._content_format(template), tuple(roles)
+        text = template.put_together(context.names, texts, key)
+        if text is None:
+            text = _rendered(known, template, context)
+            template.learn(context.names, texts, key, text)
+        return text
+
+    def _read(
+        self, raw: msgspec.Raw, index: int, template: ChatTemplate | Family, *, orders_calls: bool
+    ) -> KnownMessage:
+        given = decode_message(raw, index)
+        images: list[bytes] = []
+        shape, plain_role, plain_text = 0, "", ""
+        if isinstance(template, ChatTemplate):
+            form = self._content_format(template)
+            message = parse_message(given, form, orders_calls=orders_calls, images=images)
+            shape, (plain_role, plain_text) = message_shape(message), _plain(message, form)
+        else:
+            message = template.parse(given)
+        plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
+        return KnownMessage(
+            raw.copy(),  # what the body's own refers to goes with the body
+            message,
+            shape,
+            1 if plain else num_values(raw),
+            _MESSAGE_BYTES + len(raw) + kept_bytes(message) + _IMAGE_BYTES * len(images),
+            tuple(images),
+            plain_role,
+            plain_text,
+        )
+
+
+def _plain(message: Message, form: str) -> tuple[str, str]:
+    """Role and text of a plain message. Developers send none: not every template knows them."""
+    role: str = message["role"]
+    if role == "developer" or len(role) > _ROLE_CHARS_MAX:
+        return "", ""
+    text = only_text(message, form)
+    return (role, text) if text else ("", "")
+
+
+def _rendered(known: list[KnownMessage], template: ChatTemplate, context: ChatContext) -> str:
+    shapes = {context.shape, *[one.shape for one in known]}
+    conversation = [one.message for one in known]
+    seen = conversation if template.knows_developer else without_developer_role(conversation)
+    if not context.continue_final:
+        return template.render({**context.names, "messages": seen}, shapes)
+    return continue_final(
+        seen,
+        template.source,
+        lambda messages: template.render({**context.names, "messages": messages}, shapes),
+    )
+
+
+# Worker threads for what would hold the event loop too long, with a bounded number of jobs.
+#
+# Always true: at most ``queue_len_max`` jobs are queued or running; one more raises
+# ``NotLocalError("busy")`` at once, so that a burst of long prompts costs exactness, not latency.
+
+
+_Result = TypeVar("_Result")
+
+
+class Workers:
+    """A small thread pool; ``close`` waits for nothing and lets running jobs end by themselves."""
+
+    def __init__(self, stats: PromptStats, *, threads: int, queue_len_max: int) -> None:
+        self._stats = stats
+        self._queue_len_max = queue_len_max
+        self._jobs = 0
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prompts")
+
+    async def run(self, job: Callable[[], _Result]) -> _Result:
+        """The job's result, computed in a thread; its exceptions pass through."""
+        if self._jobs >= self._queue_len_max:
+            self._stats.worker_full += 1
+            raise NotLocalError("busy")
+        self._jobs += 1
+        self._stats.worker_jobs += 1
+        # Counted until the thread is done, also when whoever waits for it goes away.
+        future = self._pool.submit(job)
+        waiting = asyncio.wrap_future(future)
+        loop = asyncio.get_running_loop()
+        future.add_done_callback(lambda _done: _call_soon(loop, self._job_ended))
+        return await waiting
+
+    def _job_ended(self) -> None:
+        self._jobs -= 1
+
+    def close(self) -> None:
+        """No further jobs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

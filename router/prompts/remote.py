@@ -1,0 +1,452 @@
+"""Ask an engine for the tokens of a prompt: what is left where they cannot be computed here.
+
+vLLM has two endpoints. ``{path}/render`` (0.27 and later, only with ``--enable-scale-out``: 403 without)
+runs the request's whole preprocessing and returns ``token_ids`` and, for multimodal prompts, the item
+hashes and their places. ``/tokenize`` is always there and takes text chats and single prompts, but ignores
+some fields; it is asked only where those are absent.
+
+Always true: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
+that is absent or failing is left alone for a while. No sockets here: ``post`` is injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from publisher.block_hash import MultimodalItem
+from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
+from router.prompts.bodies import Parsed
+from router.prompts.chat.anthropic import MessagesBody
+from router.prompts.cuts import Ids
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from router.prompts.settings import PromptSettings
+from router.prompts.sizes import SHARE
+from router.prompts.stats import PromptStats
+from router.prompts.tokenizer import ids_of
+
+Headers = dict[str, str]
+Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
+"""``post(url, json_body, headers, timeout_s) -> (status, body)``; may raise ``OSError`` or ``TimeoutError``.
+It adds no credentials: what an engine computes for a client, it computes in the client's name."""
+
+RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
+_ABSENT: Final = frozenset({403, 404, 405, 501})
+_RESTS_MAX: Final = 1024
+"""Endpoints remembered as resting; when full, all are asked again."""
+
+
+class EngineTokens(msgspec.Struct, frozen=True):
+    """What an engine computed: ids of the first prompt, multimodal items by place, number of prompts."""
+
+    ids: Ids
+    multimodal: tuple[MultimodalItem, ...] = ()
+    num_prompts: int = 1
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    features: _Features | None = None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_RENDERED: Final = msgspec.json.Decoder(_Rendered | list[_Rendered])
+_TOKENIZED: Final = msgspec.json.Decoder(_Tokenized)
+
+
+class EngineSide:
+    """Calls render and tokenize endpoints; ``clock`` is in monotonic seconds."""
+
+    def __init__(
+        self,
+        post: Post,
+        settings: PromptSettings,
+        stats: PromptStats,
+        clock: Callable[[], float],
+        *,
+        who: Literal["engine", "renderer"] = "engine",
+    ) -> None:
+        """``who`` is asked: the counters of that name count."""
+        self._who = who
+        self._post = post
+        self._settings = settings
+        self._stats = stats
+        self._clock = clock
+        self._resting: dict[str, tuple[float, int]] = {}
+        self._calls = 0
+
+    async def tokens(
+        self,
+        base_url: str,
+        path: str,
+        body: bytes,
+        parsed: ChatBody | CompletionBody | None,
+        *,
+        authorization: bytes | None = None,
+    ) -> EngineTokens | None:
+        """The request's tokens, or None where the engine does not say. ``parsed`` None: render only.
+
+        ``authorization`` is the client's own field value.
+        """
+        if parsed is not None and _is_empty(parsed):
+            return None
+        headers = {} if authorization is None else {"authorization": authorization.decode("latin-1")}
+        if path in RENDER_PATHS:
+            url = base_url + path + "/render"
+            status, answer = await self._ask(url, without_tensors(body), headers)
+            if status == 200:
+                return self._read(url, _rendered, answer)
+            if status not in _ABSENT:  # refused, failing or too slow: the other endpoint would be too
+                return None
+        if parsed is not None and tokenize_is_exact(parsed):
+            url = base_url + "/tokenize"
+            status, answer = await self._ask(url, body, headers)
+            if status == 200:
+                return self._read(url, _tokenized, answer)
+        return None
+
+    def _read(self, url: str, decode: Callable[[bytes], EngineTokens], answer: bytes) -> EngineTokens | None:
+        """What the answer says. An endpoint that says nothing of use rests like one that fails."""
+        try:
+            found = decode(answer)
+        except (msgspec.MsgspecError, NotLocalError, ValueError, IndexError, KeyError, RecursionError):
+            found = None
+        if found is not None and found.ids:
+            return found
+        self._count("failures")
+        self._rest(url, 0, self._settings.engine_failed_s)
+        return None
+
+    async def _ask(self, url: str, body: bytes, headers: Headers) -> tuple[int, bytes]:
+        """Status and body of the answer; 0 for none in time. Endpoints that rest give their last status."""
+        rests_until, last_status = self._resting.get(url, (0.0, 0))
+        resting = url in self._resting and self._clock() < rests_until
+        if resting or self._calls >= self._settings.engine_calls_max:
+            self._count("skipped")
+            return (last_status if resting else 0), b""
+        self._calls += 1
+        self._count("calls")
+        timeout = self._settings.engine_timeout_s
+        try:
+            async with asyncio.timeout(timeout):
+                status, answer = await self._post(url, body, headers, timeout)
+        except (OSError, TimeoutError):
+            status, answer = 0, b""
+        finally:
+            self._calls -= 1
+        self._resting.pop(url, None)
+        if status != 200:
+            self._count("failures")
+        if status in _ABSENT:
+            self._rest(url, status, self._settings.engine_absent_s)
+        elif status == 0 or status >= 500:
+            self._rest(url, status, self._settings.engine_failed_s)
+        return status, answer
+
+    def _count(self, what: str) -> None:
+        name = f"{self._who}_{what}"
+        setattr(self._stats, name, getattr(self._stats, name) + 1)
+
+    def _rest(self, url: str, status: int, seconds: float) -> None:
+        if len(self._resting) >= _RESTS_MAX:
+            self._resting.clear()
+        self._resting[url] = self._clock() + seconds, status
+
+
+def without_tensors(body: bytes) -> bytes:
+    """The body, asking a render endpoint for item hashes only; older ones ignore the field.
+
+    Put first, so that a field of that name in the request itself wins.
+    """
+    start = body.find(b"{") + 1
+    empty = body[start:].lstrip().startswith(b"}")
+    return body[:start] + b'"mm_payload":"none"' + (b"" if empty else b",") + body[start:]
+
+
+def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
+    """Whether ``/tokenize`` sees all that decides this prompt; it does not know the fields named here."""
+    if body.truncate_prompt_tokens is not None or body.kv_transfer_params is not None:
+        return False
+    if isinstance(body, CompletionBody):
+        is_text = bytes(body.prompt).lstrip().startswith(b'"')
+        return is_text and body.suffix is None and body.prompt_embeds is None
+    extra: tuple[Any, ...] = (body.documents, body.reasoning_effort)
+    return all(value is None for value in extra) and body.tool_choice != "none"
+
+
+def _is_empty(body: ChatBody | CompletionBody) -> bool:
+    """Whether no tokens may be the right answer."""
+    if isinstance(body, ChatBody):
+        return not body.messages
+    return bytes(body.prompt) in {b"null", b'""', b"[]"}
+
+
+def _rendered(answer: bytes) -> EngineTokens:
+    found = _RENDERED.decode(answer)
+    first = found[0] if isinstance(found, list) else found
+    count = len(found) if isinstance(found, list) else 1
+    return EngineTokens(ids_of(first.token_ids), _items(first.features), count)
+
+
+def _tokenized(answer: bytes) -> EngineTokens:
+    return EngineTokens(ids_of(_TOKENIZED.decode(answer).tokens))
+
+
+def placed_items(features: Any) -> tuple[MultimodalItem, ...]:
+    """The items of a request that names them as render endpoints do. Raises ``NotLocalError``."""
+    try:
+        return _items(msgspec.convert(features, _Features | None))
+    except (msgspec.ValidationError, ValueError, KeyError):
+        raise NotLocalError("multimodal") from None
+
+
+def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
+    """Items of all modalities by their place in the prompt, as the engine's hashes take them."""
+    if features is None:
+        return ()
+    items = [
+        MultimodalItem(identifier, place.offset, place.length)
+        for modality, hashes in features.mm_hashes.items()
+        for identifier, place in zip(hashes, features.mm_placeholders[modality], strict=True)
+    ]
+    return tuple(sorted(items, key=lambda item: item.offset))
+
+
+# Render servers (``vllm launch render``): asked for tokens before any engine is.
+#
+# They answer what an engine's render endpoint answers, without a GPU. The one with the fewest calls open is
+# asked, then, where it gives nothing, one other. A server that fails rests for ``engine_failed_s``
+# (``engine_side.py``); one whose ``GET /health`` does not answer 200 is left alone until it does.
+#
+# Always true: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
+
+
+ASKED_MAX: Final = 2
+Healthy = Callable[[str], Awaitable[bool]]
+"""``healthy(url)``: whether ``GET url/health`` answers 200 in time; raises nothing."""
+
+
+class Renderers:
+    """The configured servers, each ``http://host:port``; event-loop thread only."""
+
+    def __init__(self, urls: tuple[str, ...], side: EngineSide) -> None:
+        self._side = side
+        self._calls = dict.fromkeys((url.rstrip("/") for url in urls), 0)
+        self._up = dict.fromkeys(self._calls, True)
+
+    @property
+    def up(self) -> dict[str, bool]:
+        """By server, whether it answered its last health check; True before the first one."""
+        return dict(self._up)
+
+    async def tokens(
+        self,
+        path: str,
+        body: bytes,
+        parsed: ChatBody | CompletionBody | None,
+        *,
+        authorization: bytes | None = None,
+    ) -> tuple[EngineTokens, str] | None:
+        """The request's tokens and which server made them, or None where none did."""
+        if path not in RENDER_PATHS:
+            return None
+        usable = sorted((url for url in self._calls if self._up[url]), key=self._calls.__getitem__)
+        for url in usable[:ASKED_MAX]:
+            self._calls[url] = self._calls.pop(url) + 1  # last of its equals from now on
+            try:
+                found = await self._side.tokens(url, path, body, parsed, authorization=authorization)
+            finally:
+                self._calls[url] -= 1
+            if found is not None:
+                return found, url
+        return None
+
+    async def watch(self, healthy: Healthy, every_s: float) -> None:
+        """Check all servers again and again, until cancelled."""
+        while True:
+            found = await asyncio.gather(*(healthy(url) for url in self._up))
+            self._up = dict(zip(self._up, found, strict=True))
+            await asyncio.sleep(every_s)
+
+
+# What others say of a prompt that is not computed here: a render server, else an engine.
+#
+# Both are told the client's own body, within a time budget. What they say of images is remembered
+# (``media.py``), so that a next turn with the same images needs no call.
+
+
+EngineUrl = Callable[[str | None], str | None]
+
+
+class Told(NamedTuple):
+    """The tokens of a prompt, who told them, and at which address."""
+
+    tokens: EngineTokens
+    source: Literal["renderer", "engine"]
+    by: str
+
+
+class Asking:
+    """Render servers first, then one engine. ``engine_url`` names an engine that serves a model (None: there
+    is none)."""
+
+    def __init__(self, renderers: Renderers, engine_side: EngineSide, engine_url: EngineUrl) -> None:
+        self._renderers = renderers
+        self._engine_side = engine_side
+        self._engine_url = engine_url
+
+    async def tokens(self, request: InboundRequest, path: str, parsed: Parsed | None) -> Told | None:
+        """The request's tokens; None where nobody told them."""
+        if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
+            return None
+        authorization = next((value for name, value in request.headers if name == b"authorization"), None)
+        known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
+        rendered = await self._renderers.tokens(path, request.body, known, authorization=authorization)
+        if rendered is not None:
+            return Told(rendered[0], "renderer", rendered[1])
+        url = self._engine_url(request.model)
+        if not url:
+            return None
+        found = await self._engine_side.tokens(url, path, request.body, known, authorization=authorization)
+        return None if found is None else Told(found, "engine", url)
+
+
+# Images seen before: what a model's template has at their place, and what engines have there.
+#
+# A template writes a mark for each image; the engine puts that image's tokens in its place, and its hash
+# into the block hashes. Both are learned from an answer of a render server or an engine: the rest of its
+# tokens must be equal to the prompt made here without them, so that the mark is what is left over. A next
+# turn with the same images then needs no call.
+#
+# They are remembered by the content of all images of a prompt in order, since some models give an image
+# fewer tokens where there are more of them. One use in ``CHECK_EVERY`` is asked for all the same; a first
+# difference takes that model's images out of use here for good.
+#
+# Always true: all that is remembered takes at most ``bytes_max``. Event-loop thread only.
+
+
+CHECK_EVERY: Final = 64
+_ITEM_BYTES: Final = 400
+
+
+class _Images(msgspec.Struct, frozen=True):
+    """The mark, and per image its identifier and tokens."""
+
+    mark: Ids
+    items: tuple[tuple[str, Ids], ...]
+
+
+class MediaMemory:
+    """What was learned, least recently used first."""
+
+    def __init__(self, stats: PromptStats, bytes_max: int) -> None:
+        self._stats = stats
+        self._bytes_max = bytes_max
+        self._known: OrderedDict[bytes, _Images] = OrderedDict()
+        self._distrusted: set[str] = set()
+
+    def expanded(self, model: str, media: tuple[bytes, ...], ids: Ids) -> EngineTokens | None:
+        """The engine's tokens for ``ids``, which have marks for ``media`` (digests); None: ask for them."""
+        key = _key(model, media)
+        known = self._known.get(key)
+        found = None if known is None or model in self._distrusted else _with_items(ids, known)
+        if found is None:
+            self._stats.media_misses += 1
+            return None
+        self._known.move_to_end(key)
+        self._stats.media_hits += 1
+        if self._stats.media_hits % CHECK_EVERY == 0:
+            self._stats.media_checks += 1
+            return None
+        return found
+
+    def learn(self, model: str, media: tuple[bytes, ...], ids: Ids, answer: EngineTokens) -> None:
+        """Take over what an answer shows for a prompt with marks, if that is certain."""
+        if model in self._distrusted:
+            return
+        key = _key(model, media)
+        learned = _learned(ids, answer, len(media))
+        known = self._known.get(key)
+        if known is not None and known != learned and _with_items(ids, known) != answer:
+            self._stats.media_mismatches += 1
+            self._distrusted.add(model)
+        if known is not None or learned is None:
+            return
+        size = _size(learned)
+        if size > self._bytes_max // SHARE:
+            self._stats.not_kept += 1
+            return
+        self._known[key] = learned
+        self._stats.media_bytes += size
+        while self._stats.media_bytes > self._bytes_max:
+            self._stats.media_bytes -= _size(self._known.popitem(last=False)[1])
+            self._stats.media_evictions += 1
+
+
+def _key(model: str, media: tuple[bytes, ...]) -> bytes:
+    return blake2b(b"".join((model.encode(), b"\0", *media)), digest_size=32).digest()
+
+
+def _size(images: _Images) -> int:
+    return _ITEM_BYTES + sum(_ITEM_BYTES + len(name) + 4 * len(ids) for name, ids in images.items)
+
+
+def _places(ids: Ids, mark: Ids) -> list[int]:
+    """Where the mark stands, from left to right."""
+    data, wanted, found = ids.tobytes(), mark.tobytes(), []
+    at = data.find(wanted)
+    while at >= 0:
+        whole = at % ids.itemsize == 0
+        if whole:
+            found.append(at // ids.itemsize)
+        at = data.find(wanted, at + (len(wanted) if whole else 1))
+    return found
+
+
+def _with_items(ids: Ids, images: _Images) -> EngineTokens | None:
+    """The prompt with every mark replaced; None where there are not as many marks as images."""
+    places = _places(ids, images.mark)
+    if len(places) != len(images.items):
+        return None
+    result: Ids = array("I")
+    items, begin = [], 0
+    for place, (identifier, tokens) in zip(places, images.items, strict=True):
+        result += ids[begin:place]
+        items.append(MultimodalItem(identifier, len(result), len(tokens)))
+        result += tokens
+        begin = place + len(images.mark)
+    return EngineTokens(result + ids[begin:], tuple(items))
+
+
+def _learned(ids: Ids, answer: EngineTokens, count: int) -> _Images | None:
+    """Mark and items, where the answer is ``ids`` with each mark replaced and nothing else changed."""
+    items = answer.multimodal
+    left_over = len(ids) - (len(answer.ids) - sum(item.length for item in items))
+    if len(items) != count or left_over <= 0 or left_over % count:
+        return None
+    begin = items[0].offset
+    mark = ids[begin : begin + left_over // count]
+    images = _Images(
+        mark,
+        tuple((item.identifier, answer.ids[item.offset : item.offset + item.length]) for item in items),
+    )
+    return images if _with_items(ids, images) == answer else None

@@ -1,1 +1,0 @@
-"""Prompts read by somebody else: an engine, or a render server."""

@@ -1,0 +1,103 @@
+"""Configuration of the prompt reader: one ``ModelPrompts`` per served model, ``PromptSettings`` for all."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, tzinfo
+from typing import Any, Literal
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+import msgspec
+
+ANY_MODEL = "*"
+"""The name of every base model not named, where models are configured."""
+
+
+class ModelPrompts(msgspec.Struct, frozen=True):
+    """How one model's prompts are made; must say what its engines were started with.
+
+    ``tokenizer_dir``: a Hugging Face model directory; None: ask the engine. ``chat_template``: the engine's
+    ``--chat-template`` (file or text). ``time_zone``: the engines', None: as here. ``lora_paths``: adapter
+    name -> path exactly as the engines were told, since block hashes cover it.
+    """
+
+    tokenizer_dir: str | None = None
+    chat_template: str | None = None
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    tokenizer_mode: Literal["auto", "cohere"] = "auto"
+    default_chat_template_kwargs: dict[str, Any] = {}
+    exclude_tools_when_tool_choice_none: bool = False
+    anthropic_disabled_thinking_effort: str = "auto"
+    max_model_len: int | None = None
+    time_zone: str | None = None
+    lora_paths: dict[str, str] = {}
+
+
+class PromptSettings(msgspec.Struct, frozen=True):
+    """Bounds of prompt processing. Sizes of caches are estimates of resident memory."""
+
+    prefix_cache_bytes_max: int = 256 << 20
+    """Cache of tokens and block hashes of earlier prompts, shared by all models."""
+    context_cache_bytes_max: int = 16 << 20
+    """Cache of the tool lists of earlier chats, per model."""
+    media_cache_bytes_max: int = 16 << 20
+    """Memory of images whose tokens an engine or a render server has told, shared by all models; some 4 KB
+    each."""
+    fast_tokenizer: Literal["auto", "off"] = "auto"
+    """``auto``: tokenize with fastokens where it gives the tokens of ``tokenizers`` for all probe texts, and
+    compare again on a running sample; ``off``: always ``tokenizers``."""
+    inline_chars_max: int = 4096
+    """More new text than this (four times as much with fastokens) is tokenized in a worker thread; less takes
+    under 4 ms."""
+    inline_blocks_max: int = 1024
+    """More new blocks than this are hashed in a worker thread; fewer take under 3 ms."""
+    prompt_bytes_max: int = 1 << 20
+    """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
+    English). Raising it keeps predictions exact, but each megabyte holds the event loop for up to 10 ms."""
+    worker_threads: int = 2
+    """Threads for tokenizing and hashing."""
+    worker_queue_len_max: int = 64
+    """Most prompts waiting for a worker thread; further ones are placed by text affinity."""
+    hub_downloads: bool = True
+    """Whether tokenizers that are known by name are fetched from the model hub: only what rendering needs,
+    never weights or code. ``false``: its cache on this machine and directories alone."""
+    hub_endpoint: str = ""
+    """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co."""
+    hub_bytes_max: int = 256 << 20
+    """Most bytes of one repository's tokenizer, templates and configuration."""
+    hub_timeout_s: float = 120.0
+    """Time-out of fetching them, in seconds; prompts are asked of engines meanwhile."""
+    hub_retry_s: float = 30.0
+    """After how long a fetch that failed is tried again, in seconds; doubled each time, up to ten minutes."""
+    renderers: tuple[str, ...] = ()
+    """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
+    that are not tokenized here. They need the engines' model and options."""
+    renderer_check_s: float = 5.0
+    """How often their ``/health`` is asked, in seconds."""
+    engine_timeout_s: float = 1.0
+    """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
+    engine_calls_max: int = 32
+    """Most such calls at once; further prompts are placed by text affinity."""
+    engine_absent_s: float = 60.0
+    """How long an endpoint that the engine does not serve (403, 404, 405, 501) is not asked again, in
+    seconds."""
+    engine_failed_s: float = 5.0
+    """How long an endpoint is not asked again after a time-out, a broken connection or a 5xx, in seconds."""
+
+
+# The engines' local time, which some prompts contain.
+
+
+def local_time(time_zone: str | None) -> datetime:
+    """Now, as an engine with this time zone has it (naive); None: as this machine."""
+    zone = None if time_zone is None else zone_of(time_zone)
+    return datetime.now(zone).replace(tzinfo=None)
+
+
+def zone_of(name: str) -> tzinfo:
+    """An IANA time zone. Raises ``ValueError`` where none of that name is known here."""
+    if name == "UTC":
+        return UTC  # without the system's data
+    try:
+        return ZoneInfo(name)
+    except (OSError, ValueError, ZoneInfoNotFoundError):
+        raise ValueError("no time zone of this name is known here") from None

@@ -1,0 +1,276 @@
+"""Prompt text -> token ids, cut where that is safe (``cuts.py``), by fastokens where that is proven equal.
+
+Every ``CHECK_EVERY``-th job of fastokens is compared with ``tokenizers`` on a short piece of its own text;
+the first difference takes fastokens out of use for good (``name`` says so, ``tokenizer_mismatches`` counts).
+
+Always true: ``encode`` returns exactly ``Tokenizer.encode(text).ids``, or was equal to it on every probe and
+sample. Encoding releases the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer
+
+from router.prompts.cuts import Encoded, Ids, cuts_of, whole
+from router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from router.prompts.stats import PromptStats
+
+# Probe texts: what two tokenizers of one ``tokenizer.json`` must agree on before the faster one is used.
+#
+# They cover what normalizers, splitters and models treat differently: white space and digits in runs,
+# letters of many scripts, combining marks, contractions, code, added tokens between and inside words, and
+# soups of the vocabulary's own tokens, which reach every script and every long merge that the tokenizer
+# knows.
+
+
+_PIECES: Final = (
+    *("", " ", "  ", "\n", "\n\n", "\r\n", "\t", " \n ", "a", "A", "word", " Word", "HTTPServer2", "x_y-z"),
+    *("'s", "I'LL", "don't", "\u2019s", "0", "7", "12", "12345", "3.14", "1,000,000", "...", "!?", "://"),
+    *("é", "e\u0301", "Å", "ß", "ﬁ", "日本語", "한국어", "العربية", "हिन्दी", "ไทย", "Ωmega", "🙂", "\u200b"),
+    *("👩\u200d👩\u200d👧", "#!", "\u00a0", "\u3000", "\u2028", "\u0000", "\u007f", "\ufffd", "\ue000"),
+    *("<", "<|", "|>", "</s>", "{%", "\\n"),
+)
+_ALPHABETS: Final = (
+    "abcdefghijklmnopqrstuvwxyz",
+    "ABCdef 019_-.,;:!?'\"()[]{}<>/\\|@#$%^&*+=~`\n\t",
+    " \n\t\r\u00a0\u3000",
+    "aàáâãäåæçèéêëìíîïñòóôõöøùúûüýÿ\u0300\u0301\u0308\u0323",
+    "абвгдежзийклмнопрстуфхцчшщъыьэюя ",
+    "的一是不了人我在有他这中大来上国日本語のはをが、。 ",
+    "ابتثجحخدذرزسشصضطظعغفقكلمنهوي ",
+    "0123456789 .,-",
+    "🙂🚀❤\ufe0f👍🏽\u200d🏳🌈 ",
+)
+_PAIRED: Final = 24
+_SOUPS: Final = 600
+_FUZZ: Final = 400
+_LONG: Final = "The quick brown fox, 42 of them: jumps()\n\tover {the: 'lazy'} dog — naïve café; 東京。\r\n"
+
+
+def probe_texts(tokenizer: Tokenizer) -> Iterator[str]:
+    """About 2,500 texts, the same ones at every start."""
+    rng = random.Random(1)
+    added = _added_tokens(tokenizer)
+    yield from _PIECES
+    yield from (a + b for a in _PIECES for b in rng.sample(_PIECES, _PAIRED))
+    for token in added:
+        yield from (left + token + rng.choice(_PIECES) + rng.choice(added) for left in _PIECES[::4])
+    size = tokenizer.get_vocab_size()
+    for _ in range(_SOUPS):
+        ids = [rng.randrange(size) for _ in range(rng.randint(1, 8))]
+        yield str(tokenizer.decode(ids, skip_special_tokens=False))
+    for _ in range(_FUZZ):
+        alphabet = "".join(rng.sample(_ALPHABETS, 2))
+        yield "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 40)))
+    yield from (_LONG * 20, "a" * 300, "ab" * 200, " " * 300, "\n" * 200, "1" * 200, "日" * 200)
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Contents of added tokens: those with unusual flags first, since the others are all alike."""
+
+    def plain(token: Any) -> bool:
+        return not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+
+    tokens = sorted(tokenizer.get_added_tokens_decoder().values(), key=plain)
+    return [token.content for token in tokens[:_PAIRED]]
+
+
+# fastokens in front of ``tokenizers``: the same ids, ten to twenty times faster.
+#
+# ``tokenizers`` is the reference: it is what engines run. fastokens reads the same ``tokenizer.json`` but
+# does not know every normalizer, splitter and model. So it is used only where it loads and gives the
+# reference's ids for every probe text (``probes.py``); in use, ``tokenizer.py`` compares the two again on a
+# running sample.
+#
+# Measured on one shared core with DeepSeek V3's vocabulary: 400 KB seen first 2-20 ms of CPU, by the
+# reference 250-310 ms. Its cache of words takes up to about 180 MB where texts are random, and no more.
+
+
+os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
+"""A long text split over cores would cost more CPU, and the loop its core."""
+try:
+    import fastokens
+except ImportError:  # no wheel for this platform: the reference does everything
+    fastokens = None
+
+
+class FastEncoder:
+    """One ``tokenizer.json`` in fastokens; safe in any thread, releases the GIL."""
+
+    def __init__(self, json_text: str) -> None:
+        self._tokenizer = fastokens.Tokenizer.from_json_str(json_text)
+        self.name = f"fastokens {version('fastokens')}"
+
+    def encode(self, texts: list[str]) -> Encoded:
+        """As ``add_special_tokens=False`` has it, every text by itself."""
+        data, offsets = self._tokenizer.encode_batch_flat(texts)
+        return Encoded(array("I", data), array("Q", offsets).tolist())
+
+
+class NoFastEncoder(msgspec.Struct, frozen=True):
+    """Why the reference does the work; ``reason`` is for people."""
+
+    reason: str
+
+
+@lru_cache(maxsize=4)
+def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
+    """fastokens for this tokenizer, where it agrees on all probes; takes up to two seconds."""
+    if fastokens is None:
+        return NoFastEncoder("fastokens is not installed")
+    try:
+        encoder = FastEncoder(tokenizer.to_str())
+        texts = list(probe_texts(tokenizer))
+        found = encoder.encode(texts)
+    except Exception as error:  # noqa: BLE001  # whatever it cannot read, the reference can
+        return NoFastEncoder(f"fastokens cannot read this tokenizer: {str(error)[:200]}")
+    expected = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    for number, (text, encoding) in enumerate(zip(texts, expected, strict=True)):
+        if found.piece(number).tolist() != encoding.ids:
+            return NoFastEncoder(f"fastokens differs for {text[:40]!r}")
+    return encoder
+
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""The library's own threads gain nothing for one text and burn more CPU waiting than the text costs."""
+
+CHECK_EVERY: Final = 1024
+"""One job of fastokens in so many is compared; costs 1-2 us each on average."""
+_CHECKED_CHARS: Final = 1024
+
+
+class PromptTokenizer:
+    """One model's tokenizer. ``fast``: use fastokens where it agrees. Any thread may call it.
+
+    ``name`` says which library tokenizes, and why not fastokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stats: PromptStats, *, fast: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._stats = stats
+        self._jobs = 0
+        if getattr(tokenizer.model, "dropout", None):
+            raise ValueError("the tokenizer's model has dropout: its tokens are random")
+        found = fast_encoder(tokenizer) if fast else NoFastEncoder("prompts.fast_tokenizer is off")
+        self._fast = found if isinstance(found, FastEncoder) else None
+        self.name = found.name if isinstance(found, FastEncoder) else f"tokenizers ({found.reason})"
+        self.cuts = cuts_of(tokenizer)
+        self.may_cut, self.prefix, self.suffix = self.cuts.may_cut, self.cuts.prefix, self.cuts.suffix
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether fastokens is in use."""
+        return self._fast is not None
+
+    def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
+        """The cuts of a text from ``begin`` on, where it may be cut, and the ids of its pieces."""
+        starts = self.cuts.split(text, begin)
+        texts: list[str] = []
+        for end in starts[1:]:
+            texts.append(text[begin:end])
+            begin = end
+        texts.append(text[begin:])
+        return starts, self.encode_pieces(texts)
+
+    def encode_pieces(self, texts: list[str]) -> Encoded:
+        """The ids of every text by itself."""
+        fast = self._fast
+        if fast is None:
+            return self._by_reference(texts)
+        found = fast.encode(texts)
+        self._jobs += 1
+        if self._jobs % CHECK_EVERY == 0 and not self._agrees(fast, texts):
+            return self._by_reference(texts)
+        self._stats.tokens_fast += len(found.ids)
+        return found
+
+    def _agrees(self, fast: FastEncoder, texts: list[str]) -> bool:
+        """Compare both on one of the texts, or on a part of it where it is long."""
+        text = texts[self._jobs // CHECK_EVERY % len(texts)]
+        begin = self._jobs % max(1, len(text) - _CHECKED_CHARS)
+        sample = text[begin : begin + _CHECKED_CHARS]
+        self._stats.tokenizer_checks += 1
+        if fast.encode([sample]).ids.tolist() == whole(self._tokenizer, sample):
+            return True
+        self._stats.tokenizer_mismatches += 1
+        self._fast, self.name = None, "tokenizers (fastokens gave other tokens for a prompt)"
+        return False
+
+    def _by_reference(self, texts: list[str]) -> Encoded:
+        ids, offsets = array("I"), [0]
+        for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+            ids.extend(encoding.ids)
+            offsets.append(len(ids))
+        return Encoded(ids, offsets)
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a whole text, at once; for small texts and tests."""
+        return self.encode_cut(text)[1].ids
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Texts have no special tokens around them."""
+        return self.prefix is not None and self.suffix is not None and not self.prefix and not self.suffix
+
+
+# ``truncate_prompt_tokens`` as vLLM 0.32 applies it, where that can be known here.
+#
+# Without ``truncation_side`` the tokenizer itself truncates, keeping the end (vLLM sets its side to "left"
+# for generation); with it, the finished ids are sliced, after a cut by characters of texts that exceed the
+# model's length anyway.
+
+
+def ids_of(tokens: Iterable[int]) -> Ids:
+    """Ids as an array. Raises ``NotLocalError`` for numbers that are no token ids."""
+    try:
+        return array("I", tokens)
+    except OverflowError:
+        raise NotLocalError("field") from None
+
+
+def truncated(
+    ids: Ids,
+    body: ChatBody | CompletionBody,
+    *,
+    max_model_len: int | None,
+    from_text: bool,
+    frame: int = 0,
+) -> Ids:
+    """The ids after truncation. ``frame``: special tokens added around the text's own ids.
+
+    Raises ``NotLocalError("truncation")`` where the result depends on what is not known.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if type(keep) is not int or keep < -1 or body.truncation_side not in (None, "left", "right"):
+        raise NotLocalError("field")
+    if keep == -1:
+        if max_model_len is None:
+            raise NotLocalError("truncation")
+        keep = max_model_len - 1 if _max_output(body) else max_model_len
+    if len(ids) <= keep:
+        return ids
+    if keep == 0:
+        raise NotLocalError("empty")
+    if from_text and body.truncation_side is None and frame:
+        raise NotLocalError("truncation")  # the tokenizer keeps its frame and cuts within it
+    if from_text and body.truncation_side is not None and len(ids) > (max_model_len or 0):
+        raise NotLocalError("truncation")  # the text may have been cut by characters before
+    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
+
+
+def _max_output(body: ChatBody | CompletionBody) -> int:
+    asked = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    return asked if isinstance(asked, int) else 0

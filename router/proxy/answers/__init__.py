@@ -1,1 +1,0 @@
-"""What engines answer, on its way to the client."""

@@ -1,0 +1,304 @@
+"""Passes one engine's answer on to the client as it comes, and reads of it what the accounts need.
+
+Whole answers and event streams; neither is decoded but for the usage, a response's id and what says that the
+engine gave it up. What always holds: the head is sent with the first bytes of the body, so an engine that
+dies before them raises ``UpstreamError`` with nothing sent, and can be replaced; an answer that ends early is
+told to the client, by an error event or by a cut connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+import msgspec
+
+from router.http.client import UpstreamError
+from router.http.server.request_cycle import Answering
+from router.observe.requests import RequestRecord
+from router.openai.errors import stream_broken
+from router.openai.request import PROMPT_APIS, RESPONSES, Usage, error_event
+from router.proxy.attempt import Answer, Attempt
+from router.proxy.endings import REFUSALS, EventRefusedError, aborted, broke_off, error_status
+from router.proxy.headers import AnswerHead
+from router.proxy.sse import SseRelay, read_response_id, read_usage
+from router.proxy.stats import ProxyStats
+
+# Passes one engine's event stream on, piece by piece.
+#
+# A piece is passed on by whoever brings it, the engine's connection; the request's task runs only where the
+# client is too slow, and at the end. What always holds: the head is sent with the first whole line; a
+# stream that breaks off before its end mark, or that the engine gives up, ends with an error event.
+
+
+class StreamRelay(msgspec.Struct, eq=False):
+    """One stream. Where ``run`` returns without having sent its end, the connection must be cut."""
+
+    _connection: Answer
+    _attempt: Attempt
+    _record: RequestRecord
+    _head: AnswerHead
+    _answer: Answering
+    _stats: ProxyStats
+    _events: SseRelay
+    _success: bool
+    """The engine's status says so, and its first event is no error."""
+    _replaceable: bool = False
+    """Another engine may be asked while nothing has been sent."""
+    _begun: bool = False
+    """Its first token came."""
+    _started: bool = False
+    """The client has had something."""
+    _more: bool = True
+    _waits: Awaitable[None] | None = None
+    """To be awaited before the next piece."""
+
+    async def run(self, first: bytes) -> None:
+        """Pass everything on. Raises ``UpstreamError``, ``EventRefusedError`` and ``NotFetchedError`` where
+        nothing has been sent."""
+        events = self._events
+        try:
+            self._pass_on(first)
+            while self._more:
+                if self._waits is not None:
+                    await self._caught_up()
+                if self._go_on():
+                    await self._connection.changed(self._take)
+        except UpstreamError as error:
+            if not self._started:
+                raise
+            if not events.done:
+                await self._break(error)
+                return
+            self._waits = self._answer.piece(events.end(), more=False)
+        await self._caught_up()
+        self._stats.usage_unread += events.unread_usages
+        self._record.usage = self._attempt.corrected(events.usage)
+        self._attempt.finished(events.usage)
+
+    async def _caught_up(self) -> None:
+        waits, self._waits = self._waits, None
+        if waits is not None:
+            await waits
+
+    def _go_on(self) -> bool:
+        """Pass on what has come. Whether to wait for more of it. Raises ``UpstreamError``."""
+        while (data := self._connection.take()) is not None:
+            self._pass_on(data)
+            if not self._more or self._waits is not None:
+                return False
+        return True
+
+    def _take(self) -> bool:
+        """Pass on the next thing that came, all of which is there at once. Whether this may be called for the
+        one after it. Raises ``UpstreamError``."""
+        data = self._connection.take()
+        if data is None:
+            return True
+        self._pass_on(data)
+        return self._more and self._waits is None
+
+    def _pass_on(self, data: bytes) -> None:
+        """Pass a piece on."""
+        events, record = self._events, self._record
+        out = events.feed(data) if data else events.end()
+        if self._connection.complete:
+            self._more = False
+            out += events.end()
+        if events.aborted:
+            self._give_up(out)
+        if not self._begun and events.begun:
+            self._begin(events.first)
+        if self._begun and self._success:
+            record.piece()
+            self._attempt.streamed(data.count(b"\n\n"))
+        if not out and self._more:
+            return
+        record.bytes_out += len(out)
+        if not self._started:
+            self._started = True
+            self._answer.begin(self._connection.status, self._head.fields, self._head.length)
+        self._waits = self._answer.piece(out, more=self._more)
+
+    def _give_up(self, out: bytes) -> None:
+        """The engine gave up behind ``out``, which nobody needs who can have another answer."""
+        if self._started and out:
+            self._record.bytes_out += len(out)
+            self._waits = self._answer.piece(out, more=True)
+        raise UpstreamError("aborted")
+
+    def _begin(self, first: bytes) -> None:
+        """The first event that is no opening came."""
+        attempt, status = self._attempt, self._connection.status
+        self._begun = True
+        if self._replaceable and not self._started:
+            attempt.check_fetched()
+        if self._success and (named := error_status(first)):
+            if self._replaceable and not self._started and named in REFUSALS:
+                raise EventRefusedError(named, self._head.fields, first.strip())
+            self._success, status = False, named
+        attempt.first_byte(status)  # an error's events are no tokens
+        attempt.made_response(self._events.response_id)
+
+    async def _break(self, error: UpstreamError) -> None:
+        """It broke off: tell the client."""
+        await self._caught_up()
+        broke_off(self._attempt, self._record, error, self._stats)
+        said = "stopped sending" if error.reason == "timeout" else "broke off"
+        told = stream_broken(f"The engine {said} before its answer was complete.")
+        event = error_event(told, self._attempt.request.path, self._events.passed_on)
+        self._waits = self._answer.piece(self._events.broken(*event), more=False)
+        await self._caught_up()
+
+
+_GATHERED_BYTES_MAX = 256 * 1024
+"""Of an answer that is not streamed; engines send these at once when they are complete."""
+
+
+class AnswerRelay(msgspec.Struct, eq=False):
+    """One answer. Where ``run`` returns without having sent its end, the connection must be cut."""
+
+    _connection: Answer
+    _attempt: Attempt
+    _record: RequestRecord
+    _head: AnswerHead
+    _answer: Answering
+    _stats: ProxyStats
+    _usage_bytes_max: int
+    _replaceable: bool = False
+    """Another engine may be asked while nothing has been sent."""
+
+    def run(self) -> Awaitable[None] | None:
+        """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
+        ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent."""
+        first = self._connection.take()
+        return self._pass_later() if first is None else self._pass_on(first)
+
+    async def _pass_later(self) -> None:
+        if (rest := self._pass_on(await self._connection.read())) is not None:
+            await rest
+
+    def _pass_on(self, first: bytes) -> Awaitable[None] | None:
+        connection = self._connection
+        self._attempt.arrived()
+        self._record.status = connection.status
+        if self._head.sse:
+            return self._pass_events(first)
+        return self._pass_whole(first) if connection.finished else self._pass_body(first)
+
+    def _pass_events(self, first: bytes) -> Awaitable[None]:
+        events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
+        stream = StreamRelay(
+            self._connection,
+            self._attempt,
+            self._record,
+            self._head,
+            self._answer,
+            self._stats,
+            events,
+            self._success,
+            self._replaceable,
+        )
+        return stream.run(first)
+
+    def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
+        """What came in one piece goes in one."""
+        if self._replaceable:
+            self._check(data)
+        self._attempt.first_byte(self._connection.status if data else 0)
+        self._start()
+        self._record.bytes_out += len(data)
+        if (waits := self._answer.piece(data, more=False)) is not None:
+            return self._settle_later(waits, data)
+        self._settle(data)
+        return None
+
+    def _check(self, body: bytes) -> None:
+        """Raise where another engine is to be asked instead of passing this whole body on."""
+        self._attempt.check_fetched()
+        if self._wants_usage and aborted(self._attempt.request.path, body):
+            raise UpstreamError("aborted")
+
+    async def _settle_later(self, waits: Awaitable[None], body: bytes) -> None:
+        await waits
+        self._settle(body)
+
+    def _settle(self, body: bytes) -> None:
+        """The answer ended, with this whole body."""
+        usage = None
+        if len(body) <= self._usage_bytes_max and self._wants_usage:
+            if self._attempt.request.path == RESPONSES:
+                self._attempt.made_response(read_response_id(body))
+            usage = self._record.usage = self._attempt.corrected(self._usage_of(body))
+        self._attempt.finished(usage)
+
+    @property
+    def _wants_usage(self) -> bool:
+        request = self._attempt.request
+        reports = request.path in PROMPT_APIS or (
+            request.method == "POST"
+            and not request.path.startswith(RESPONSES + "/")  # they repeat what was reported
+            and self._head.json
+        )
+        return reports and self._success and not self._head.encoded
+
+    @property
+    def _success(self) -> bool:
+        return 200 <= self._connection.status < 300
+
+    def _start(self) -> None:
+        head = self._head
+        self._answer.begin(self._connection.status, head.fields, head.length)
+
+    async def _pass_body(self, data: bytes) -> None:
+        connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
+        if self._replaceable:
+            if self._wants_usage and self._head.json:
+                data = await self._gathered(data)
+            if connection.finished:
+                if (waits := self._pass_whole(data)) is not None:
+                    await waits
+                return
+            attempt.check_fetched()
+        more = True
+        if data:
+            attempt.first_byte(connection.status)
+        self._start()
+        wants_usage = self._wants_usage
+        seen: list[bytes] = []
+        seen_bytes = 0
+        while True:
+            if wants_usage:
+                seen.append(data)
+                seen_bytes += len(data)
+                wants_usage = seen_bytes <= self._usage_bytes_max
+            record.bytes_out += len(data)
+            if (waits := answer.piece(data, more=more)) is not None:
+                await waits
+            if not more:
+                break
+            try:
+                data = await connection.read()
+            except UpstreamError as error:
+                broke_off(attempt, record, error, self._stats)
+                return
+            more = not connection.finished
+        if wants_usage:
+            self._settle(b"".join(seen))
+        else:
+            attempt.finished(None)
+
+    async def _gathered(self, data: bytes) -> bytes:
+        """This and what follows, whole unless it is long: its end tells whether it is to be passed on. Raises
+        ``UpstreamError``."""
+        pieces, size = [data], len(data)
+        while not self._connection.finished and size < _GATHERED_BYTES_MAX:
+            pieces.append(await self._connection.read())
+            size += len(pieces[-1])
+        return b"".join(pieces)
+
+    def _usage_of(self, body: bytes) -> Usage | None:
+        try:
+            return read_usage(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self._stats.usage_unread += 1
+            return None

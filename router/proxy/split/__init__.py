@@ -1,1 +1,0 @@
-"""A request on two engines: both requests, one after the other or at once."""

@@ -1,0 +1,280 @@
+"""What the proxy looks at in an answer while passing it on: line ends, the first token, the usage.
+
+``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
+line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
+engine dies in the middle of one, an error event can still be added that the client understands. Chunks are
+not parsed; only lines that contain ``"usage"`` are, the first one of a Responses stream, for its id, and
+those before the first token. Where another engine could be asked instead, events that come before anything is
+generated wait for the first one that is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import msgspec
+
+from router.openai.request import RESPONSES, Usage
+from router.proxy.endings import abort_mark, aborts_in_choices, event_aborted, is_opening, waits_for_more
+
+# What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
+#
+# ``prompt_tokens`` (OpenAI), ``input_tokens`` (Responses; Anthropic counts there what was not cached), or
+# ``tokens.input_tokens`` (Cohere); at the top, or in ``response``, ``message`` or ``delta`` of an event.
+# What transcriptions report are seconds of audio, embeddings of Cohere's API tokens in
+# ``meta.billed_units``.
+
+
+AUDIO_TOKENS_PER_S: Final = 50
+"""Positions of Whisper's encoder: 1500 for 30 s (vllm/model_executor/models/whisper.py of 0.32)."""
+
+
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _Counts(msgspec.Struct, gc=False):
+    input_tokens: float = 0
+    output_tokens: float = 0
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    tokens: _Counts | None = None
+    seconds: float | None = None
+    cached_tokens: float | None = None
+
+
+class _Part(msgspec.Struct, gc=False):
+    """What may carry the usage within an event; ``id`` is a response's."""
+
+    id: Any = None
+    usage: _Usage | None = None
+
+
+class _Meta(msgspec.Struct, gc=False):
+    billed_units: _Counts | None = None
+
+
+class _Answer(_Part, gc=False):
+    meta: Any = None
+    response: _Part | None = None
+    message: Any = None
+    delta: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Answer)
+
+
+def read_usage(body: bytes) -> Usage | None:
+    """The usage in a JSON answer or in one event's data; None where there is none (or null).
+
+    Raises ``msgspec.MsgspecError`` where it is of no known shape.
+    """
+    answer = _DECODER.decode(body)
+    usage = answer.usage
+    if usage is None and answer.response is not None:
+        usage = answer.response.usage
+    for part in (answer.message, answer.delta):
+        if usage is None and isinstance(part, dict):
+            usage = msgspec.convert(part.get("usage"), _Usage | None)
+    if usage is None and isinstance(answer.meta, dict):
+        billed = msgspec.convert(answer.meta, _Meta).billed_units
+        return None if billed is None else Usage(int(billed.input_tokens), int(billed.output_tokens))
+    return None if usage is None else _read(usage)
+
+
+def _read(usage: _Usage) -> Usage | None:
+    if usage.prompt_tokens is not None:
+        details = usage.prompt_tokens_details
+        cached = None if details is None else details.cached_tokens
+        return Usage(usage.prompt_tokens, usage.completion_tokens or 0, cached)
+    if usage.tokens is not None:
+        cached = None if usage.cached_tokens is None else int(usage.cached_tokens)
+        return Usage(int(usage.tokens.input_tokens), int(usage.tokens.output_tokens), cached)
+    if usage.input_tokens is None:
+        return None if usage.seconds is None else Usage(math.ceil(usage.seconds * AUDIO_TOKENS_PER_S))
+    if usage.input_tokens_details is not None:
+        cached, more = usage.input_tokens_details.cached_tokens, 0
+    else:
+        cached = usage.cache_read_input_tokens
+        more = (cached or 0) + (usage.cache_creation_input_tokens or 0)
+    return Usage(usage.input_tokens + more, usage.output_tokens or 0, cached)
+
+
+def read_response_id(body: bytes) -> str | None:
+    """The id of a Responses answer, whole or in its first event's data; None where there is none."""
+    try:
+        answer = _DECODER.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    found = answer.id if answer.response is None else answer.response.id
+    return found if isinstance(found, str) else None
+
+
+_LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
+_MARK_BYTES = 256  # enough of what was passed on to recognise its end
+_GOES_ON = b'"finish_reason":null'
+_UNKNOWN_END = b"\0"  # of no line
+_END_MARKS = (
+    b"data: [DONE]",
+    b"event: message_stop",
+    b"event: response.completed",
+    b"event: response.incomplete",
+    b"event: response.failed",
+)
+
+
+class SseRelay:
+    """One event stream on its way through. Feed it pieces, pass on what it gives back."""
+
+    __slots__ = (
+        *("_abort_mark", "_held", "_holds", "_last", "_path", "_seeks_id", "_tail", "_usual_end", "aborted"),
+        *("begun", "first", "response_id", "unread_usages", "usage"),
+    )
+
+    def __init__(self, path: str = "", *, replaceable: bool = False) -> None:
+        """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while nothing
+        has been passed on."""
+        self._path = path
+        self._seeks_id = path == RESPONSES  # its first event names the response
+        self._holds = replaceable
+        self._held = b""
+        self._abort_mark = abort_mark(path) if replaceable else b""
+        # The last event of what aborts a message or a response has the usage; of choices, it has another end.
+        self._usual_end = _UNKNOWN_END if replaceable and aborts_in_choices(path) else b""
+        self.aborted = False
+        """The engine gave up: nothing more is to be passed on."""
+        self.response_id: str | None = None
+        self.begun = False
+        """A data line has been seen that is no opening: the first token, or an error."""
+        self.first = b""
+        """Its data."""
+        self.usage: Usage | None = None
+        self.unread_usages = 0
+        self._tail = b""
+        self._last = b"\n\n"
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes to pass on now; empty if only the beginning of a line has come."""
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        if not data.endswith((b"\n", b"\r")) and len(data) < _LINE_BYTES_MAX:
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            self._tail = data[end:]
+            data = data[:end]
+            if not data:
+                return data
+        if not self.begun:
+            data = self._begin(data)
+            if not data:
+                return data
+        # Not by ``in``, which tries its left side as a number first: 1,600 instructions per chunk.
+        has_usage = data.find(b'"usage"') >= 0
+        if has_usage or not data.endswith(self._usual_end):
+            data = self._watch(data)
+        if self._seeks_id:
+            self._read_id(data)
+        if has_usage:
+            self._read_usage(data)
+        self._last = data if len(data) > _MARK_BYTES else self._last[-_MARK_BYTES:] + data
+        return data
+
+    @property
+    def done(self) -> bool:
+        """The stream's own end mark has been passed on: nothing is missing."""
+        return any(mark in self._last for mark in _END_MARKS)
+
+    @property
+    def passed_on(self) -> bytes:
+        """The end of what was passed on."""
+        return self._last
+
+    def end(self) -> bytes:
+        """The stream ended as it should: what is left of it."""
+        tail, self._held, self._tail = self._held + self._tail, b"", b""
+        if b'"usage"' in tail:
+            self._read_usage(tail)
+        return tail
+
+    def broken(self, error: bytes, name: bytes = b"") -> bytes:
+        """The stream broke off: an event with ``error`` (a JSON object), after closing an open one."""
+        last = self._last
+        if last.endswith((b"\n\n", b"\n\r\n", b"\r\r")):
+            closing = b""
+        elif last.endswith(b"\n"):
+            closing = b"\n"
+        else:  # also after CR, which may be a line end or half of one
+            closing = b"\n\n"
+        head = b"event: %b\n" % name if name else b""
+        return b"%b%bdata: %b\n\n" % (closing, head, error)
+
+    def _begin(self, data: bytes) -> bytes:
+        """What to pass on of the lines up to here, while only openings have come."""
+        data, self._held = self._held + data, b""
+        for line in data.splitlines():
+            if line.startswith(b"data:"):
+                if not is_opening(self._path, line):
+                    self.begun, self.first = True, line[5:]
+                    return data
+                self._holds = self._holds and waits_for_more(line)
+            elif line.startswith(b":"):  # a comment keeps the connection open
+                self._holds = False
+        if self._holds and len(data) < _LINE_BYTES_MAX:
+            self._held = data
+            return b""
+        self._holds = False
+        return data
+
+    def _watch(self, data: bytes) -> bytes:
+        """Lines that may have the end of an answer."""
+        if not self._abort_mark:
+            return data
+        if data.find(self._abort_mark) >= 0:
+            return self._until_aborted(data)
+        if self._usual_end:
+            at = data.rfind(_GOES_ON)
+            self._usual_end = data[at:] if at >= 0 else self._usual_end
+        return data
+
+    def _until_aborted(self, data: bytes) -> bytes:
+        """The lines before the event by which the engine gave up, if one of them does."""
+        passed: list[bytes] = []
+        for line in data.splitlines(keepends=True):
+            if line.startswith(b"data:") and event_aborted(self._path, line[5:]):
+                self.aborted = True
+                if passed and passed[-1].startswith(b"event:"):
+                    passed.pop()
+                break
+            passed.append(line)
+        return b"".join(passed)
+
+    def _read_usage(self, data: bytes) -> None:
+        for line in data.splitlines():
+            if b'"usage"' not in line or not line.startswith(b"data:"):
+                continue
+            try:
+                usage = read_usage(line[5:])
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                self.unread_usages += 1
+                continue
+            if usage is not None:
+                if usage.cached_tokens is None and self.usage is not None:
+                    usage.cached_tokens = self.usage.cached_tokens  # told at the beginning only
+                self.usage = usage
+
+    def _read_id(self, data: bytes) -> None:
+        for line in data.splitlines():
+            if line.startswith(b"data:"):
+                self._seeks_id = False
+                self.response_id = read_response_id(line[5:])
+                return

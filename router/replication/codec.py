@@ -1,0 +1,205 @@
+"""Presence as bytes: one small *code* per engine and block, and back to the rows of a look-up.
+
+A block's value has ``unit`` bytes per engine slot: a code (1 or 2 bytes, little endian) and the slot's
+generation (1 byte). A code names the set of planes (medium, group) that hold the block: its *pattern*. The
+scope keeps one table of patterns for all its engines, which only grows. Few patterns occur, as blocks of one
+prompt share theirs, so one byte says exactly what any number of groups and media hold; nothing depends on how
+the groups form spec classes, which is still being learned while blocks are written.
+Always true: a byte of another generation, or a code nobody knows, means "not here".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
+from redis.crc import key_slot
+
+from router.index.base import WORD_BITS, Plane, Rows, Words
+
+Bytes = npt.NDArray[np.uint8]
+
+PLANES_MAX = 64
+"""Planes of one scope; blocks in further ones are not shown to other replicas."""
+
+
+def codes_max(code_bytes: int) -> int:
+    """Patterns a code can tell apart, besides "nowhere"."""
+    return int((1 << 8 * code_bytes) - 1)
+
+
+def pattern_name(planes: Iterable[Plane]) -> bytes:
+    """The canonical name of a set of planes."""
+    return msgspec.msgpack.encode(sorted(planes))
+
+
+def pattern_planes(name: bytes) -> tuple[Plane, ...]:
+    """The planes a name stands for."""
+    return tuple(msgspec.msgpack.decode(name, type=tuple[Plane, ...]))
+
+
+def pack_records(hashes: Words, codes: npt.NDArray[np.intp], generation: int, code_bytes: int) -> bytes:
+    """What the write script takes: per block its hash and the slot's new bytes."""
+    records = np.zeros((len(hashes), 8 + code_bytes + 1), np.uint8)
+    records[:, :8] = hashes.astype("<u8").view(np.uint8).reshape(-1, 8)
+    for position in range(code_bytes):
+        records[:, 8 + position] = (codes >> 8 * position) & 255
+    records[:, -1] = np.where(codes != 0, generation, 0)
+    return records.tobytes()
+
+
+class Decoder:
+    """Values to rows, for one version of the registry: slots, generations and patterns."""
+
+    def __init__(
+        self, code_bytes: int, generations: Mapping[int, int], patterns: Mapping[int, Sequence[Plane]]
+    ) -> None:
+        self._code_bytes = code_bytes
+        self._unit = code_bytes + 1
+        slots = max(generations, default=-1) + 1
+        self._words = -(-slots // WORD_BITS)
+        self._generations = np.zeros(self._words * WORD_BITS, np.uint8)
+        for slot, generation in generations.items():
+            self._generations[slot] = generation
+        self.planes = sorted({plane for planes in patterns.values() for plane in planes})
+        size = 1 << 8 * code_bytes
+        self._tables = [np.zeros(size, np.uint8) for _ in range(-(-len(self.planes) // 8))]
+        for number, plane in enumerate(self.planes):
+            held_by = [code for code, planes in patterns.items() if plane in planes]
+            self._tables[number // 8][held_by] |= np.uint8(1 << number % 8)
+        self._byte_tables = [table.tobytes() for table in self._tables]
+
+    def rows(self, values: Sequence[bytes | None]) -> Rows:
+        """Presence of each block, in the order of its values."""
+        count = len(values)
+        if not count or not self._words or not self.planes:
+            return Rows(count, {})
+        codes = self._codes(values)
+        columns: dict[tuple[Plane, int], Words] = {}
+        for number in range(len(self._tables)):
+            held = self._translate(codes, number)
+            for position, plane in enumerate(self.planes[8 * number : 8 * number + 8]):
+                bits = np.packbits(held & np.uint8(1 << position), axis=1, bitorder="little")
+                words = bits.reshape(-1).view("<u8").reshape(count, self._words)
+                for word in range(self._words):
+                    columns[plane, word] = np.ascontiguousarray(words[:, word], np.uint64)
+        return Rows(count, columns)
+
+    def _codes(self, values: Sequence[bytes | None]) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
+        """Per block and slot the code, 0 where the generation is another."""
+        width = self._words * WORD_BITS * self._unit
+        joined = b"".join([b"\0" * width if v is None else v[:width].ljust(width, b"\0") for v in values])
+        cells = np.frombuffer(joined, np.uint8).reshape(len(values), -1, self._unit)
+        current = cells[:, :, -1] == self._generations
+        if self._code_bytes == 1:
+            narrow: Bytes = cells[:, :, 0] * current
+            return narrow
+        wide = cells[:, :, 0].astype(np.uint16) | (cells[:, :, 1].astype(np.uint16) << np.uint16(8))
+        codes: npt.NDArray[np.uint16] = wide * current
+        return codes
+
+    def _translate(self, codes: npt.NDArray[np.uint8] | npt.NDArray[np.uint16], number: int) -> Bytes:
+        """Eight planes at once: per block and slot one bit each."""
+        if self._code_bytes == 1:
+            raw = codes.tobytes().translate(self._byte_tables[number])
+            return np.frombuffer(raw, np.uint8).reshape(codes.shape)
+        found: Bytes = self._tables[number][codes]
+        return found
+
+
+# Keys of the shared index.
+#
+# Every key starts with the namespace. The keys of a scope (one base model) carry its name in a hash tag, so
+# that a Cluster keeps them together. A block's key is ``namespace:`` [``{tag}`` of its partition in a
+# Cluster] + 6 bytes of the scope's *epoch* + 8 bytes of the block hash. The epoch is a random number drawn
+# whenever a scope's registry is created, and so stands for namespace, schema, model and this one registry:
+# blocks written before the registry was lost are never found by a later one. The hash itself is specific to
+# the hash scheme. Keys of up to 22 bytes cost one 24-byte allocation; the default namespace stays within
+# it.
+
+
+SCHEMA = 1
+"""Of keys and values; another number in the same namespace is refused."""
+
+EPOCH_BYTES = 6
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+class ScopeKeys:
+    """The keys of one scope: registry, leases, and what replicas exchange (load, prompts in flight,
+    members)."""
+
+    def __init__(self, namespace: str, model: str) -> None:
+        self.namespace = namespace
+        stem = f"{namespace}:{{{quote(model, safe='/:@._~-+')}}}:"
+        self.scope = f"{stem}scope".encode()
+        self.leases = f"{stem}leases".encode()
+        self.load = f"{stem}load".encode()
+        self.inflight = f"{stem}flights".encode()
+        self.replicas = f"{stem}replicas".encode()
+        self._model = quote(model, safe="/:@._~-+")
+
+    def fence(self, partition: int, partitions: int) -> bytes:
+        """Tokens and sequence numbers of the writers in one partition."""
+        return f"{self.namespace}:{tag(partition, partitions)}fence:{self._model}".encode()
+
+    def prefix(self, epoch: bytes, partition: int, partitions: int) -> bytes:
+        """A block's key up to its hash."""
+        return f"{self.namespace}:{tag(partition, partitions)}".encode() + epoch
+
+
+def schema_key(namespace: str) -> bytes:
+    """The key of a namespace's schema number; must never change."""
+    return f"{namespace}:schema".encode()
+
+
+def response_key(namespace: str, response_id: str) -> bytes:
+    """Where it stands which engine holds a response, and whose it is."""
+    return f"{namespace}:response:{response_id}".encode(errors="replace")
+
+
+def limits_key(namespace: str) -> bytes:
+    """Where replicas tell each other what tenants use."""
+    return f"{namespace}:limits".encode()
+
+
+@cache
+def tag(partition: int, partitions: int) -> str:
+    """The hash tag of a partition, such that partitions spread evenly over the slots; "" for a single one."""
+    if partitions == 1:
+        return ""
+    width = SLOTS // partitions
+    for first in _LETTERS:
+        for second in _LETTERS:
+            if key_slot((first + second).encode()) // width == partition:
+                return f"{{{first}{second}}}"
+    raise AssertionError("1296 tags hit every one of 64 ranges")
+
+
+def partition_of(hashes: Words, partitions: int) -> npt.NDArray[np.intp]:
+    """Which partition each hash lies in."""
+    return (hashes & np.uint64(partitions - 1)).astype(np.intp)
+
+
+def mget(prefix: bytes, hashes: Words) -> bytes:
+    """The packed MGET of these blocks."""
+    head = b"$%d\r\n" % (len(prefix) + 8) + prefix
+    width = len(head) + 10
+    packed = np.empty((len(hashes), width), np.uint8)
+    packed[:, : len(head)] = np.frombuffer(head, np.uint8)
+    packed[:, len(head) : len(head) + 8] = hashes.astype("<u8").view(np.uint8).reshape(-1, 8)
+    packed[:, -2:] = (13, 10)
+    return b"*%d\r\n$4\r\nMGET\r\n" % (len(hashes) + 1) + packed.tobytes()
+
+
+def as_words(hashes: Sequence[int]) -> tuple[Words, npt.NDArray[np.bool_] | None]:
+    """The hashes as 64-bit words, and which of them are not negative; None if all are."""
+    if not hashes or min(hashes) >= 0:
+        return np.array(hashes, np.uint64), None
+    real = np.array([value >= 0 for value in hashes], np.bool_)
+    return np.array([max(value, 0) for value in hashes], np.uint64), real

@@ -1,0 +1,315 @@
+"""Exchanges prompts in flight between replicas, so that all know what an engine will soon hold.
+
+Every replica appends the events of its own prompts (sent, first token seen, ended, failed) to a stream in the
+index, and reads new entries with each look-up. Other replicas' prompts are kept in the same tree as its own
+(``InflightPrefixes``). The batches of engines that another replica follows are not seen here: the blocks of a
+computed prompt count as coming for the whole grace period there. Two prompts with the same prefix that reach
+two replicas within one round trip do not see each other; the later one hits more than was predicted.
+Always true: publishing never waits and never fails a request; another replica's prompt whose end was not
+published counts no longer than ``_AGE_S_MAX``; entries of others are not published again.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Annotated, NamedTuple, cast
+
+import msgspec
+
+from publisher.events import BlockHash
+from router.placement.inflight import InflightPrefixes, InflightPrompt
+from router.placement.load.others import OthersLoad
+from router.replication.heartbeat import HeartbeatMonitor
+
+_BLOCKS_MAX = 8192
+"""Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match."""
+_OTHERS_MAX = 8192
+_AGE_S_MAX = 60.0
+
+
+class InflightEvent(IntEnum):
+    """What happened to a prompt in flight."""
+
+    SENT = 0
+    PREFILLED = 1
+    ENDED = 2
+    FAILED = 3
+
+
+class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One entry of the stream; (``replica``, ``started``, ``number``) identifies the prompt."""
+
+    replica: str
+    started: int
+    number: int
+    event: InflightEvent
+    engine_id: str = ""
+    keeps: tuple[int, ...] = ()
+    hashes: bytes = b""
+    """8 bytes each, little endian."""
+
+
+class GossipStats(msgspec.Struct):
+    """Counters for metrics; ``others`` is current."""
+
+    told: int = 0
+    """Prompts in flight reported to other routers."""
+    untold: int = 0
+    """Prompts in flight not reported because the index was unavailable."""
+    heard: int = 0
+    """Prompts in flight reported by other routers."""
+    others: int = 0
+    """Gauge: other routers' prompts under way."""
+    expired: int = 0
+    """Other routers' prompts whose end was not reported in time."""
+    malformed: int = 0
+    """Messages of other routers that could not be decoded, or had values out of bounds."""
+
+
+class _RemotePrompt(NamedTuple):
+    prompt: InflightPrompt
+    since_s: float
+
+
+_DECODE = msgspec.msgpack.Decoder(GossipEntry)
+
+
+def _little_endian(hashes: array[int]) -> array[int]:
+    """Between this machine's order of bytes and the entries'.
+
+    Arrays, since of what is heard only a few places are ever looked at.
+    """
+    if sys.byteorder == "big":
+        hashes.byteswap()
+    return hashes
+
+
+class GossipedInflight(InflightPrefixes):
+    """Prompts in flight that publishes this replica's own and receives those of the others.
+
+    ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``served`` is called with
+    each prompt that another replica has an answer to. ``publishes_prefills`` False: all follow every engine
+    themselves, and hear of a prompt's blocks from there; until its end it is only counted as coming too.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        started: int,
+        publish: Callable[[str, bytes], bool],
+        *,
+        served: Callable[[InflightPrompt], None] = lambda prompt: None,
+        publishes_prefills: bool = True,
+    ) -> None:
+        super().__init__()
+        self.gossip_stats = GossipStats()
+        self._served = served
+        self._publishes_prefills = publishes_prefills
+        self._me = me
+        self._started = started
+        self._publish = publish
+        self._number = 0
+        self._own: dict[InflightPrompt, int] = {}
+        self._remote: OrderedDict[tuple[str, int, int], _RemotePrompt] = OrderedDict()
+
+    def add(
+        self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
+    ) -> InflightPrompt:
+        prompt = super().add(engine_id, hashes, now, keeps)
+        self._number += 1
+        packed = _little_endian(array("Q", hashes[:_BLOCKS_MAX])).tobytes()
+        entry = GossipEntry(
+            self._me, self._started, self._number, InflightEvent.SENT, engine_id, prompt.keeps, packed
+        )
+        if prompt.kept and self._send(engine_id, entry):
+            self._own[prompt] = self._number
+        return prompt
+
+    def prefilled(self, prompt: InflightPrompt, now: float) -> None:
+        if self._publishes_prefills and prompt.keeps and not prompt.computed:
+            self._publish_event(prompt, InflightEvent.PREFILLED)
+        super().prefilled(prompt, now)
+
+    def end(self, prompt: InflightPrompt, now: float) -> None:
+        self._publish_event(prompt, InflightEvent.ENDED)
+        super().end(prompt, now)
+
+    def drop(self, prompt: InflightPrompt) -> None:
+        self._publish_event(prompt, InflightEvent.FAILED)
+        super().drop(prompt)
+
+    def receive(self, entries: Iterable[bytes], now: float) -> None:
+        """Apply new entries of the stream."""
+        for encoded in entries:
+            try:
+                entry = _DECODE.decode(encoded)
+                if (entry.replica, entry.started) != (self._me, self._started):
+                    self._apply(entry, now)
+            except (msgspec.DecodeError, ValueError):
+                self.gossip_stats.malformed += 1
+        self._expire_others(now)
+
+    def expire(self, now: float) -> None:
+        self._expire_others(now)
+        super().expire(now)
+
+    def _expire_others(self, now: float) -> None:
+        while self._remote:
+            remote = next(iter(self._remote.values()))
+            if now - remote.since_s < _AGE_S_MAX and len(self._remote) <= _OTHERS_MAX:
+                break
+            self.gossip_stats.expired += 1
+            self._remote.popitem(last=False)
+            super().drop(remote.prompt)
+        self.gossip_stats.others = len(self._remote)
+
+    def lost(self, replica: str) -> None:
+        """A replica ended, and its requests with it."""
+        for name in [name for name in self._remote if name[0] == replica]:
+            super().drop(self._remote.pop(name).prompt)
+        self.gossip_stats.others = len(self._remote)
+
+    def _apply(self, entry: GossipEntry, now: float) -> None:
+        self.gossip_stats.heard += 1
+        name = (entry.replica, entry.started, entry.number)
+        if entry.event is InflightEvent.SENT:
+            hashes = _little_endian(array("Q", entry.hashes))
+            keeps = sorted({end for end in entry.keeps if end > 0})
+            prompt = super().add(entry.engine_id, cast("Sequence[BlockHash]", hashes), now, keeps)
+            self._remote[name] = _RemotePrompt(prompt, now)
+            return
+        remote = self._remote.get(name)
+        if remote is None:
+            return
+        if entry.event is InflightEvent.PREFILLED:
+            self.prefilled(remote.prompt, now)
+            return
+        del self._remote[name]
+        if entry.event is InflightEvent.ENDED:
+            self._served(remote.prompt)
+            super().end(remote.prompt, now)
+        else:
+            super().drop(remote.prompt)
+
+    def _publish_event(self, prompt: InflightPrompt, event: InflightEvent) -> None:
+        """Publish an event of an own prompt that was published before; ``ENDED`` and ``FAILED`` are the
+        last."""
+        number = self._own.get(prompt)
+        if number is None:
+            return
+        if event is not InflightEvent.PREFILLED:
+            del self._own[prompt]
+        self._send(prompt.engine_id, GossipEntry(self._me, self._started, number, event))
+
+    def _send(self, engine_id: str, entry: GossipEntry) -> bool:
+        sent = self._publish(engine_id, msgspec.msgpack.encode(entry))
+        self.gossip_stats.told += sent
+        self.gossip_stats.untold += not sent
+        return sent
+
+
+# Exchanges in-flight load between replicas, so that two of them do not both pick the one idle engine.
+#
+# One hash in the index, one field per replica, read with every look-up. A replica writes when its load has
+# changed, at most every ``load_interval_s``, and repeats a load that is not empty as a heartbeat; recent
+# work, which decays by itself, is written with either. Always true: a replica's load counts no longer than
+# ``silence_s`` after its last heartbeat; its own field is never counted; a field that cannot be decoded, or
+# has values out of bounds, counts as empty.
+
+
+SILENCE_S = 2.0
+REPEAT_S = 0.5
+
+
+_ENGINES_MAX = 16_384
+_EngineId = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class ReplicaLoad(msgspec.Struct, array_like=True):
+    """One replica's field. ``beat`` grows with each write."""
+
+    beat: int
+    engines: Annotated[dict[_EngineId, OthersLoad], msgspec.Meta(max_length=_ENGINES_MAX)]
+
+
+_LOAD_DECODE = msgspec.msgpack.Decoder(ReplicaLoad)
+
+
+class LoadGossip:
+    """Encodes this replica's field and adds up those of the others. Pure.
+
+    ``refused`` is called for each field of others that cannot be used."""
+
+    def __init__(
+        self,
+        me: str,
+        own: Callable[[float], dict[str, OthersLoad]],
+        *,
+        started: int,
+        silence_s: float = SILENCE_S,
+        refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._refused = refused
+        self._me = me
+        self._own = own
+        self._beat = started
+        self._heartbeats = HeartbeatMonitor(silence_s)
+        self._sent: dict[str, OthersLoad] = {}
+        self._sent_s = float("-inf")
+        self._decoded: dict[str, tuple[bytes, ReplicaLoad | None]] = {}
+
+    def field(self, now: float) -> bytes | None:
+        """What to write now; None while nothing has changed and no heartbeat is due."""
+        load = self._own(now)
+        due = bool(load) and now - self._sent_s >= REPEAT_S
+        if not due and _in_flight_alike(load, self._sent):
+            return None
+        return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
+
+    def sent(self, field: bytes, now: float) -> None:
+        """``field`` has been written."""
+        remote = _LOAD_DECODE.decode(field)
+        self._beat, self._sent, self._sent_s = remote.beat, remote.engines, now
+
+    def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
+        """What all other live replicas together have in flight, by engine."""
+        total: dict[str, OthersLoad] = {}
+        for remote in self._alive(fields, now):
+            for engine_id, load in remote.engines.items():
+                known = total.get(engine_id)
+                total[engine_id] = load if known is None else known.plus(load)
+        if len(self._decoded) > len(fields):
+            self._decoded = {name: kept for name, kept in self._decoded.items() if name in fields}
+            self._heartbeats.keep_only(fields.keys())
+        return total
+
+    def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[ReplicaLoad]:
+        """The fields of other replicas that can be read, and have been written lately."""
+        for name, value in fields.items():
+            remote = None if name == self._me else self._decode(name, value)
+            if remote is not None and self._heartbeats.beat(name, remote.beat, now):
+                yield remote
+
+    def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:
+        """A field decoded; the same bytes are decoded once."""
+        known = self._decoded.get(name)
+        if known is not None and known[0] == value:
+            return known[1]
+        try:
+            remote = _LOAD_DECODE.decode(value)
+        except msgspec.DecodeError:
+            remote = None
+            self._refused()
+        self._decoded[name] = value, remote
+        return remote
+
+
+def _in_flight_alike(load: Mapping[str, OthersLoad], sent: Mapping[str, OthersLoad]) -> bool:
+    """Whether the same is in flight at the same engines."""
+    if load.keys() != sent.keys():
+        return False
+    return all(one.in_flight == sent[engine_id].in_flight for engine_id, one in load.items())

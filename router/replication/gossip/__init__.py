@@ -1,1 +1,0 @@
-"""What replicas tell each other: prompts in flight and load."""

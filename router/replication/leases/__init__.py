@@ -1,1 +1,0 @@
-"""Which replica follows which engine."""

@@ -1,0 +1,264 @@
+"""The writer's side: a ``MemoryIndex`` whose engines' presence is mirrored to the shared index.
+
+Copies are counted in memory only. A change marks its blocks as *touched*; ``flush`` reads their state at that
+time and writes it as absolute values, so that ten changes of a block are one write and any write may be
+repeated. Forgetting an engine is a new generation in the registry, whatever the engine held.
+Always true: a change is written as soon as the server accepts it; while it cannot be written, readers trust
+the engine no longer than its lease runs. How the writes stay in order: ``flush.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import structlog
+
+from publisher.events import BlockHash
+from router.feeds.base import FeedState
+from router.feeds.manager import FeedManager
+from router.index.base import IndexStats, Plane, Rows, Slot, is_shared
+from router.index.engine import EngineResidency
+from router.index.memory import MemoryIndex
+from router.index.model import ModelIndexes
+from router.index.seats import EngineHit, EngineQuery
+from router.replication.flush import Flush
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import EngineFacts, EpochChanged, IndexRefused, Registry
+from router.replication.write_queue import IDLE_S, MirrorStats, WriteQueue
+
+__all__ = ["MirrorStats", "MirroredIndex"]
+
+_LOG = structlog.get_logger()
+
+_COALESCE_S = 0.002
+_BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
+_ATTEMPTS = 3
+
+
+class MirroredIndex:
+    """An ``Index`` (see ``router.index.base``) that answers from memory. Engines that were never taken over
+    are not mirrored. ``on_lost`` is called with the id of an engine that another writer has taken over."""
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        *,
+        on_lost: Callable[[str], None] = lambda engine_id: None,
+        memory: MemoryIndex | None = None,
+    ) -> None:
+        self.memory = MemoryIndex() if memory is None else memory
+        self.registry = Registry(client, model)
+        self._queue = WriteQueue(client, self.registry, self.memory, on_lost, self._changed)
+        self._lock: asyncio.Lock | None = None
+        self._dirty = asyncio.Event()
+
+    @property
+    def counters(self) -> MirrorStats:
+        return self._queue.counters
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        self.memory.store(engine_id, plane, hashes)
+        self._queue.touch(engine_id, hashes)
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        left = self.memory.remove(engine_id, plane, hashes)
+        self._queue.touch(engine_id, hashes)
+        return left
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        self.memory.set_copies(engine_id, plane, block, copies)
+        self._queue.touch(engine_id, (block,))
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        if is_shared(medium):  # expired entries: the engine's other blocks must stay readable
+            gone = self.memory.blocks_of(engine_id, medium).tolist()
+            self.memory.clear(engine_id, medium)
+            self._queue.touch(engine_id, gone)
+            return
+        self.memory.clear(engine_id, medium)
+        self._queue.invalidate(engine_id)
+
+    def forget(self, engine_id: str) -> None:
+        self.memory.forget(engine_id)
+        self._queue.invalidate(engine_id)
+
+    def adopt(self, staged_id: str, engine_id: str) -> None:
+        self.memory.adopt(staged_id, engine_id)
+        self._queue.invalidate(engine_id)
+
+    def slot(self, engine_id: str) -> Slot | None:
+        return self.memory.slot(engine_id)
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
+        return self.memory.lookup(hashes)
+
+    def copies(self, engine_id: str, plane: Plane) -> int:
+        return self.memory.copies(engine_id, plane)
+
+    def physical(self, engine_id: str, medium: str) -> int:
+        return self.memory.physical(engine_id, medium)
+
+    def stats(self) -> IndexStats:
+        return self.memory.stats()
+
+    def check_integrity(self) -> list[str]:
+        return self.memory.check_integrity()
+
+    async def take_over(self, engine_id: str, token: int) -> None:
+        """Become the writer of an engine whose lease was acquired with ``token``.
+
+        On return older writers are fenced, and the engine holds what the memory index has of it (nothing
+        before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
+        """
+        async with self._writing():
+            for _ in range(_ATTEMPTS):
+                with suppress(EpochChanged):
+                    await self._queue.take_over(engine_id, token)
+                    return
+            raise EpochChanged
+
+    def drop(self, engine_id: str) -> None:
+        """The lease is lost or released: write nothing more, and forget the engine here.
+
+        What was written stays until the next writer claims it; ``flush`` before releasing a lease.
+        """
+        self._queue.engines.pop(engine_id, None)
+        self.memory.forget(engine_id)
+
+    async def retire(self, engine_id: str) -> None:
+        """The engine left the fleet: drop it and free its slot. The lease must still be held."""
+        engine = self._queue.engines.get(engine_id)
+        self.drop(engine_id)
+        if engine is not None:
+            async with self._writing():
+                await self.registry.retire(await self._queue.current_scope(), engine_id, engine.token)
+
+    def describe(self, engine_id: str, facts: EngineFacts) -> None:
+        """Set an engine's description for other replicas; written with the next flush if it changed."""
+        engine = self._queue.engines.get(engine_id)
+        if engine is not None and engine.facts != facts:
+            engine.facts, engine.facts_due = facts, True
+            self._dirty.set()
+
+    def mirrored(self) -> dict[str, int]:
+        """The engines of this writer, with their tokens."""
+        return {engine_id: engine.token for engine_id, engine in self._queue.engines.items()}
+
+    def written(self, engine_id: str) -> bool:
+        """Whether the server has everything that the memory index holds of an engine."""
+        engine = self._queue.engines.get(engine_id)
+        return engine is not None and engine.written
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not written yet."""
+        return sum(engine.waiting for engine in self._queue.engines.values())
+
+    async def run(self) -> None:
+        """Flush whenever something changed, until cancelled; retries while the server does not answer."""
+        pause = _BACKOFF_S
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S):
+                    await self._dirty.wait()
+            try:
+                self._queue.refresh()
+                await self.flush()
+                async with self._writing():
+                    await self._queue.audit()
+                pause = _BACKOFF_S
+                await asyncio.sleep(_COALESCE_S)
+            except IndexUnavailable as error:
+                self.counters.error(error.reason)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _BACKOFF_S_MAX)
+            except IndexRefused as error:
+                self.counters.error("refused")
+                _LOG.warning("shared index refuses this replica", why=str(error))
+                await asyncio.sleep(_BACKOFF_S_MAX)
+
+    async def flush(self) -> None:
+        """Write everything that waits. Raises ``IndexUnavailable``; what was not written keeps waiting."""
+        async with self._writing():
+            self._dirty.clear()
+            self.counters.flushes += 1
+            try:
+                await self._write()
+            except IndexUnavailable as error:
+                self._dirty.set()
+                await self._queue.failed(error)
+                raise
+
+    async def _write(self) -> None:
+        for _ in range(_ATTEMPTS):
+            with suppress(EpochChanged):
+                await Flush(self._queue).run()
+                return
+        raise EpochChanged
+
+    def _writing(self) -> asyncio.Lock:
+        """One flush or take-over at a time; created in the event loop that uses it."""
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    def _changed(self) -> None:
+        self._dirty.set()
+
+
+# What other replicas are told of the engines followed here: layout, hash scheme, and how far the feed is.
+#
+# Always true: an engine is said to be READY only once everything replayed of it has been written.
+
+
+class Descriptions:
+    """What was said last of each engine, so that only what changed is written."""
+
+    def __init__(self) -> None:
+        self._published: dict[str, EngineFacts] = {}
+
+    def renew(
+        self, engine_id: str, model: str, mirror: MirroredIndex, residency: ModelIndexes, feeds: FeedManager
+    ) -> None:
+        """Say what holds now of this engine, if it is something else than before."""
+        engine, feed = residency.engine(engine_id), feeds.stats.get(engine_id)
+        if engine is None or feed is None:
+            return
+        seat = residency.scope(model).residency(engine_id).seat()
+        # Others take a degraded feed's blocks as they are: of a process that may have ended, none counts.
+        state = FeedState.STALE if feed.unconfirmed else feed.state
+        facts = engine_facts(engine, seat, state, feed.missing_batches)
+        published = self._published.get(engine_id)
+        if facts == published:
+            return
+        caught_up = published is not None and published.feed_state == facts.feed_state
+        if facts.feed_state == FeedState.READY and not caught_up and not mirror.written(engine_id):
+            return
+        self._published[engine_id] = facts
+        mirror.describe(engine_id, facts)
+
+    def forget(self, engine_id: str) -> None:
+        """It is followed anew, or not here any more: all of it is to be said again."""
+        self._published.pop(engine_id, None)
+
+
+def engine_facts(
+    engine: EngineResidency, seat: EngineQuery | EngineHit, feed_state: FeedState, missing: int
+) -> EngineFacts:
+    """What other replicas need to predict this engine's hits, or why they cannot."""
+    state = str(feed_state)
+    if isinstance(seat, EngineQuery) and seat.mode == "assumed":
+        why = "hash scheme not proven yet, only assumed"
+        return EngineFacts(engine.layout, None, "unknown", why, state, missing)
+    if isinstance(seat, EngineQuery):
+        if seat.learned is not None:
+            return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
+        stores = tuple(sorted(seat.stores))
+        return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing, stores)
+    empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.has_chunks
+    mode = "empty" if empty else "unknown"
+    return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)

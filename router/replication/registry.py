@@ -1,0 +1,380 @@
+"""The registry of one scope: epoch, engine slots and generations, patterns, and a description of each engine.
+
+A scope's registry is one hash: if the server loses it, it loses all of it, and whoever opens the scope again
+creates another epoch, in which nothing written before is found. Each change draws a new ``version``, a random
+number and no counter, so that equal versions mean equal content even if a failover undid the last changes.
+Always true: a ``ScopeView`` is a consistent snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from publisher.block_hash import HashScheme
+from publisher.events import BlockHash
+from router.index.base import GPU, WORD_BITS, Plane, Slot
+from router.index.learn.layout import CacheLayout
+from router.index.memory import MemoryIndex
+from router.replication import scripts
+from router.replication import scripts as write_scripts
+from router.replication.codec import (
+    EPOCH_BYTES,
+    PLANES_MAX,
+    SCHEMA,
+    ScopeKeys,
+    codes_max,
+    pattern_name,
+    pattern_planes,
+    schema_key,
+)
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable, ServerError
+
+_LOG = structlog.get_logger()
+
+SLOTS_MAX = 4096
+_CLUSTER_PARTITIONS = 16
+_SCHEMA_SHOWN_BYTES = 40
+"""Of what Redis holds instead of a schema, which may be of any length."""
+_CHECK_NAMESPACE_S = 60.0
+
+
+class IndexRefused(Exception):  # noqa: N818  # a state of the index, no error in the code
+    """This replica must not use the index; ``str()`` says why and what to do."""
+
+
+class EpochChanged(IndexUnavailable):
+    """The scope has another epoch than the caller knows: everything must be claimed and written again."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch", "the registry was created anew")
+
+
+class LeaseLost(IndexUnavailable):
+    """Another replica holds the engine's lease: nothing may be written for it."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__("lease", f"the lease of {engine_id} is not held")
+        self.engine_id = engine_id
+
+
+class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine's writer publishes about it, beside the blocks."""
+
+    layout: CacheLayout | None = None
+    scheme: HashScheme | None = None
+    mode: str = "unknown"
+    """``native``, ``learned`` or ``unknown``; other replicas cannot predict with the last two."""
+    why_unknown: str = ""
+    feed_state: str = "cold"
+    missing_batches: int = 0
+    stores: tuple[str, ...] = ()
+    """Shared stores that it loads from."""
+
+
+class EngineSlot(NamedTuple):
+    """An engine's position in the values of a scope, and its current generation."""
+
+    number: int
+    generation: int
+
+    @property
+    def slot(self) -> Slot:
+        return Slot(*divmod(self.number, WORD_BITS))
+
+
+class Scope(NamedTuple):
+    """What never changes within one epoch."""
+
+    epoch: bytes
+    partitions: int
+    code_bytes: int
+    server_identity: str
+    """``Client.identity`` of the servers that the scope was written to."""
+
+
+class ScopeView(NamedTuple):
+    """A snapshot of the registry."""
+
+    scope: Scope
+    version: bytes | None
+    slots: dict[str, EngineSlot]
+    facts: dict[str, EngineFacts]
+    patterns: dict[int, tuple[Plane, ...]]
+    retired_slots: int
+
+
+class Registry:
+    """One scope's registry, over one client."""
+
+    def __init__(self, client: Client, model: str) -> None:
+        self.client = client
+        self.model = model
+        self.keys = ScopeKeys(client.settings.namespace, model)
+        self._schema_checked, self._check_again_at = "", 0.0
+
+    async def open(self) -> Scope:
+        """The scope, created if there is none. Raises ``IndexRefused`` for another schema."""
+        settings, identity = self.client.settings, self.client.identity
+        await self._check_namespace(identity)
+        default = _CLUSTER_PARTITIONS if self.client.cluster else 1
+        reply = await self.client.run(
+            scripts.OPEN,
+            [self.keys.scope],
+            SCHEMA,
+            settings.partitions or default,
+            settings.code_bytes,
+            _new_epoch(),
+            identity,
+            _random_version(),
+            self._control_ttl_ms,
+        )
+        _refuse_other_schema(reply[0], settings.namespace)
+        return Scope(reply[3], int(reply[1]), int(reply[2]), reply[4].decode())
+
+    async def replace_servers(self, scope: Scope) -> None:
+        """The servers are not those the scope was written to: invalidate everything written before."""
+        _LOG.warning("index servers changed; residency is written again", model=self.model)
+        identity = self.client.identity
+        await self.client.run(
+            scripts.REPLACE_SERVERS,
+            [self.keys.scope],
+            SCHEMA,
+            scope.epoch,
+            scope.server_identity,
+            _new_epoch(),
+            identity,
+            _random_version(),
+            self._control_ttl_ms,
+        )
+
+    async def check(self) -> None:
+        """Raises ``IndexRefused`` if this namespace, or this scope, is another schema's; changes nothing."""
+        found = await self.client.command("GET", schema_key(self.client.settings.namespace))
+        _refuse_other_schema(found, self.client.settings.namespace)
+        await self.fetch()
+
+    async def fetch(self) -> ScopeView | None:
+        """A snapshot of the registry; None if the scope does not exist."""
+        return parse_view(await self.client.command("HGETALL", self.keys.scope))
+
+    async def fence(self, scope: Scope, engine_id: str, token: int) -> None:
+        """Shut out writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
+        for partition in range(scope.partitions):
+            key = self.keys.fence(partition, scope.partitions)
+            stands = await self.client.run(write_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
+            if stands != token:
+                raise LeaseLost(engine_id)
+
+    async def claim(self, scope: Scope, engine_id: str, token: int) -> EngineSlot:
+        """Give the engine a new generation, which invalidates everything written of it, in O(1).
+
+        Raises ``LeaseLost`` or ``EpochChanged``.
+        """
+        reply = await self.client.run(
+            scripts.CLAIM,
+            [self.keys.scope, self.keys.leases],
+            SCHEMA,
+            scope.epoch,
+            engine_id,
+            token,
+            _random_version(),
+            SLOTS_MAX,
+            _new_epoch(),
+            self._control_ttl_ms,
+            int(self.client.settings.lease_s * 1000),
+        )
+        _raise_for(reply[0], engine_id)
+        return EngineSlot(int(reply[1]), int(reply[2]))
+
+    async def describe(self, scope: Scope, engine_id: str, token: int, facts: EngineFacts) -> None:
+        """Publish an engine's description. Raises ``LeaseLost`` or ``EpochChanged``."""
+        blob = msgspec.msgpack.encode(facts)
+        keys = [self.keys.scope, self.keys.leases]
+        reply = await self.client.run(
+            scripts.DESCRIBE, keys, scope.epoch, engine_id, token, blob, _random_version()
+        )
+        _raise_for(reply, engine_id)
+
+    async def codes(self, scope: Scope, patterns: Sequence[Sequence[Plane]]) -> list[int]:
+        """The code of each pattern, allocated on first use; 0 where none is left."""
+        names = [pattern_name(planes) for planes in patterns]
+        limit = codes_max(scope.code_bytes)
+        reply = await self.client.run(
+            scripts.CODES, [self.keys.scope], scope.epoch, _random_version(), limit, *names
+        )
+        _raise_for(reply[0], "")
+        return [int(code) for code in reply[1:]]
+
+    async def invalidate(self, engine_id: str, token: int) -> None:
+        """Invalidate everything written of this engine until it is claimed again; works on a full server too.
+        Raises ``LeaseLost``."""
+        keys = [self.keys.scope, self.keys.leases]
+        _raise_for(await self.client.run(scripts.INVALIDATE, keys, engine_id, token), engine_id)
+
+    async def retire(self, scope: Scope, engine_id: str, token: int | None, idle_s: float = 0.0) -> bool:
+        """Remove an engine that left the fleet and free its slot. Without a token only if its lease expired
+        ``idle_s`` ago.
+
+        False if the lease forbids it. Raises ``EpochChanged``.
+        """
+        reply = await self.client.run(
+            scripts.RETIRE,
+            [self.keys.scope, self.keys.leases],
+            scope.epoch,
+            engine_id,
+            "" if token is None else token,
+            _random_version(),
+            int(idle_s * 1000),
+        )
+        if reply == b"EPOCH":
+            raise EpochChanged
+        return bool(reply == b"OK")
+
+    @property
+    def _control_ttl_ms(self) -> int:
+        return int(self.client.settings.control_ttl_s * 1000)
+
+    async def _check_namespace(self, identity: str) -> None:
+        """Raises ``IndexRefused`` if the namespace has another schema. Checked once a minute and after the
+        servers changed, which also renews the key's time to live."""
+        now = asyncio.get_running_loop().time()
+        if self._schema_checked == identity and now < self._check_again_at:
+            return
+        key, ttl = schema_key(self.client.settings.namespace), self._control_ttl_ms
+        await self.client.command("SET", key, SCHEMA, "NX", "PX", ttl)
+        _refuse_other_schema(await self.client.command("GET", key), self.client.settings.namespace)
+        await self.client.command("PEXPIRE", key, ttl)
+        self._schema_checked, self._check_again_at = identity, now + _CHECK_NAMESPACE_S
+
+
+def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
+    """The registry from the fields of its hash; None if the scope does not exist (completely)."""
+    if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
+        return None
+    _refuse_other_schema(fields[b"schema"], "this namespace")
+    slots: dict[str, EngineSlot] = {}
+    facts: dict[str, EngineFacts] = {}
+    patterns: dict[int, tuple[Plane, ...]] = {}
+    for name, value in fields.items():
+        match name[:2]:
+            case b"s:":
+                number, _, generation = value.partition(b":")
+                slots[name[2:].decode()] = EngineSlot(int(number), int(generation))
+            case b"e:":
+                facts[name[2:].decode()] = msgspec.msgpack.decode(value, type=EngineFacts)
+            case b"p:":
+                patterns[int(value)] = pattern_planes(name[2:])
+    scope = Scope(fields[b"epoch"], int(fields[b"p"]), int(fields[b"w"]), fields[b"home"].decode())
+    return ScopeView(scope, fields.get(b"v"), slots, facts, patterns, fields[b"used"].count(b"x"))
+
+
+def _refuse_other_schema(found: bytes | None, namespace: str) -> None:
+    if found is not None and found != str(SCHEMA).encode():
+        shown = found[:_SCHEMA_SHOWN_BYTES].decode(errors="replace")
+        raise IndexRefused(
+            f"the index in namespace {namespace!r} has schema {shown}, this replica "
+            f"writes schema {SCHEMA}: run one version of kvatlas per namespace, or choose another namespace"
+        )
+
+
+def _raise_for(word: bytes, engine_id: str) -> None:
+    if word == b"EPOCH":
+        raise EpochChanged
+    if word == b"LEASE":
+        raise LeaseLost(engine_id)
+
+
+def _random_version() -> bytes:
+    return secrets.token_bytes(8)
+
+
+def _new_epoch() -> bytes:
+    return secrets.token_bytes(EPOCH_BYTES)
+
+
+# The writer's table of patterns: which code stands for the planes that hold a block of one engine.
+#
+# Always true: a block's code names no plane that does not hold it. Blocks held in several media form many
+# more patterns than blocks of the GPU alone; once half of the scope's codes are allocated, new patterns are
+# reduced to their GPU part, so that what connectors hold never hides what the GPU holds. Where no codes are
+# left, a pattern is reduced to the known part with most of the GPU's planes.
+
+
+Codes = npt.NDArray[np.intp]
+
+
+class PatternCodes:
+    """The codes that one writer knows in one epoch."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._planes: list[Plane] = []
+        self._gpu = 0
+        """The planes of the GPU, as bits."""
+        self._known: dict[int, int] = {0: 0}
+        self.without_code = 0
+        """Patterns shown only in part, for want of codes."""
+        self.provisional = False
+        """Whether the last codes were reduced because the server had no memory for new ones."""
+        self.planes_left_out = 0
+        """Planes beyond ``PLANES_MAX``: not shown at all."""
+
+    def clear(self) -> None:
+        """Another epoch has other codes."""
+        self._known = {0: 0}
+
+    async def of(
+        self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
+    ) -> Codes:
+        """The code of what this engine holds of each block now. Raises ``IndexUnavailable``."""
+        self._add_planes(memory.planes(engine_id))
+        bits = memory.held_in(engine_id, self._planes, hashes)
+        patterns, inverse = np.unique(bits, return_inverse=True)
+        wanted: list[int] = patterns.tolist()
+        if 2 * max(self._known.values()) > codes_max(scope.code_bytes):
+            shown = [p if p in self._known else p & self._gpu for p in wanted]
+            self.without_code += sum(a != b for a, b in zip(wanted, shown, strict=True))
+            wanted = shown
+        known = await self._allocate(scope, [pattern for pattern in wanted if pattern not in self._known])
+        return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
+
+    async def _allocate(self, scope: Scope, new: list[int]) -> dict[int, int]:
+        """The code of every known and every new pattern."""
+        self.provisional = False
+        if not new:
+            return self._known
+        try:
+            codes = await self._registry.codes(scope, [self._planes_in(pattern) for pattern in new])
+        except ServerError as error:
+            if error.reason != "OOM":
+                raise
+            self.provisional = True  # removals must be written though new codes cannot
+            return self._known | {pattern: self._part_of(pattern) for pattern in new}
+        for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
+            self._known[pattern] = code or self._part_of(pattern)
+        return self._known
+
+    def _add_planes(self, planes: Sequence[Plane]) -> None:
+        new = sorted(plane for plane in planes if plane not in self._planes)
+        new.sort(key=lambda plane: plane.medium != GPU)
+        room = PLANES_MAX - len(self._planes)
+        self._planes += new[:room]
+        self._gpu = sum(1 << number for number, plane in enumerate(self._planes) if plane.medium == GPU)
+        self.planes_left_out = max(self.planes_left_out, len(new) - room)
+
+    def _planes_in(self, pattern: int) -> list[Plane]:
+        return [plane for number, plane in enumerate(self._planes) if pattern >> number & 1]
+
+    def _part_of(self, pattern: int) -> int:
+        self.without_code += 1
+        parts = [known for known in self._known if known & ~pattern == 0]
+        return self._known[max(parts, key=lambda part: ((part & self._gpu).bit_count(), part.bit_count()))]

@@ -1,1 +1,0 @@
-"""What the shared index keeps, byte by byte, and the scripts that change it."""

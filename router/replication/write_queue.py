@@ -1,0 +1,398 @@
+"""The engines of one writer in one scope: what waits to be written of each, and under which generation.
+
+Nothing is written before a generation was claimed; after a claim everything that the memory index holds is
+written. A generation is claimed when an engine is taken over, forgotten or cleared, when too much of it
+changed, when the registry or the engine's slot was lost, and when the servers changed. An engine that cannot
+be given a new generation because the server is full, or whose changes could not be written for the length of
+a lease, is invalidated, so that readers ignore it. Where that fails too, its lease cannot be renewed either.
+Everything held is written again within two thirds of its time to live, which also restores evicted blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+
+import msgspec
+import structlog
+
+from publisher.events import BlockHash
+from router.index.base import Words
+from router.index.memory import MemoryIndex
+from router.replication.leases import holders
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable, ServerError
+from router.replication.redis.topology import ScriptCall
+from router.replication.registry import (
+    EngineFacts,
+    EngineSlot,
+    EpochChanged,
+    LeaseLost,
+    PatternCodes,
+    Registry,
+    Scope,
+    ScopeView,
+)
+
+# What waits to be written of one mirrored engine, what has been sent, and what is due for a refresh.
+
+
+class MirrorStats(msgspec.Struct):
+    """Counters since start."""
+
+    flushes: int = 0
+    """Times waiting changes were written to the shared index."""
+    blocks_written: int = 0
+    """Blocks written."""
+    blocks_refused: int = 0
+    """Blocks refused because the server is full; they are retried."""
+    late_batches: int = 0
+    """Writes refused because a newer one had come before; done again."""
+    fenced: int = 0
+    """Engines dropped because another writer holds them."""
+    lost_fences: int = 0
+    """Writes refused because the engine's registry entry on the server was gone."""
+    lost_seats: int = 0
+    """Engines whose slot in the shared index was lost or changed; written again."""
+    claims: int = 0
+    """Times the writing of an engine was claimed."""
+    remirrors: int = 0
+    """Times all blocks of an engine were written again."""
+    overflows: int = 0
+    """Times an engine had more than ``touched_max`` blocks waiting."""
+    scope_changes: int = 0
+    """Times the shared index of the model was another one than before."""
+    errors: dict[str, int] = msgspec.field(default_factory=dict)
+    """Writes that failed, by reason."""
+
+    def error(self, reason: str) -> None:
+        self.errors[reason] = self.errors.get(reason, 0) + 1
+
+
+class PendingEngine:
+    """One engine of a writer. Bounded by ``touched_max`` changed blocks, and by what the memory index
+    holds."""
+
+    __slots__ = (
+        "_refresh",
+        "_refreshed",
+        "_round_began",
+        "backlog",
+        "facts",
+        "facts_due",
+        "in_flight",
+        "slot",
+        "token",
+        "touched",
+        "whole",
+    )
+
+    def __init__(self, token: int, *, whole: bool) -> None:
+        self.token = token
+        self.slot: EngineSlot | None = None
+        """None: a generation must be claimed before anything is written."""
+        self.touched: set[BlockHash] = set()
+        self.whole = whole
+        """Without a slot: whether ``touched`` is all that the memory index holds of the engine."""
+        self.backlog: list[Words] = []
+        """Unchanged blocks to write again: arrays, taken from the end."""
+        self.facts = EngineFacts()
+        self.facts_due = True
+        self.in_flight = 0
+        """Batches sent whose reply has not arrived."""
+        self._refresh: Words | None = None
+        self._refreshed = 0
+        self._round_began = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self.slot is not None and not (self.touched or self.backlog or self.facts_due)
+
+    @property
+    def written(self) -> bool:
+        """Whether the server has everything that the memory index holds."""
+        return self.slot is not None and not (self.touched or self.backlog or self.in_flight)
+
+    @property
+    def waiting(self) -> int:
+        """Blocks not sent yet."""
+        return len(self.touched) + sum(map(len, self.backlog))
+
+    def claimed(self, slot: EngineSlot, now: float) -> None:
+        """Note the slot and generation that were claimed."""
+        self.slot, self.facts_due = slot, True
+        self._refresh, self._round_began = None, now
+
+    def invalidate(self, *, whole: bool) -> None:
+        """What was written no longer counts: claim a new generation before the next write."""
+        self.slot, self.whole = None, whole
+        self.touched, self.backlog = set(), []
+
+    def touch(self, hashes: Sequence[BlockHash], limit: int) -> bool:
+        """Note changed blocks; False if they exceed ``limit``, so that all blocks must be written again."""
+        if self.slot is None and not self.whole:
+            return True  # the claim writes everything
+        self.touched.update(hashes)
+        if len(self.touched) <= limit:
+            return True
+        self.invalidate(whole=False)
+        return False
+
+    def take(self, limit: int) -> list[BlockHash]:
+        """The next blocks to write, changes first."""
+        if len(self.touched) <= limit:
+            taken, self.touched = list(self.touched), set()
+        else:
+            taken = [self.touched.pop() for _ in range(limit)]
+        while self.backlog and len(taken) < limit:
+            last = self.backlog.pop()
+            split = max(0, len(last) - (limit - len(taken)))
+            taken += map(BlockHash, last[split:].tolist())
+            if split:
+                self.backlog.append(last[:split])
+        return taken
+
+    def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
+        """Move the blocks that are due to the backlog, if it is empty; ``held`` lists all blocks for the next
+        round."""
+        if self.slot is None or self.backlog:
+            return
+        share = (now - self._round_began) / period_s
+        if self._refresh is not None:
+            due = min(len(self._refresh), int(len(self._refresh) * share) + 1)
+            if due > self._refreshed:
+                self.backlog.append(self._refresh[self._refreshed : due])
+            self._refreshed = due
+        if share >= 1:
+            self._refresh, self._refreshed, self._round_began = held(), 0, now
+
+
+class Batch:
+    """Blocks of one engine, in one script call."""
+
+    __slots__ = ("_finished", "call", "engine", "engine_id", "hashes", "provisional")
+
+    def __init__(
+        self,
+        engine_id: str,
+        engine: PendingEngine,
+        hashes: list[BlockHash],
+        call: ScriptCall,
+        provisional: bool,
+    ) -> None:
+        self.engine_id = engine_id
+        self.engine = engine
+        self.hashes = hashes
+        self.call = call
+        self.provisional = provisional
+        """Its codes were reduced for want of memory: it must be written again."""
+        self._finished = False
+        engine.in_flight += 1
+
+    def finish(self) -> bool:
+        """The reply arrived or the batch was given up; False if ``finish`` was called before."""
+        if self._finished:
+            return False
+        self._finished = True
+        self.engine.in_flight -= 1
+        return True
+
+
+# Garbage collection in the shared index: engines that left while no replica could retire them.
+#
+# Every writer runs it; the server decides what is removed. Always true: an engine whose lease is held, or
+# expired less than ``idle_s`` ago, is kept.
+
+
+class RegistryGc:
+    """Garbage collection of one scope's registry."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._orphans: set[str] = set()
+
+    async def run(self, idle_s: float) -> ScopeView | None:
+        """Remove engines whose lease expired ``idle_s`` ago, and those found without a lease twice in a row
+        (a writer whose lease the server lost renews it in between). Returns the registry as it was before;
+        None if there is none. Raises ``IndexUnavailable``."""
+        registry = self._registry
+        view = await registry.fetch()
+        if view is None:
+            return None
+        leases = await holders(registry.client, registry.keys)
+        orphans = view.slots.keys() - leases.keys()
+        gone = {engine_id for engine_id, lease in leases.items() if lease.expires_in_s < -idle_s}
+        for engine_id in gone | (orphans & self._orphans):
+            if await registry.retire(view.scope, engine_id, None, idle_s):
+                for partition in range(view.scope.partitions):
+                    fence = registry.keys.fence(partition, view.scope.partitions)
+                    await registry.client.command("HDEL", fence, engine_id)
+        self._orphans = orphans
+        return view
+
+
+__all__ = ["IDLE_S", "MirrorStats", "WriteQueue"]
+
+_LOG = structlog.get_logger()
+
+_SLICE = 2048
+"""Blocks of one engine written before the next engine gets its turn."""
+IDLE_S = 0.25
+"""How often a writer checks that the registry has not been replaced."""
+AUDIT_S = 60.0
+
+
+class WriteQueue:
+    """The engines of one writer in one scope. One task at a time, except for ``touch`` and ``invalidate``."""
+
+    def __init__(
+        self,
+        client: Client,
+        registry: Registry,
+        memory: MemoryIndex,
+        on_lost: Callable[[str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.engines: dict[str, PendingEngine] = {}
+        self.counters = MirrorStats()
+        self.client = client
+        self.settings = client.settings
+        self.registry = registry
+        self.memory = memory
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._scope: Scope | None = None
+        self._checked = 0.0
+        self.codes = PatternCodes(registry)
+        self.numbers = count(1)
+        self._failing_since: float | None = None
+        self._audit_at = 0.0
+        self._gc = RegistryGc(registry)
+
+    def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Note changed blocks of an engine."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            self.touch_engine(engine, hashes)
+            self._on_change()
+
+    def invalidate(self, engine_id: str) -> None:
+        """The engine was cleared or replaced as a whole: claim a new generation for it."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            engine.invalidate(whole=not self.memory.planes(engine_id))
+            self._on_change()
+
+    def refresh(self) -> None:
+        """Put the blocks that are due for a refresh on the waiting list."""
+        period_s, now = self.settings.block_ttl_s / 3, _now()
+        for engine_id, engine in self.engines.items():
+            engine.refresh(partial(self.memory.blocks_of, engine_id), now, period_s)
+
+    async def audit(self) -> None:
+        """Once a minute: engines whose slot in the registry differs claim another; engines without a writer
+        are removed from the registry."""
+        now = _now()
+        if now < self._audit_at:
+            return
+        view = await self._gc.run(self.settings.block_ttl_s)
+        self._audit_at = now + AUDIT_S
+        for engine_id, engine in self.engines.items():
+            if engine.slot is not None and (view is None or view.slots.get(engine_id) != engine.slot):
+                self.counters.lost_seats += 1
+                engine.invalidate(whole=False)
+                self._on_change()
+
+    async def take_over(self, engine_id: str, token: int) -> None:
+        """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
+        scope = await self.current_scope()
+        engine = PendingEngine(token, whole=False)
+        await self.registry.fence(scope, engine_id, token)
+        await self.claim(scope, engine_id, engine)
+        self.engines[engine_id] = engine
+
+    async def current_scope(self) -> Scope:
+        """The scope on the current servers; if either changed, every engine is to be claimed again."""
+        identity, now = self.client.identity, _now()
+        if (
+            self._scope is not None
+            and self._scope.server_identity == identity
+            and now - self._checked < IDLE_S
+        ):
+            return self._scope
+        scope = await self.registry.open()
+        if scope.server_identity != identity:
+            await self.registry.replace_servers(scope)
+            scope = await self.registry.open()
+        if scope != self._scope:
+            self.counters.scope_changes += self._scope is not None
+            self.codes.clear()
+            for engine in self.engines.values():
+                engine.invalidate(whole=False)
+            self._scope = scope
+        self._checked = now
+        return scope
+
+    def reopen_scope(self) -> None:
+        """Another writer created a new epoch: read the scope again before the next write."""
+        self._scope = None
+
+    def succeeded(self) -> None:
+        """Note that a flush wrote everything."""
+        self._failing_since = None
+
+    async def failed(self, error: IndexUnavailable) -> None:
+        """Note that a flush failed. After the length of a lease, engines with unwritten changes are
+        invalidated."""
+        now = _now()
+        if self._failing_since is None:
+            self._failing_since = now
+        if error.reason == "OOM" or now - self._failing_since < self.settings.lease_s:
+            return  # a full server still accepts removals
+        for engine_id, engine in list(self.engines.items()):
+            if engine.slot is not None and not engine.idle:
+                engine.invalidate(whole=False)
+                try:
+                    await self.registry.invalidate(engine_id, engine.token)
+                except LeaseLost:
+                    self.drop_fenced(engine_id, engine)
+                except IndexUnavailable:
+                    return  # the lease cannot be renewed either, so readers will call the engine stale
+
+    async def claim(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
+        """Claim a new generation, and queue everything that the memory index holds of the engine."""
+        try:
+            slot = await self.registry.claim(scope, engine_id, engine.token)
+        except ServerError as error:
+            if error.reason == "OOM":
+                await self.registry.invalidate(engine_id, engine.token)
+            raise
+        except EpochChanged:
+            self._scope = None
+            raise
+        self.counters.claims += 1
+        engine.claimed(slot, _now())
+        if not engine.whole:
+            held = self.memory.blocks_of(engine_id)
+            self.counters.remirrors += len(held) > 0
+            engine.touched, engine.backlog = set(), [held]
+
+    def touch_engine(self, engine: PendingEngine, hashes: Sequence[BlockHash]) -> None:
+        """Queue these blocks (again)."""
+        if not engine.touch(hashes, self.settings.touched_max):
+            self.counters.overflows += 1
+
+    def drop_fenced(self, engine_id: str, engine: PendingEngine) -> None:
+        """Another writer holds the engine: forget it here."""
+        if self.engines.get(engine_id) is engine:
+            self.counters.fenced += 1
+            _LOG.warning("another replica writes this engine now", engine=engine_id)
+            del self.engines[engine_id]
+            self.memory.forget(engine_id)
+            self._on_lost(engine_id)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,1 +1,0 @@
-"""The writing side of the shared index."""

@@ -1,0 +1,473 @@
+"""The sidecar as one ASGI application: what the proxy does, with one engine to answer and others to help.
+
+Health, metrics and readiness are on the ops port, since on the public one ``/health`` and ``/metrics`` are
+the engine's: routers ask it through the sidecar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector
+from prometheus_client.metrics_core import Metric
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router import __version__
+from router.api.admin_auth import AdminFileError
+from router.api.app import json_answer
+from router.api.metrics_page import ReloadStats, build_info, of_requests, page_steps
+from router.api.metrics_tables import of_each, of_stats
+from router.api.ops import OpsPort, ops_authenticator
+from router.config.errors import ConfigError
+from router.config.schema import Config
+from router.fleet.desired import DesiredState
+from router.fleet.discovery import FleetSources
+from router.fleet.poller import EngineCalls, hold_engine_tls
+from router.fleet.settings import endpoint_of
+from router.http.server.server import lifespan
+from router.http.server.settings import ListenSettings, ListenStats
+from router.http.tls import Certificates, TlsError
+from router.observe.requests import RequestTracker
+from router.observe.traces import Traces, TracesNotInstalledError
+from router.observe.usage import UsageLog
+from router.openai.errors import no_ready_engine
+from router.openai.members import TooManyStepsError, run_cooperatively
+from router.openai.request import PROMPT_APIS, InboundRequest, Usage
+from router.pd.bodies import SplitBody, split_body
+from router.pd.handoff import DisaggState
+from router.pd.settings import PREFILLERS, PdStats, Prefilled, read_prefillers, tell
+from router.proxy.app import ProxyApp
+from router.proxy.attempt import Attempt, Fields
+from router.proxy.breaker import Breaker
+from router.proxy.headers import OBSERVED
+from router.proxy.settings import ProxySettings
+from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection
+from router.serve.reload import Decided, Reloads, decide, hold_back, try_usage_record
+from router.serve.server import RouterServer, configure, run_server, server_ends_within_s, server_of
+
+# Which engines a request may name to compute its prompt: any other address is never asked.
+#
+# Pure. A header names the address, and a client may have written it: without this rule it could send
+# requests from inside the cluster to anywhere.
+
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """``HOST:PORT`` or ``NETWORK:PORT``."""
+
+    name: str
+    """Lower case; "" where there is a network."""
+    network: _Network | None
+    port: int
+
+    @classmethod
+    def of(cls, text: str) -> Pattern:
+        """Raises ``ValueError``."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"{text!r}: expected HOST:PORT or NETWORK:PORT, e.g. 10.4.0.0/16:8000")
+        bare = host.removeprefix("[").removesuffix("]")
+        try:
+            return cls("", ipaddress.ip_network(bare), int(port))
+        except ValueError as error:
+            if "/" in host or ":" in host:
+                raise ValueError(f"{text!r}: {error}") from None
+            return cls(host.lower(), None, int(port))
+
+    def allows(self, host: str, port: int) -> bool:
+        """``host`` without brackets."""
+        if port != self.port:
+            return False
+        if self.network is None:
+            return host.lower() == self.name
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return address in self.network
+
+
+class Allowed:
+    """``patterns`` of the configuration, and ``listed``: endpoints that sources of engines name. Raises
+    ``ValueError`` for a pattern that is none."""
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self.listed: frozenset[str] = frozenset()
+        self.configure(patterns)
+
+    def configure(self, patterns: Iterable[str]) -> None:
+        """From now on these. Raises as the class does."""
+        self._patterns = tuple(Pattern.of(text) for text in patterns)
+
+    def __contains__(self, endpoint: str) -> bool:
+        if endpoint in self.listed:
+            return True
+        host, _, port = endpoint.rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        return any(pattern.allows(bare, int(port)) for pattern in self._patterns)
+
+
+# Where a request goes that reached the sidecar: always to the engine beside it, and before that to one that
+# computes its prompt, if the request names one that may.
+#
+# What is always true of both requests (``router.proxy.split``) is so here: it is the same code. What came
+# of a first request is told to the picker in the answer's head (``router.pd.settings``).
+
+
+_PREFILLERS_MAX = 1024
+_FORGETS = 0.9
+
+
+class SidecarPlacer:
+    """Implements ``Placer``. ``engine``: base URL of the engine beside it; ``scheme``: of prefill engines."""
+
+    def __init__(
+        self, engine: str, allowed: Allowed, *, scheme: str, stats: PdStats, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._allowed = allowed
+        self._scheme = scheme
+        self._stats = stats
+        self._clock = clock
+        self._breaker = Breaker()
+        self._prefillers: OrderedDict[str, _Prefiller] = OrderedDict()
+        """The one asked last at the end."""
+
+    async def place(
+        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+    ) -> Attempt:
+        """See ``Placer``."""
+        if self._engine in exclude:
+            raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
+        named = read_prefillers(request.headers)
+        found, why = self._find(request, named, exclude, course)
+        body = None
+        if found is not None:
+            body, why = await self._read(request)
+        if body is None or found is None:
+            if why:
+                self._stats.count(self._stats.whole, why)
+            return self._alone(request)
+        helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
+        return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))
+
+    def _alone(self, request: InboundRequest) -> Attempt:
+        attempt = Attempt(self._engine, self._engine, self._breaker, request, now=self._clock)
+        if any(name == PREFILLERS for name, _ in request.headers):
+            attempt.client_headers = (tell(Prefilled(None, None)),)
+        return attempt
+
+    def _find(
+        self, request: InboundRequest, named: list[str], exclude: frozenset[str], course: DisaggState | None
+    ) -> tuple[str | None, str]:
+        """The engine that computes the prompt, or why there is none; "": it has no prompt."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return None, ""
+        if course is not None and not course.splits:
+            return None, "retried"
+        if not named:
+            return None, "local"
+        may = [endpoint for endpoint in named if endpoint in self._allowed]
+        if not may:
+            self._stats.prefillers_refused += 1
+            return None, "not_allowed"
+        now = self._clock()
+        able = (e for e in may if e not in exclude and self._known(e).breaker.allows(now, request.client))
+        return next(able, None), "no_prefill_engine"
+
+    async def _read(self, request: InboundRequest) -> tuple[SplitBody | None, str]:
+        try:
+            body = await run_cooperatively(split_body(request.path, request.body))
+        except TooManyStepsError:
+            return None, "body"
+        return (None, body.whole) if body.whole else (body, "")
+
+    def _known(self, endpoint: str) -> _Prefiller:
+        known = self._prefillers.pop(endpoint, None) or _Prefiller()
+        self._prefillers[endpoint] = known
+        if len(self._prefillers) > _PREFILLERS_MAX:
+            self._prefillers.popitem(last=False)
+        return known
+
+
+class _Prefiller:
+    """What is known of one prefill engine."""
+
+    __slots__ = ("breaker", "s_per_byte")
+
+    def __init__(self) -> None:
+        self.breaker = Breaker()
+        self.s_per_byte = 0.0
+        """Seconds from a request to its answer per byte of its body: of the slowest lately."""
+
+    def answered(self, seconds: float, body_bytes: int) -> None:
+        self.s_per_byte = max(seconds / max(1, body_bytes), _FORGETS * self.s_per_byte)
+
+
+class _Helper(Attempt):
+    """The prompt's computation. ``cached_tokens`` is None until the engine has said it."""
+
+    __slots__ = ("_prefiller", "cached_tokens")
+
+    def __init__(
+        self,
+        engine: str,
+        base_url: str,
+        prefiller: _Prefiller,
+        request: InboundRequest,
+        *,
+        now: Callable[[], float],
+    ) -> None:
+        self.cached_tokens: int | None = None
+        self._prefiller = prefiller
+        expected_s = prefiller.s_per_byte * len(request.body)
+        super().__init__(engine, base_url, prefiller.breaker, request, now=now, expected_s=expected_s)
+
+    def _begun(self, now: float) -> None:
+        self._prefiller.answered(now - self.asked_s, len(self.request.body))
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        self.cached_tokens = None if usage is None else usage.cached_tokens
+
+
+class _Answerer(Attempt):
+    """The answer, by an engine that is told what the helper holds."""
+
+    __slots__ = ("_helper", "_place")
+
+    def __init__(
+        self,
+        engine: str,
+        breaker: Breaker,
+        request: InboundRequest,
+        clock: Callable[[], float],
+        body: SplitBody,
+        helper: _Helper,
+        place: int,
+    ) -> None:
+        super().__init__(engine, engine, breaker, request, now=clock, later=True)
+        self.body = body
+        self.prefill = self._helper = helper
+        self._place = place
+
+    @property
+    def answer_headers(self) -> Fields:
+        """See ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps not."""
+        return (tell(Prefilled(self._place, self._helper.cached_tokens)),)
+
+
+class Sidecar:
+    """Raises ``ConfigError`` where it may ask no prefill engine at all."""
+
+    def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
+        own = config.sidecar
+        self.config = config
+        self.allowed = usable(config)
+        self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        """What else is to run in the background."""
+        self.reloads: ReloadStats | None = None
+        self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
+        self.pd_stats = PdStats()
+        self.listen_stats = ListenStats()
+        self.draining: Callable[[], bool] = lambda: False
+        self._engine = own.engine.rstrip("/")
+        self._roster = DesiredState(engines_max=config.fleet.engines_max)
+        self._sources = FleetSources((), config.fleet, self._roster, changed=self._list)
+        self.certificates = Certificates()
+        tls = hold_engine_tls(self.certificates, config.fleet.tls)
+        self._calls = EngineCalls(
+            {},
+            tls,
+            answer_bytes_max=config.fleet.answer_bytes_max,
+            health_timeout_s=config.fleet.poll_timeout_s,
+        )
+        self._traces = Traces(config.traces) if config.traces.endpoint else None
+        requests = RequestTracker(
+            clock, here=lambda _: True, log=config.server.log_requests, traces=self._traces
+        )
+        self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
+        if self.usage is not None:
+            requests.on_end = self.usage.add
+        placer = SidecarPlacer(
+            self._engine,
+            self.allowed,
+            scheme="https" if own.prefill_tls else "http",
+            stats=self.pd_stats,
+            clock=clock,
+        )
+        self.proxy = ProxyApp(
+            placer,
+            _passing(config.proxy),
+            clock=clock,
+            requests=requests,
+            tls=tls,
+            pd=config.pd,
+            pd_stats=self.pd_stats,
+        )
+        server = config.server
+        routes = [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._metrics),
+        ]
+        insight = Starlette(routes=routes)
+        insight.router.redirect_slashes = False
+        self.ops = OpsPort(
+            insight,
+            host=server.ops_host,
+            port=server.ops_listens_on,
+            names=server.ops_names,
+            authenticator=ops_authenticator(
+                config.ops_tokens, per_minute=config.admin.requests_per_minute, clock=clock
+            ),
+        )
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """ASGI 3."""
+        if scope["type"] == "lifespan":
+            await lifespan(self.running(), receive, send)
+        else:
+            await self.proxy(scope, receive, send)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Everything that works in the background, for as long as the context lasts."""
+        async with self._calls.open(), self.ops.listening(), asyncio.TaskGroup() as tasks:
+            begun = [self._sources.run(), self.certificates.watch(), *(work() for work in self.works)]
+            works = [tasks.create_task(work) for work in begun]
+            if self.usage is not None:
+                self.usage.start()
+            try:
+                yield
+            finally:
+                for work in works:
+                    work.cancel()
+                if self.usage is not None:
+                    await asyncio.to_thread(self.usage.close)
+                if self._traces is not None:
+                    await asyncio.to_thread(self._traces.close)
+                self.proxy.close()
+
+    async def take(self, config: Config) -> None:
+        """This configuration, which is ``usable``, holds from now on in all that ``LIVE`` names."""
+        before, self.config = self.config, config
+        self.allowed.configure(config.sidecar.prefills)
+        self.proxy.configure(_passing(config.proxy), config.pd, None, claims=False)
+        self.proxy.requests.log = config.server.log_requests
+        if config.listen != before.listen:
+            self.on_listen(config.listen)
+
+    def _list(self) -> None:
+        engines = self._roster.wanted().engines
+        self.allowed.listed = frozenset(endpoint_of(e.base_url) for e in engines if e.prefills)
+
+    async def _health(self, request: Request) -> Response:
+        return json_answer({"status": "ok", "version": __version__})
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether its engine answers; without prefill engines it serves all the same."""
+        if self.draining():
+            return json_answer({"ready": False, "reason": "draining"}, 503)
+        if not await self._calls.healthy(self._engine):
+            return json_answer({"ready": False, "reason": f"{self._engine}/health does not say 200"}, 503)
+        return json_answer({"ready": True, "reason": ""})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await run_cooperatively(page_steps(self._families())), media_type=CONTENT_TYPE_LATEST)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from ProcessCollector(registry=None).collect()
+        yield from build_info()
+        yield from of_requests(self.proxy.requests)
+        yield from of_stats("proxy", self.proxy.stats)
+        yield from of_stats("listen", self.listen_stats)
+        yield from of_stats("pd", self.pd_stats)
+        yield from of_each("source", "source", self._sources.stats)
+        if self.reloads is not None:
+            yield from of_stats("config", self.reloads)
+        if self._traces is not None:
+            yield from of_stats("traces", self._traces.stats)
+        if self.usage is not None:
+            yield from of_stats("usage", self.usage.stats)
+            yield from of_stats("usage_export", self.usage.export_stats)
+
+
+def _passing(proxy: ProxySettings) -> ProxySettings:
+    """Routers ask the engine through the sidecar."""
+    return msgspec.structs.replace(proxy, passed_paths=proxy.passed_paths | OBSERVED)
+
+
+def usable(config: Config) -> Allowed:
+    """Whom it may ask. Raises ``ConfigError`` where that is nobody."""
+    own = config.sidecar
+    if not own.prefills and not config.fleet.discovers:
+        raise ConfigError(
+            "sidecar.prefills: no prefill engine may be asked; give HOST:PORT or NETWORK:PORT, or a "
+            "source of engines (fleet.kubernetes.selector, fleet.dns.names or fleet.file.path)"
+        )
+    try:
+        return Allowed(own.prefills)
+    except ValueError as error:
+        raise ConfigError(f"sidecar.prefills: {error}") from None
+
+
+# ``kvatlas sidecar``: from a checked configuration to a listening process, and back at SIGTERM.
+
+
+_log = structlog.get_logger()
+
+
+def check(config: Config) -> tuple[Sidecar, RouterServer]:
+    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    try_usage_record(config)
+    try:
+        sidecar = Sidecar(config)
+        return sidecar, make_server(sidecar)
+    except (AdminFileError, TlsError, TracesNotInstalledError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def make_server(sidecar: Sidecar) -> RouterServer:
+    """The server of this sidecar, not started yet."""
+    server = server_of(sidecar, sidecar.config, sidecar.certificates, sidecar.listen_stats)
+    sidecar.draining = lambda: server.draining
+    sidecar.on_listen = lambda listen: configure(server, listen)
+    return server
+
+
+def reloads_of(sidecar: Sidecar, load: Callable[[], Config]) -> Reloads:
+    """Those of a sidecar, which does them from now on."""
+
+    def judge(running: Config) -> Decided:
+        return decide(running, load, usable)
+
+    renew = sidecar.certificates.renew
+    made = Reloads(lambda: sidecar.config, judge, sidecar.take, renew, on_log=configure_logging)
+    sidecar.reloads = made.stats
+    sidecar.works.append(made.run)
+    return made
+
+
+def tend(config: Config, load: Callable[[], Config]) -> int:
+    """Run until SIGTERM or SIGINT; returns the exit status. ``load`` reads the configuration again."""
+    hold_back()
+    configure_logging(config.server.log_level, config.server.log_format)
+    sidecar, server = check(config)
+    reloads_of(sidecar, load)
+    tame_garbage_collection()
+    share_the_interpreter()
+    _log.info("kvatlas sidecar starts", version=__version__, engine=config.sidecar.engine)
+    return run_server(server, lambda: server_ends_within_s(sidecar.config.listen))

@@ -1,1 +1,0 @@
-"""Beside a decode engine behind a gateway: makes both requests, as the endpoint picker has chosen."""

@@ -1,1 +1,0 @@
-"""``kvatlas advise``: what to set, from trials on one's own traffic."""

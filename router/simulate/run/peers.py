@@ -1,0 +1,265 @@
+"""How other routers choose an engine, each as one function over what such a router knows.
+
+Written from the published sources and documents, read in August 2026; defaults are theirs. Every function
+returns the positions that are best by its rule; which of them is taken is not the rule's to say, and the
+simulator draws it. Tokens are prompt tokens; blocks are the engines' own.
+
+Left out, in all of them: what does not differ between engines that are alike and healthy (filters, breakers,
+weights per engine), and temperatures, which are 0 by default.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+
+from publisher.events import BlockHash
+from router.simulate.run.router_view import History, PrefixHit
+
+NO_HIT_NEUTRAL = 0.5
+LLM_D_WEIGHTS = (3.0, 2.0, 2.0, 2.0)
+"""Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing."""
+SMG_MATCH_MIN, SMG_REQUESTS_BEYOND, SMG_RATIO = 0.5, 32, 1.1
+VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64, 1.5
+
+
+class PeerView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knows of one engine when a prompt comes; each formula reads its part."""
+
+    prefix_tokens: int = 0
+    """Of the prompt, in the engine's cache as this router believes."""
+    prefilling_tokens: int = 0
+    """Of this router's own prompts there, those still to prefill."""
+    active_blocks: int = 0
+    """Different blocks of the prompts active there, this prompt's included."""
+    requests: int = 0
+    """Of this router, sent there and not ended."""
+    waiting: int = 0
+    """The engine's gauge, as last polled; ``usage`` too."""
+    usage: float = 0.0
+    cold_turn: int = 0
+    """When a prompt without any hit was last sent there, as a count; 0: never."""
+    tree_tokens: int = 0
+    """Size of this router's history of the engine."""
+
+
+Formula = Callable[[Sequence[PeerView], int, int], list[int]]
+"""(engines, prompt tokens, tokens per block) -> the best ones, at least one."""
+
+
+def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Lowest number of blocks to prefill and to decode, those of this prompt included.
+
+    ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1. Prompt
+    tokens count as to be prefilled until the first token; generated tokens are not tracked (the default).
+    """
+
+    def blocks(view: PeerView) -> float:
+        prefill = max(0, view.prefilling_tokens + prompt_tokens - view.prefix_tokens)
+        return prefill / block_tokens + view.active_blocks
+
+    return _lowest(map(blocks, views))
+
+
+def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """Highest weighted sum of scores between 0 and 1: prefix share, free KV cache, queue, no-hit LRU.
+
+    llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
+    ``no-hit-lru``. The queue's score is the waiting count between the longest (0) and the shortest (1). A
+    prompt that nobody has goes to engines that never had such a prompt, then to the least recently used.
+    """
+    prefix_weight, usage_weight, queue_weight, lru_weight = LLM_D_WEIGHTS
+    shortest, longest = min(v.waiting for v in views), max(v.waiting for v in views)
+    order = sorted(range(len(views)), key=lambda i: views[i].cold_turn)
+    ranks = {place: rank for rank, place in enumerate(order)}
+    cold = not any(view.prefix_tokens for view in views)
+
+    def score(place: int) -> float:
+        view = views[place]
+        queue = (longest - view.waiting) / (longest - shortest) if longest > shortest else 1.0
+        lru = NO_HIT_NEUTRAL
+        if cold:
+            lru = 1 - ranks[place] / (len(views) - 1) if len(views) > 1 else 1.0
+        return (
+            prefix_weight * view.prefix_tokens / prompt_tokens
+            + usage_weight * (1 - view.usage)
+            + queue_weight * queue
+            + lru_weight * lru
+        )
+
+    return _lowest(-score(place) for place in range(len(views)))
+
+
+def cache_aware(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """The least loaded of those with the deepest match, if it is deep enough and its load is not far off.
+
+    lightseekorg/smg, ``cache_aware.rs`` (1.13), defaults 0.5, 32 and 1.1: a match is a share of the prompt in
+    the router's own history; load is the number of its requests. Otherwise the engine with fewest requests.
+    """
+    deepest = max(view.prefix_tokens for view in views)
+    if deepest > SMG_MATCH_MIN * prompt_tokens:
+        holders = [place for place, view in enumerate(views) if view.prefix_tokens == deepest]
+        fewest = min(views[place].requests for place in holders)
+        mean = sum(view.requests for view in views) / len(views)
+        if not (fewest > mean + SMG_REQUESTS_BEYOND and fewest > SMG_RATIO * mean):
+            return [place for place in holders if views[place].requests == fewest]
+    return _lowest(view.requests for view in views)
+
+
+def vllm_router(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+    """A holder of the deepest match, or the engine with the smallest history; by load only if very uneven.
+
+    vllm-project/router 0.1.17, policy ``cache_aware``, defaults 0.3, 64 and 1.5: the fleet is uneven if the
+    most and the fewest requests differ by more than 64 and by more than half.
+    """
+    fewest, most = min(v.requests for v in views), max(v.requests for v in views)
+    if most - fewest > VLLM_ROUTER_REQUESTS_BEYOND and most > VLLM_ROUTER_RATIO * fewest:
+        return _lowest(view.requests for view in views)
+    deepest = max(view.prefix_tokens for view in views)
+    if deepest > VLLM_ROUTER_MATCH_MIN * prompt_tokens:
+        return [place for place, view in enumerate(views) if view.prefix_tokens == deepest]
+    return _lowest(view.tree_tokens for view in views)
+
+
+FORMULAS: Mapping[str, Formula] = MappingProxyType(
+    {"dynamo": dynamo, "llm-d": llm_d, "cache-aware": cache_aware, "vllm-router": vllm_router}
+)
+
+
+def _lowest(values: Iterable[float]) -> list[int]:
+    found = list(values)
+    best = min(found)
+    return [place for place, value in enumerate(found) if value == best]
+
+
+# Another router in front of the simulated fleet: what it knows of engines, and when.
+#
+# It knows its own requests at once, an engine's gauges as of the last poll, and what is cached either from
+# the engines' events (which come without delay) or from a history of its own, as large as that router keeps
+# it.
+
+
+TREE_TOKENS_MAX = 4 << 20
+"""Of an approximate tree, per engine, least recently used first: 2^24 characters, the default of both."""
+
+
+class _Sent(msgspec.Struct, eq=False):
+    engine: int
+    hashes: Sequence[BlockHash]
+    prefilling_tokens: int
+
+
+class _Engine(msgspec.Struct, eq=False):
+    prefilling_tokens: int = 0
+    requests: int = 0
+    waiting: int = 0
+    usage: float = 0.0
+    cold_turn: int = 0
+    active: Counter[BlockHash] = msgspec.field(default_factory=Counter)
+    """How many of the requests there have each block."""
+
+
+class PeerRouter:
+    """The memory of one other router. Requests are told apart by ``index``; ties are drawn by ``rng``."""
+
+    def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
+        self._formula = FORMULAS[name]
+        self._counts_in_flight = name == "llm-d"
+        self._block_tokens = block_tokens
+        self._rng = rng
+        self._engines = [_Engine() for _ in range(engines)]
+        self._tree: History | None = None
+        if name in TREES:
+            self._tree = History(engines, block_tokens, TREE_TOKENS_MAX // block_tokens)
+        self._sent: dict[int, _Sent] = {}
+        self._cold = 0
+
+    def place(
+        self, index: int, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
+    ) -> tuple[int, int]:
+        """The engine that gets the request, and how many prompt tokens are believed cached there.
+
+        ``seen``: what events say of each engine; routers with a history of their own do not look at it.
+        """
+        prefixes = self._prefixes(prompt_tokens, hashes, seen)
+        views = self._views(prefixes, hashes)
+        best = self._formula(views, prompt_tokens, self._block_tokens)
+        place = best[0] if len(best) == 1 else self._rng.choice(best)
+        engine = self._engines[place]
+        if not any(prefixes):
+            self._cold += 1
+            engine.cold_turn = self._cold
+        sent = _Sent(place, hashes, max(0, prompt_tokens - prefixes[place]))
+        self._sent[index] = sent
+        engine.requests += 1
+        engine.prefilling_tokens += sent.prefilling_tokens
+        engine.active.update(hashes)
+        if self._tree is not None:
+            self._tree.placed(place, prompt_tokens, hashes)
+        return place, prefixes[place]
+
+    def first_token(self, index: int) -> None:
+        """The request's prompt is computed."""
+        sent = self._sent[index]
+        self._engines[sent.engine].prefilling_tokens -= sent.prefilling_tokens
+        sent.prefilling_tokens = 0
+
+    def ended(self, index: int) -> None:
+        """The request has its answer, or has failed."""
+        self.first_token(index)
+        sent = self._sent.pop(index)
+        engine = self._engines[sent.engine]
+        engine.requests -= 1
+        for block in sent.hashes:
+            engine.active[block] -= 1
+            if not engine.active[block]:
+                del engine.active[block]
+
+    def polled(self, engine: int, waiting: int, usage: float) -> None:
+        """An engine's gauges have been read."""
+        self._engines[engine].waiting, self._engines[engine].usage = waiting, usage
+
+    def _prefixes(
+        self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
+    ) -> list[int]:
+        if self._tree is not None:
+            return [one.trunk for one in self._tree.look(prompt_tokens, hashes, 0.0)]
+        found = [one.trunk for one in seen]
+        if self._counts_in_flight:
+            flying = [self._leading(engine.active, hashes) for engine in self._engines]
+            return [max(one, other) for one, other in zip(found, flying, strict=True)]
+        return found
+
+    def _leading(self, active: Counter[BlockHash], hashes: Sequence[BlockHash]) -> int:
+        """Tokens at the prompt's start that prompts in flight have too."""
+        count = 0
+        for block in hashes:
+            if block not in active:
+                break
+            count += 1
+        return count * self._block_tokens
+
+    def _views(self, prefixes: Sequence[int], hashes: Sequence[BlockHash]) -> list[PeerView]:
+        sizes = [0] * len(self._engines) if self._tree is None else self._tree.sizes()
+        own = set(hashes)
+        return [
+            PeerView(
+                prefix_tokens=prefix,
+                prefilling_tokens=engine.prefilling_tokens,
+                active_blocks=len(engine.active) + sum(block not in engine.active for block in own),
+                requests=engine.requests,
+                waiting=engine.waiting,
+                usage=engine.usage,
+                cold_turn=engine.cold_turn,
+                tree_tokens=size * self._block_tokens,
+            )
+            for engine, prefix, size in zip(self._engines, prefixes, sizes, strict=True)
+        ]
+
+
+TREES = frozenset({"cache-aware", "vllm-router"})
+"""Routers that know nothing of events."""

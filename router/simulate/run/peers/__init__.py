@@ -1,1 +1,0 @@
-"""Other routers' placement, for comparison in simulations: their formulas, and what they know of engines."""

@@ -1,0 +1,487 @@
+"""Captures: what engines published, frame by frame, in a file.
+
+``.jsonl`` or ``.jsonl.gz``, one object per line: ``source`` (the engine), ``recv_ts`` (seconds since the
+epoch), ``topic``, ``seq`` and ``payload_b64`` (the exact bytes of the batch, base64). The pieces of a
+rotated capture are read one after the other. Recorded truth (``verify.traces``) is read too, as one
+engine named ``recorded``. Always true: reading yields frames or raises ``CaptureError``, which names file,
+line and reason.
+"""
+
+from __future__ import annotations
+
+import binascii
+import gzip
+import io
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from router.tools.trace_verification import TraceError, read_trace
+
+LINE_BYTES_MAX = 128 << 20
+"""Longest line that is read: the largest payload a feed decodes, in base64, fits."""
+TRACE_SOURCE = "recorded"
+
+_SUFFIXES = (".jsonl", ".jsonl.gz")
+_Seq = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class CaptureError(Exception):
+    """A capture that cannot be read or written; the message names file, line and reason."""
+
+
+class CapturedFrame(NamedTuple):
+    """One message of one engine. ``path`` and ``line`` say where it stands."""
+
+    path: Path
+    line: int
+    source: str
+    recv_ts: float
+    topic: str
+    seq: int
+    payload: bytes
+
+
+class CaptureLine(msgspec.Struct, frozen=True, gc=False):
+    """One line to be written; the payload is as it was on the wire."""
+
+    source: str
+    recv_ts: float
+    topic: str
+    seq: int
+    payload: bytes = msgspec.field(name="payload_b64")
+
+
+class _Line(msgspec.Struct, gc=False):
+    source: str
+    recv_ts: float
+    topic: str
+    seq: _Seq
+    payload_b64: str
+
+
+_ENCODER = msgspec.json.Encoder()
+_LINE = msgspec.json.Decoder(_Line)
+_FIRST: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_BAD_LINE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
+_BAD_FILE = (OSError, EOFError, zlib.error)
+
+
+def is_capture_name(path: Path) -> bool:
+    """Whether a capture may be called that."""
+    return path.name.endswith(_SUFFIXES)
+
+
+def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
+    """The lines, each with its newline."""
+    return _ENCODER.encode_lines(lines)
+
+
+def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bytes:
+    """One line, newline included."""
+    return encode_lines([CaptureLine(source, recv_ts, topic, seq, payload)])
+
+
+def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:
+    """All frames of one capture, its pieces in the order given. Raises ``CaptureError``."""
+    for path in paths:
+        yield from _read_trace(path) if is_trace(path) else _read_frames(path)
+
+
+def is_trace(path: Path) -> bool:
+    """Whether this is recorded truth, by its first line. Raises ``CaptureError`` for no JSON lines at all."""
+    for number, text in _lines(path):
+        try:
+            return "header" in _FIRST.decode(text)
+        except _BAD_LINE as error:
+            raise CaptureError(f"{path}:{number}: {error}") from None
+    raise CaptureError(f"{path}:1: empty file, expected frames")
+
+
+def sources(frames: Iterable[CapturedFrame]) -> list[str]:
+    """The engines of a capture, in the order of their first frame."""
+    return list(dict.fromkeys(frame.source for frame in frames))
+
+
+def _read_frames(path: Path) -> Iterator[CapturedFrame]:
+    for number, text in _lines(path):
+        try:
+            line = _LINE.decode(text)
+            payload = binascii.a2b_base64(line.payload_b64, strict_mode=True)
+        except _BAD_LINE as error:
+            raise CaptureError(f"{path}:{number}: {error}") from None
+        yield CapturedFrame(path, number, line.source, line.recv_ts, line.topic, line.seq, payload)
+
+
+def _read_trace(path: Path) -> Iterator[CapturedFrame]:
+    next_seq, number = 0, 1
+    try:
+        for number, line in read_trace(path):
+            if line.events is None:
+                continue
+            seq = next_seq if line.seq is None else line.seq
+            if not 0 <= seq < 1 << 63:
+                raise CaptureError(f"{path}:{number}: seq {seq} is not a sequence number")
+            yield CapturedFrame(path, number, TRACE_SOURCE, 0.0, "", seq, line.payload())
+            next_seq = seq + 1
+    except TraceError as error:
+        raise CaptureError(str(error)) from None
+    except ValueError as error:  # not base64
+        raise CaptureError(f"{path}:{number}: {error}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, text) of every line that is not blank."""
+    number = 0
+    try:
+        with _open(path) as lines:
+            while text := lines.readline(LINE_BYTES_MAX):
+                number += 1
+                if len(text) == LINE_BYTES_MAX:
+                    raise CaptureError(f"{path}:{number}: line over {LINE_BYTES_MAX} bytes")
+                if text.strip():
+                    yield number, text
+    except _BAD_FILE as error:
+        raise CaptureError(f"{path}:{number + 1}: cannot be read: {error}") from None
+
+
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+# How far a long reading of a capture has come, on a terminal; nothing anywhere else.
+
+
+_EVERY_FRAMES = 256
+
+
+def shown(frames: Iterable[CapturedFrame], label: str, *, quiet: bool) -> Iterator[CapturedFrame]:
+    """The same frames, counted on the terminal that standard error is, if it is one and not ``quiet``."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
+    disable = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        task = progress.add_task(label, total=None)
+        for number, frame in enumerate(frames):
+            if number % _EVERY_FRAMES == 0:
+                progress.update(task, completed=number)
+            yield frame
+
+
+# Takes what users wrote out of a batch, and leaves all that residency needs: hashes, sizes, groups,
+# parents.
+#
+# Token ids become as many zeros, look-ahead tokens too, and cache salts become ``redacted``; every other
+# byte of every field stays, unknown ones included. Of an event of an unknown type only the type stays.
+# Block hashes are not computed from the result again, so a redacted capture replays to the same residency;
+# only the hash scheme can no longer be detected from it.
+
+
+_REDACT_ENCODER = msgspec.msgpack.Encoder()
+_BATCH: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_ANY = msgspec.msgpack.Decoder()
+_MAP: msgspec.msgpack.Decoder[dict[str, msgspec.Raw]] = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_BAD = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError, TypeError)
+
+SALT = "redacted"
+_STORED = "BlockStored"
+_HARMLESS = frozenset({"BlockRemoved", "AllBlocksCleared"})
+_ARRAY_TOKENS, _ARRAY_LORA, _ARRAY_KEYS = 3, 7, 8
+"""Positions in the array form of ``BlockStored``, its tag first (vLLM 0.20 to 0.23)."""
+
+
+def redact(payload: bytes) -> bytes | None:
+    """The batch without token ids; None where it cannot be told what in it is a token id."""
+    try:
+        ts, events, *rest = _BATCH.decode(payload)
+        redacted = [_event(raw) for raw in _BATCH.decode(events)]
+    except _BAD:
+        return None
+    return _REDACT_ENCODER.encode([ts, redacted, *rest])
+
+
+def _event(raw: msgspec.Raw) -> Any:
+    """One event, redacted. Raises ``ValueError`` for one without a type."""
+    first = memoryview(raw)[0]
+    if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
+        return _array(_BATCH.decode(raw))
+    fields = _MAP.decode(raw)
+    tag = _ANY.decode(fields["type"]) if "type" in fields else None
+    if tag == _STORED:
+        lora = _ANY.decode(fields["lora_name"]) if "lora_name" in fields else None
+        _replace(fields, "token_ids", _zeros)
+        _replace(fields, "lookahead_token_ids", _zeros)
+        _replace(fields, "extra_keys", lambda keys: _keys(keys, lora))
+        _replace(fields, "cache_salt", lambda salt: None if salt is None else SALT)
+    elif tag not in _HARMLESS:
+        return {"type": _unknown(tag)}
+    return fields
+
+
+def _unknown(tag: Any) -> str:
+    if isinstance(tag, str):
+        return tag
+    raise ValueError("event without a type")
+
+
+def _array(items: list[msgspec.Raw]) -> list[Any]:
+    tag = _ANY.decode(items[0]) if items else None
+    if tag in _HARMLESS:
+        return list(items)
+    if tag != _STORED:
+        return [_unknown(tag)]
+    changed: list[Any] = list(items)
+    changed[_ARRAY_TOKENS] = _zeros(_ANY.decode(items[_ARRAY_TOKENS]))
+    if len(items) > _ARRAY_KEYS:
+        lora = _ANY.decode(items[_ARRAY_LORA])
+        changed[_ARRAY_KEYS] = _keys(_ANY.decode(items[_ARRAY_KEYS]), lora)
+    return changed
+
+
+def _replace(fields: dict[str, msgspec.Raw], name: str, change: Any) -> None:
+    if name in fields:
+        fields[name] = msgspec.Raw(_REDACT_ENCODER.encode(change(_ANY.decode(fields[name]))))
+
+
+def _zeros(tokens: Any) -> Any:
+    """The same shape with every number 0; None stays."""
+    if isinstance(tokens, list):
+        return [_zeros(item) for item in tokens]
+    if tokens is None:
+        return None
+    if isinstance(tokens, int):
+        return 0
+    raise ValueError("token ids that are no list of numbers")
+
+
+def _keys(keys: Any, lora_name: Any) -> Any:
+    """Extra keys with every salt replaced: a text that is neither the adapter's name nor in a pair with a
+    number (a multimodal item: its content's hash, and its offset)."""
+    if not isinstance(keys, list):
+        return keys
+    return [
+        block if not isinstance(block, list) else [_key(key, lora_name) for key in block] for block in keys
+    ]
+
+
+def _key(key: Any, lora_name: Any) -> Any:
+    if isinstance(key, str):
+        return key if key == lora_name else SALT
+    if isinstance(key, list) and not any(isinstance(part, int) for part in key):
+        return [key[0], *[SALT if part != lora_name else part for part in key[1:]]] if key else key
+    return key
+
+
+# Writes a capture in a thread of its own, so that compression and disks never hold up the sockets.
+#
+# A bounded queue lies between: what does not fit is counted, never waited for. Lines go out in pieces of
+# some megabytes, each encoded in one call and a complete gzip member, so that a file is readable to the
+# last member whatever happens to the process. The fuller the queue, the less is compressed: files grow
+# where frames would be lost.
+
+
+QUEUE_BYTES_MAX = 256 << 20
+
+_PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 64 << 10, 4 << 20
+"""Payload of a piece. Large ones make the writer ask less often for the interpreter's lock."""
+_LEVELS = ((1 / 64, 4), (1 / 8, 1), (1.0, 0))
+"""How full the queue may be, and how hard is compressed then. Of a capture of vLLM's events 4 leaves
+12 % and takes half the time of 6, 1 leaves 14 % and takes two thirds of that; 0 takes almost none."""
+_LINES_AT_ONCE = 64
+"""Encoded and compressed in one call: few enough that their buffers are used again, not mapped anew."""
+_FLUSH_S = 1.0
+"""Longest a line waits for others to share its gzip member."""
+_FRAME_OVERHEAD_BYTES = 400
+"""What a queued frame costs besides its payload; also bounds the queue for empty payloads."""
+
+
+class WriterStats(msgspec.Struct):
+    """Plain counters; bytes are as they lie on disk."""
+
+    frames: int = 0
+    bytes_written: int = 0
+    files: int = 0
+    deleted_files: int = 0
+    overflowed_frames: int = 0
+    """Did not fit into the queue, or came after the writing had failed."""
+    unredactable_frames: int = 0
+    """Could not be redacted: written without their payload."""
+    full: bool = False
+    """``total_bytes_max`` was reached, nothing more is written."""
+    failure: str = ""
+
+
+class CaptureWriter:
+    """Writes ``path``, or with ``rotate_bytes`` pieces of about that size named after it.
+
+    Beyond ``total_bytes_max`` a rotated capture loses its oldest piece, any other ends (``stats.full``).
+    Raises ``CaptureError`` for a file that cannot be made or is there already. ``put`` is for one thread;
+    ``close`` must be called.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rotate_bytes: int | None = None,
+        total_bytes_max: int | None = None,
+        redacted: bool = False,
+        queue_bytes_max: int = QUEUE_BYTES_MAX,
+    ) -> None:
+        if not is_capture_name(path):
+            raise CaptureError(f"{path}: the name of a capture ends in .jsonl or .jsonl.gz")
+        self.stats = WriterStats()
+        self.pieces: deque[Path] = deque()
+        """Files written and not deleted, oldest first."""
+        self._path = path
+        self._rotate_bytes = rotate_bytes
+        self._total_bytes_max = total_bytes_max
+        self._redacted = redacted
+        self._queue_bytes_max = queue_bytes_max
+        limits = [limit // 8 for limit in (rotate_bytes, total_bytes_max) if limit is not None]
+        self._piece_bytes = max(_PIECE_BYTES_MIN, min([_PIECE_BYTES_MAX, *limits]))
+        self._queue: deque[CaptureLine] = deque()
+        self._queued_bytes = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._sizes: deque[int] = deque()
+        self._file = self._next_file()
+        self._thread = threading.Thread(target=self._run, name="capture writer")
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will be written: full, or failed."""
+        return self.stats.full or bool(self.stats.failure)
+
+    def put(self, frames: list[CaptureLine]) -> int:
+        """Queue frames, in order; returns how many. Those after them had to be left out, and are counted."""
+        with self._changed:
+            if self.stats.full:
+                return 0
+            taken, size = self._fitting(frames)
+            self.stats.overflowed_frames += len(frames) - taken
+            self._queue.extend(frames if taken == len(frames) else frames[:taken])
+            before, self._queued_bytes = self._queued_bytes, self._queued_bytes + size
+            if not before or before < self._piece_bytes <= self._queued_bytes:
+                self._changed.notify()
+        return taken
+
+    def _fitting(self, frames: list[CaptureLine]) -> tuple[int, int]:
+        """How many of the first frames there is room for, and their bytes."""
+        if self.stats.failure or self._closing:
+            return 0, 0
+        room = self._queue_bytes_max - self._queued_bytes
+        size = sum([len(frame.payload) for frame in frames]) + _FRAME_OVERHEAD_BYTES * len(frames)
+        if size <= room:
+            return len(frames), size
+        size = 0
+        for taken, frame in enumerate(frames):
+            if size + len(frame.payload) + _FRAME_OVERHEAD_BYTES > room:
+                return taken, size
+            size += len(frame.payload) + _FRAME_OVERHEAD_BYTES
+        return len(frames), size
+
+    def close(self) -> None:
+        """Write what is queued and close the file; a second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (frames := self._take()) is not None:
+                self._write(frames)
+        except (OSError, ValueError) as error:
+            self.stats.failure = f"{self.pieces[-1]}: {error}"
+        finally:
+            try:
+                self._file.close()
+            except OSError as error:
+                self.stats.failure = self.stats.failure or f"{self.pieces[-1]}: {error}"
+            with self._changed:
+                if self.stats.failure:
+                    self.stats.overflowed_frames += len(self._queue)
+                self._queue.clear()
+
+    def _take(self) -> list[CaptureLine] | None:
+        """The frames of the next piece: a full one, or what came within ``_FLUSH_S``; None at the end."""
+        with self._changed:
+            while not self._queue and not self._closing:
+                self._changed.wait()
+            until = time.monotonic() + _FLUSH_S
+            while not self._closing and self._queued_bytes < self._piece_bytes:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    break
+            if not self._queue or self.stats.full:
+                return None
+            frames, size = [], 0
+            while self._queue and size < self._piece_bytes:
+                frame = self._queue.popleft()
+                frames.append(frame)
+                size += len(frame.payload) + _FRAME_OVERHEAD_BYTES
+            self._queued_bytes -= size
+            return frames
+
+    def _write(self, frames: list[CaptureLine]) -> None:
+        if self._redacted:
+            frames = [self._blanked(frame) for frame in frames]
+        parts = self._encoded(frames)
+        size, limit = sum(map(len, parts)), self._total_bytes_max
+        if limit is not None and self._rotate_bytes is None and sum(self._sizes) + size > limit:
+            self.stats.full = True
+            return
+        if self._rotate_bytes is not None and self._sizes[-1] and self._sizes[-1] + size > self._rotate_bytes:
+            self._file.close()
+            self._file = self._next_file()
+        self._file.writelines(parts)
+        self._file.flush()
+        self._sizes[-1] += size
+        self.stats.bytes_written += size
+        self.stats.frames += len(frames)
+        while limit is not None and len(self.pieces) > 1 and sum(self._sizes) > limit:
+            self._sizes.popleft()
+            self.pieces.popleft().unlink(missing_ok=True)
+            self.stats.deleted_files += 1
+
+    def _blanked(self, frame: CaptureLine) -> CaptureLine:
+        kept = redact(frame.payload)
+        self.stats.unredactable_frames += kept is None
+        return msgspec.structs.replace(frame, payload=kept or b"")
+
+    def _encoded(self, frames: list[CaptureLine]) -> list[bytes]:
+        """The bytes of a piece: lines, or one gzip member."""
+        slices = range(0, len(frames), _LINES_AT_ONCE)
+        lines = (encode_lines(frames[start : start + _LINES_AT_ONCE]) for start in slices)
+        if self._path.suffix != ".gz":
+            return list(lines)
+        full = self._queued_bytes / self._queue_bytes_max
+        level = next(level for part, level in _LEVELS if full <= part)
+        packer = zlib.compressobj(level, zlib.DEFLATED, 31)
+        return [*map(packer.compress, lines), packer.flush()]
+
+    def _next_file(self) -> IO[bytes]:
+        path = self._path
+        if self._rotate_bytes is not None:
+            ending = ".jsonl.gz" if path.suffix == ".gz" else ".jsonl"
+            path = path.with_name(f"{path.name.removesuffix(ending)}.{self.stats.files:05d}{ending}")
+        try:
+            opened = path.open("xb")
+        except FileExistsError:
+            raise CaptureError(f"{path}: exists already; a capture is never overwritten") from None
+        except OSError as error:
+            raise CaptureError(f"{path}: cannot be written: {error.strerror}") from None
+        self.stats.files += 1
+        self.pieces.append(path)
+        self._sizes.append(0)
+        return opened

@@ -1,1 +1,0 @@
-"""Captures: recorded event frames in a file."""

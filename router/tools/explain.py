@@ -1,0 +1,319 @@
+"""What ``kvatlas explain`` does: a prompt, a capture or a running router, and why it hits no further."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+
+from publisher.block_hash import ALGORITHMS, HashScheme
+from router.config.errors import ConfigError
+from router.config.load import load
+from router.config.schema import Config
+from router.index.learn.layout import ModelFacts
+from router.index.model import HashedPrompt
+from router.openai.body import peek
+from router.placement.candidate import Candidate, Confidence, Hit, PlacementRequest, PolicySettings, ask
+from router.placement.policies import ArmState, policy
+from router.prompts.settings import ANY_MODEL
+from router.tools.capture import CaptureError, is_trace, read_capture, shown
+from router.tools.explain_state import (
+    PATHS,
+    Boundary,
+    EngineExplanation,
+    MissingBlock,
+    PromptError,
+    explain_engine,
+    read_body,
+    read_prompt,
+    router_body,
+)
+from router.tools.ops_client import ops_headers, output_console, reason
+from router.tools.replay_player import Player, up_to
+from router.tools.trace_verification import TraceError, trace_facts
+
+# Where a prompt would have gone, by what a capture says of the engines; their load is not in it, so all are
+# idle.
+
+
+_CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
+
+
+class ChoiceMade(msgspec.Struct, frozen=True):
+    """The engine chosen among idle ones."""
+
+    engine: str
+    reason: str
+    hit_tokens: int
+    uncached_tokens: int
+
+
+def choice(
+    engines: Sequence[EngineExplanation],
+    prompt: HashedPrompt,
+    scheme: HashScheme | None,
+    settings: PolicySettings,
+) -> ChoiceMade:
+    """What the policy says. ``scheme`` gives the keys that settle ties."""
+    candidates = [
+        Candidate(
+            e.engine,
+            Hit(
+                e.hit_tokens,
+                e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
+                e.storage_tokens,
+                max(e.trunk_tokens, e.offloaded_tokens),
+                confidence=_CONFIDENCE.get(e.mode, "none"),
+            ),
+        )
+        for e in engines
+    ]
+    hashes = prompt.hashes(scheme) if scheme is not None else ()
+    question: PlacementRequest = ask(prompt.num_tokens, hashes, prefix_blocks=settings.prefix_blocks)
+    made = policy(settings.policy)(candidates, question, settings, ArmState())
+    return ChoiceMade(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
+
+
+_TIMEOUT_S = 30.0
+_ANSWER_BYTES_MAX = 64 << 20
+_SCHEME_KEYS = {"seed", "size", "lookahead", "tagged"}
+
+
+class ExplainOptions(msgspec.Struct, frozen=True):
+    """What is asked, and of whom: of ``paths`` (a capture) or of ``router`` (its URL)."""
+
+    request: Path
+    paths: tuple[Path, ...] = ()
+    router: str | None = None
+    at: int | None = None
+    tokenizer: str | None = None
+    config: Path | None = None
+    hash_scheme: str | None = None
+    api: str | None = None
+
+
+def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
+    """0 explained, 1 if no engine's hit can be predicted or the router refuses, 2 for unusable input."""
+    try:
+        _check(options)
+        body = read_body(options.request)
+        if options.router is not None:
+            asked = router_body(options.request, body, options.api)
+            return _ask_router(options, options.router, asked, as_json=as_json)
+        return _explain(options, body, as_json=as_json)
+    except (CaptureError, ConfigError, PromptError, TraceError) as error:
+        print(f"kvatlas explain: {error}", file=sys.stderr)
+        return 2
+
+
+def parse_scheme(text: str) -> HashScheme:
+    """``ALGO[,seed=..][,size=N][,lookahead=N][,tagged=true|false]``. Raises ``ConfigError``."""
+    algo, *options = text.split(",")
+    values: dict[str, Any] = {"algo": algo}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if name not in _SCHEME_KEYS or not separator:
+            known = ", ".join(sorted(_SCHEME_KEYS))
+            raise ConfigError(f"--hash-scheme {text!r}: {option!r} is not one of {known} with =VALUE")
+        values["hash_block_size" if name == "size" else name] = value
+    try:
+        scheme = msgspec.convert(values, HashScheme, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--hash-scheme {text!r}: {error}") from None
+    if algo not in ALGORITHMS or scheme.hash_block_size < 1 or scheme.lookahead < 0:
+        raise ConfigError(f"--hash-scheme {text!r}: expected one of {', '.join(ALGORITHMS)}, size above 0")
+    return scheme
+
+
+def _check(options: ExplainOptions) -> None:
+    if bool(options.paths) == (options.router is not None):
+        raise ConfigError("give either a capture FILE or --router URL")
+    if options.api is not None and options.api not in PATHS:
+        raise ConfigError(f"--api {options.api!r}: expected one of {', '.join(PATHS)}")
+    if options.router is not None and not options.router.startswith(("http://", "https://")):
+        raise ConfigError(f"--router {options.router!r}: expected http://HOST:PORT")
+    if options.router is not None and (options.at is not None or options.hash_scheme is not None):
+        raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
+    if options.at is not None and options.at < 0:
+        raise ConfigError(f"--at: {options.at} is not a seq")
+
+
+def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
+    scheme = None if options.hash_scheme is None else parse_scheme(options.hash_scheme)
+    models = {ANY_MODEL: {"tokenizer": options.tokenizer}} if options.tokenizer is not None else {}
+    config = load(options.config, models=models).config
+    prompt = read_prompt(options.request, body, config, options.api)
+    player = Player(_facts(options, body, config))
+    player.learn(shown(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
+    player.play_all(shown(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
+    if not player.runs:
+        raise CaptureError(f"{options.paths[0]}: no frames up to that seq")
+    engines = [_hinted(player, explain_engine(player, run.source, prompt, scheme)) for run in player.runs]
+    used = scheme or next((s for s in (player.fleet.engine(e.engine).scheme for e in engines) if s), None)
+    made = choice(engines, prompt, used, config.policy)
+    if as_json:
+        print(msgspec.json.encode(_summary(options, prompt, engines, made)).decode())
+    else:
+        _show(prompt, engines, made)
+    return 1 if all(engine.mode == "unknown" for engine in engines) else 0
+
+
+def _facts(options: ExplainOptions, body: bytes, config: Config) -> ModelFacts:
+    if options.config is None and is_trace(options.paths[0]):
+        return trace_facts(options.paths[0])
+    return config.model(peek(body).model or ANY_MODEL).facts()
+
+
+def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
+    """Say so where the hash scheme cannot be known because token ids were taken out."""
+    if not player.run_of(engine.engine).redacted or engine.mode == "native":
+        return engine
+    why = "token ids are redacted: give --hash-scheme, e.g. sha256,size=16"
+    return msgspec.structs.replace(
+        engine, mode="unknown", why_unknown=why, ended_by=None, next_boundary=None, trunk_boundary=None
+    )
+
+
+def _summary(
+    options: ExplainOptions, prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade
+) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt.num_tokens,
+        "at": options.at,
+        "choice": msgspec.to_builtins(made),
+        "engines": [msgspec.to_builtins(engine) for engine in engines],
+    }
+
+
+def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade) -> None:
+    table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    for name in ("seq", "hit", "offloaded", "trunk"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("the match ended", overflow="fold")
+    for e in engines:
+        numbers = (e.hit_tokens, e.offloaded_tokens, e.trunk_tokens)
+        style = "bold" if e.engine == made.engine else ""
+        table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], _ended(e), style=style)
+    console = output_console()
+    console.print(table)
+    console.print(
+        f"choice, all engines idle: {made.engine} ({made.reason}), {made.uncached_tokens:,} tokens to compute"
+    )
+
+
+def _ended(engine: EngineExplanation) -> str:
+    lines = [f"{c.spec_class} alone: {c.hit_tokens}" for c in engine.by_class]
+    if engine.mode == "unknown":
+        lines.append(engine.why_unknown)
+    elif engine.whole_prompt:
+        lines.append("nowhere: all but the last tokens, which are always computed")
+    else:
+        boundaries = (engine.next_boundary, engine.trunk_boundary)
+        lines += [_boundary(boundary) for boundary in boundaries if boundary is not None]
+    if engine.history:
+        lines.append(f"history incomplete: {engine.history}")
+    return "\n".join(lines)
+
+
+def _boundary(boundary: Boundary) -> str:
+    first = boundary.first
+    if first is None:
+        return (
+            f"{boundary.tokens} tokens: every block is there, but no order of the classes' search reaches it"
+        )
+    more = f" (and {boundary.missing_blocks - 1} more)" if boundary.missing_blocks > 1 else ""
+    where = f"group {first.group} block {first.block} [{first.tokens[0]}..{first.tokens[1]})"
+    return f"{boundary.tokens} tokens need {first.spec_class}, {where}{more}: {_why(first)}"
+
+
+def _why(block: MissingBlock) -> str:
+    at = "" if block.seq is None else f" at seq {block.seq}, event {block.event}"
+    stored = "" if block.stored_seq is None else f" (stored at seq {block.stored_seq})"
+    offloaded = f", held in {'/'.join(block.offloaded)}" if block.offloaded else ""
+    return f"{block.why}{at}{stored}{offloaded}"
+
+
+def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
+    url = f"{router.rstrip('/')}/kvatlas/explain"
+    if options.api is not None:
+        url += f"?path={PATHS[options.api]}"
+    headers = {"content-type": "application/json", **ops_headers()}
+    request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
+            text = answer.read(_ANSWER_BYTES_MAX)
+    except urllib.error.HTTPError as error:
+        with error:
+            refused = error.read(4096)
+            told = reason(refused) or refused[:200].decode(errors="replace")
+            print(f"kvatlas explain: {url}: {error.code}: {told}", file=sys.stderr)
+        return 1
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise PromptError(f"{url}: {error}") from None
+    try:
+        said = msgspec.json.decode(text, type=RouterAnswer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PromptError(f"{url}: not the answer of a kvatlas router: {error}") from None
+    if as_json:
+        print(text.decode().rstrip())
+    else:
+        output_console().print(_router_table(said))
+    return 0
+
+
+class RouterHit(msgspec.Struct):
+    """Tokens by medium."""
+
+    GPU: int = 0
+    offloaded: int = 0
+
+
+class RouterEngine(msgspec.Struct):
+    """What is shown of one engine of a router's answer."""
+
+    engine: str
+    feed: str = ""
+    mode: str = ""
+    why_unknown: str = ""
+    hit_tokens: RouterHit = msgspec.field(default_factory=RouterHit)
+    trunk_tokens: int = 0
+    ended_by: dict[str, Any] | None = None
+    cost: dict[str, Any] = {}
+
+
+class RouterAnswer(msgspec.Struct):
+    """``POST /kvatlas/explain`` (router/api/views.py)."""
+
+    prompt: dict[str, Any]
+    choice: dict[str, Any]
+    engines: list[RouterEngine]
+
+
+def _router_table(said: RouterAnswer) -> Table:
+    chosen = said.choice.get("engine")
+    tokens = said.prompt.get("tokens", said.prompt.get("tokens_estimated"))
+    title = f"a prompt of {tokens} tokens: {chosen} ({said.choice.get('reason')})"
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    for name in ("feed", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("hit", "offloaded", "trunk", "cost ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("the match ended", overflow="fold")
+    for e in said.engines:
+        ended = e.why_unknown
+        if e.ended_by is not None:
+            ended = f"{e.ended_by.get('spec_class')} at {e.ended_by.get('at_token')}"
+        total = e.cost.get("total_s")
+        cost = f"{1000 * total:,.1f}" if isinstance(total, int | float) else ""
+        numbers = (e.hit_tokens.GPU, e.hit_tokens.offloaded, e.trunk_tokens)
+        style = "bold" if e.engine == chosen else ""
+        table.add_row(e.engine, e.feed, e.mode, *[f"{n:,}" for n in numbers], cost, ended, style=style)
+    return table

@@ -1,1 +1,0 @@
-"""``kvatlas explain``: why a prompt hits as far as it does."""

@@ -1,1 +1,0 @@
-"""``kvatlas index``: a shared index seen from outside."""

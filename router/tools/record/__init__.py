@@ -1,1 +1,0 @@
-"""``kvatlas record``: event frames of live feeds into a capture."""

@@ -1,0 +1,354 @@
+"""What ``kvatlas replay`` does: a capture played, shown, published again, or compared with another state."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from publisher.zmq_publisher import ZmqPublisher
+from router.config.errors import ConfigError
+from router.index.learn.layout import ModelFacts
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import IndexRefused
+from router.replication.settings import IndexSettings
+from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, shown
+from router.tools.ops_client import output_console
+from router.tools.replay_player import (
+    Player,
+    PublishEndpoint,
+    Sample,
+    Sampler,
+    SourceRun,
+    paced,
+    parse_endpoint,
+    publish_frame,
+    publishers,
+    sample,
+    topics_of,
+    up_to,
+)
+from router.tools.replay_shared import PlaneDiff, diff, opened
+from router.tools.trace_verification import TraceError, trace_facts
+
+# What ``kvatlas replay`` shows on a terminal: streams, residency over time, differences.
+
+
+_SHOWN_HASHES = 8
+
+
+def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
+    """What only one of two states holds, plane by plane."""
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0))
+    table.add_column("engine", overflow="fold", min_width=12)
+    for name in ("medium", "group", "in both", "only A", "only B", "copies"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("blocks", no_wrap=True)
+    for plane in found:
+        shown = [*(f"A {h}" for h in plane.only_a), *(f"B {h}" for h in plane.only_b)]
+        more = [f"and {len(shown) - _SHOWN_HASHES} more (--json)"] if len(shown) > _SHOWN_HASHES else []
+        numbers = (plane.same, len(plane.only_a), len(plane.only_b), plane.copies)
+        table.add_row(
+            plane.source.removeprefix("http://"),
+            plane.medium,
+            str(plane.group),
+            *[f"{n:,}" for n in numbers],
+            "\n".join([*shown[:_SHOWN_HASHES], *more]),
+            style="yellow" if plane.differs else "",
+        )
+    return table
+
+
+def stream_table(runs: Sequence[SourceRun]) -> Table:
+    """One row per engine: what its stream was like."""
+    table = Table(title="streams", box=None, padding=(0, 1, 0, 0))
+    table.add_column("engine", overflow="fold", min_width=12)
+    names = ("frames", "events", "seqs", "gaps", "missing", "restarts", "resets", "late", "bad")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for run in runs:
+        bad = run.undecodable + run.rejected_events
+        counts = (run.gaps, run.missing_batches, run.restarts, run.clears, run.late, bad)
+        table.add_row(
+            run.source.removeprefix("http://"),
+            f"{run.frames:,}",
+            f"{run.events:,}",
+            f"{run.first_seq}..{run.last_seq}",
+            *[f"{n:,}" for n in counts],
+            style="yellow" if run.gaps or bad else "",
+        )
+    return table
+
+
+def sample_table(samples: Sequence[Sample]) -> Table:
+    """One row per moment and plane; the engine has a column only where there are several."""
+    engines = {p.source for taken in samples for p in taken.planes}
+    table = Table(title="residency over time", box=None, padding=(0, 1, 0, 0))
+    if len(engines) > 1:
+        table.add_column("engine", overflow="fold", min_width=8)
+    names = ("plane", "blocks", "copies", "stored", "removed", "cleared", "unknown", "gaps")
+    for name in ("s", "seq", *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    for taken in samples:
+        for number, p in enumerate(taken.planes):
+            counts = (p.blocks, p.copies, p.stored, p.removed, p.cleared, p.unknown_removals, p.gaps)
+            table.add_row(
+                *([p.source.removeprefix("http://")] if len(engines) > 1 else []),
+                "" if number else f"{taken.elapsed_s:.1f}",
+                str(p.seq),
+                f"{p.medium} {p.group}",
+                *[f"{n:,}" for n in counts],
+            )
+        table.add_section()
+    return table
+
+
+_REFRESH_S = 0.25
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class ReplayOptions(msgspec.Struct, frozen=True):
+    """What of a capture is played, and how."""
+
+    paths: tuple[Path, ...]
+    to_seq: int | None = None
+    source: str | None = None
+    speed: float | None = None
+    """Times the recorded pace; 0: at once. Default 0, with ``publish`` 1."""
+    publish: tuple[str, ...] = ()
+    stay_s: float | None = None
+    """How long a published capture stays to be replayed after its last frame; None: until a signal."""
+    samples: int = 10
+    diff: Path | None = None
+    diff_seq: int | None = None
+    index: IndexSettings | None = None
+    """A shared index that the capture is played into as well."""
+
+
+def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
+    """0 done, 1 for states that differ, 2 for input or an index that cannot be used."""
+    try:
+        _check(options)
+        if options.diff is not None or options.diff_seq is not None:
+            return _diff(options, as_json=as_json)
+        return _play(options, as_json=as_json)
+    except (CaptureError, ConfigError, TraceError, IndexRefused, IndexUnavailable) as error:
+        print(f"kvatlas replay: {error}", file=sys.stderr)
+        return 2
+
+
+def facts_of(paths: Sequence[Path]) -> ModelFacts:
+    """What a recorded trace says of its model besides events; nothing for a capture."""
+    return trace_facts(paths[0]) if is_trace(paths[0]) else ModelFacts()
+
+
+def _check(options: ReplayOptions) -> None:
+    if not options.paths:
+        raise ConfigError("give a capture: FILE [FILE ..]")
+    for name, value in (
+        ("--to-seq", options.to_seq),
+        ("--diff-seq", options.diff_seq),
+        ("--speed", options.speed),
+        ("--stay", options.stay_s),
+    ):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}: {value} is not a number of 0 or more")
+    if not 1 <= options.samples <= 10_000:
+        raise ConfigError(f"--samples: {options.samples} is not in 1..10000")
+    if options.diff is not None and options.diff_seq is not None:
+        raise ConfigError("--diff and --diff-seq exclude each other")
+    if options.publish and (options.diff is not None or options.diff_seq is not None):
+        raise ConfigError("--publish and --diff exclude each other")
+    if options.index is not None:
+        if not options.index.is_shared:
+            raise ConfigError("--index: no address of a shared index")
+        if options.diff is not None or options.diff_seq is not None:
+            raise ConfigError("--index and --diff exclude each other")
+
+
+def _frames(options: ReplayOptions, to_seq: int | None) -> Iterator[CapturedFrame]:
+    for frame in up_to(read_capture(options.paths), to_seq):
+        if options.source is None or frame.source == options.source:
+            yield frame
+
+
+def _diff(options: ReplayOptions, *, as_json: bool) -> int:
+    a, b = Player(facts_of(options.paths)), Player(facts_of(options.paths))
+    a.play_all(_frames(options, options.to_seq))
+    if options.diff is not None:
+        b = Player(facts_of([options.diff]))
+        b.play_all(up_to(read_capture([options.diff]), options.to_seq))
+    else:
+        b.play_all(_frames(options, options.diff_seq))
+    found = diff(a, b)
+    differs = any(plane.differs for plane in found)
+    if as_json:
+        planes = [msgspec.to_builtins(plane) for plane in found]
+        print(msgspec.json.encode({"same": not differs, "planes": planes}).decode())
+    else:
+        output_console().print(diff_table(found))
+    return 1 if differs else 0
+
+
+def _play(options: ReplayOptions, *, as_json: bool) -> int:
+    total = sum(1 for _ in _frames(options, options.to_seq))
+    if not total:
+        where = "" if options.source is None else f" of {options.source}"
+        raise CaptureError(f"{options.paths[0]}: no frames{where} up to that seq")
+    endpoints = _endpoints(options)
+    try:
+        done = asyncio.run(_run(options, endpoints, total=total, quiet=as_json))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"--publish: {error}") from None
+    if as_json:
+        print(msgspec.json.encode(_summary(done)).decode())
+    else:
+        _show(done)
+    return 0 if done.same else 1
+
+
+def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
+    """Which engine is published where: in the order of their first frames."""
+    if not options.publish:
+        return {}
+    try:
+        given = [parse_endpoint(text) for text in options.publish]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    names = list(topics_of(_frames(options, options.to_seq)))
+    if len(given) != len(names):
+        raise ConfigError(
+            f"--publish: {len(given)} addresses for {len(names)} engines ({', '.join(names)}); "
+            "repeat it, or choose one engine with --source"
+        )
+    return dict(zip(names, given, strict=True))
+
+
+class _Done(NamedTuple):
+    """What came of a replay."""
+
+    player: Player
+    samples: Sequence[Sample]
+    shared: Sequence[PlaneDiff] | None
+    """Memory against shared index; None without one."""
+
+    @property
+    def same(self) -> bool:
+        return not any(plane.differs for plane in self.shared or ())
+
+
+async def _run(
+    options: ReplayOptions, endpoints: dict[str, PublishEndpoint], *, total: int, quiet: bool
+) -> _Done:
+    """Play all frames, into a shared index as well if there is one."""
+    facts = facts_of(options.paths)
+    if options.index is None:
+        player = Player(facts)
+        sampler = Sampler(player, total=total, samples=options.samples)
+        await _perform(player, sampler, options, endpoints, quiet=quiet)
+        return _Done(player, sampler.taken, None)
+    sources = topics_of(_frames(options, options.to_seq))
+    async with opened(options.index, facts, sources) as shared:
+        sampler = Sampler(shared.player, total=total, samples=options.samples)
+        await _perform(shared.player, sampler, options, endpoints, quiet=quiet)
+        return _Done(shared.player, sampler.taken, await shared.compare())
+
+
+async def _perform(
+    player: Player,
+    sampler: Sampler,
+    options: ReplayOptions,
+    endpoints: dict[str, PublishEndpoint],
+    *,
+    quiet: bool,
+) -> None:
+    """Play all frames at their pace; with endpoints, publish them and stay."""
+    total = sampler.total
+    speed = options.speed if options.speed is not None else 1.0 if endpoints else 0.0
+    topics = topics_of(_frames(options, options.to_seq)) if endpoints else {}
+    console = Console(stderr=True)
+    live = (
+        Live(console=console, transient=True, auto_refresh=False)
+        if console.is_terminal and not quiet and speed
+        else None
+    )
+    stop = asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        published = stack.enter_context(publishers(endpoints, topics, buffer_steps=total))
+        if endpoints:
+            stack.enter_context(_signals(stop))
+            for source, publisher in published.items():
+                replay = f", replay {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
+                print(f"{source}: events {publisher.endpoint}{replay}", file=sys.stderr, flush=True)
+        if live is not None:
+            stack.enter_context(live)
+        frames = shown(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
+        await _feed(sampler, paced(frames, speed), published, stop, live, player)
+        if endpoints and not stop.is_set():
+            print(f"all {total} frames sent; serving replay until Ctrl-C", file=sys.stderr, flush=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(options.stay_s):
+                    await stop.wait()
+
+
+async def _feed(
+    sampler: Sampler,
+    frames: Any,
+    published: dict[str, ZmqPublisher],
+    stop: asyncio.Event,
+    live: Live | None,
+    player: Player,
+) -> None:
+    loop = asyncio.get_running_loop()
+    shown = loop.time()
+    async with contextlib.aclosing(frames):
+        async for frame in frames:
+            if stop.is_set():
+                return
+            if frame.source in published:
+                publish_frame(published[frame.source], frame)
+            sampler.play(frame)
+            if live is not None and loop.time() - shown > _REFRESH_S:
+                shown = loop.time()
+                live.update(sample_table([sample(player, sampler.frames, 0.0)]), refresh=True)
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+def _summary(done: _Done) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "sources": [msgspec.to_builtins(run) for run in done.player.runs],
+        "samples": [msgspec.to_builtins(taken) for taken in done.samples],
+    }
+    if done.shared is not None:
+        planes = [msgspec.to_builtins(plane) for plane in done.shared]
+        told["index"] = {"same": done.same, "planes": planes}
+    return told
+
+
+def _show(done: _Done) -> None:
+    console = output_console()
+    console.print(stream_table(done.player.runs))
+    console.print(sample_table(done.samples))
+    if done.shared is not None:
+        console.print(diff_table(done.shared, title="residency: A memory against B what the index shows"))

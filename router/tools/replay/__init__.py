@@ -1,1 +1,0 @@
-"""``kvatlas replay``: a capture played through the serving code."""

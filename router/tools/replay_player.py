@@ -1,0 +1,481 @@
+"""Plays a capture through the serving code, event by event, without a clock: equal captures give equal
+results.
+
+A capture holds each engine's frames in the order they were published. A seq that goes back is a restarted
+engine, unless the batch is older than the one before it: that came late and is left out. Missing seqs are
+counted and played across, as a feed does that has no replay socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import xxhash
+import zmq
+
+from publisher.event_decoder import decode_batch
+from publisher.events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockStored,
+    DecodedBatch,
+    EventDecodeError,
+    to_block_hash,
+)
+from publisher.zmq_publisher import ZmqPublisher
+from router.index.base import Index, Plane
+from router.index.learn.layout import ModelFacts
+from router.index.memory import MemoryIndex
+from router.index.model import FleetResidency
+from router.tools.capture import CapturedFrame
+
+# An index that also remembers: for every block of every plane what happened to it last, and when.
+#
+# It is the serving index with a journal, so what a replay counts is what the router would have held. ``at``
+# is the position of the event being applied; whoever plays a capture sets it. Memory grows with the
+# distinct blocks of the capture, nothing is ever dropped: for tools, not for serving.
+
+
+Gone = Literal["", "evicted", "cleared", "restarted"]
+
+
+class EventPosition(NamedTuple):
+    """One event of one engine: seq of its batch, and its number in the batch, from 0."""
+
+    seq: int
+    event: int
+
+
+class BlockLog(msgspec.Struct):
+    """One block in one plane: physical copies now, and the last change in either direction."""
+
+    copies: int = 0
+    stored: EventPosition | None = None
+    gone: EventPosition | None = None
+    how: Gone = ""
+
+
+class PlaneCounts(msgspec.Struct):
+    """One plane of one engine. ``stored`` to ``cleared`` count copies since the start of the capture."""
+
+    blocks: int = 0
+    """Distinct blocks held now."""
+    copies: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    """Dropped by a cache reset or a restart."""
+    unknown_removals: int = 0
+    """Removals of blocks that were not there: history is missing."""
+
+
+class JournaledIndex(MemoryIndex):
+    """See ``router.index.base.Index`` for what the index does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = EventPosition(0, 0)
+        self.logs: dict[tuple[str, Plane], dict[BlockHash, BlockLog]] = {}
+        self.counts: dict[tuple[str, Plane], PlaneCounts] = {}
+
+    def seen_planes(self, engine_id: str) -> list[Plane]:
+        """Every plane the engine ever stored a block in or removed one from."""
+        return sorted(plane for engine, plane in self.counts if engine == engine_id)
+
+    def log(self, engine_id: str, plane: Plane, block: BlockHash) -> BlockLog | None:
+        """What is remembered of a block; None where it was never there."""
+        return self.logs.get((engine_id, plane), {}).get(block)
+
+    def held(self, engine_id: str, plane: Plane) -> dict[BlockHash, int]:
+        """Blocks held now, with their copies."""
+        logs = self.logs.get((engine_id, plane), {})
+        return {block: log.copies for block, log in logs.items() if log.copies}
+
+    def restart_journal(self) -> None:
+        """Forget what was remembered, the index itself excepted."""
+        self.logs.clear()
+        self.counts.clear()
+
+    def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
+        super().store(engine_id, plane, hashes)
+        logs, counts = self._of(engine_id, plane)
+        for block in hashes:
+            log = logs.get(block)
+            if log is None:
+                log = logs[block] = BlockLog()
+            counts.blocks += not log.copies
+            log.copies += 1
+            log.stored = self.at
+        counts.copies += len(hashes)
+        counts.stored += len(hashes)
+
+    def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        left = super().remove(engine_id, plane, hashes)
+        logs, counts = self._of(engine_id, plane)
+        for block in hashes:
+            log = logs.get(block)
+            if log is None or not log.copies:
+                counts.unknown_removals += 1
+                continue
+            self._take(log, counts, 1, "evicted")
+            counts.removed += 1
+        return left
+
+    def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
+        log = self.log(engine_id, plane, block)
+        held = log.copies if log is not None else 0
+        if copies > held:
+            self.store(engine_id, plane, [block] * (copies - held))
+        elif copies < held:
+            self.remove(engine_id, plane, [block] * (held - copies))
+
+    def clear(self, engine_id: str, medium: str) -> None:
+        super().clear(engine_id, medium)
+        self._drop(
+            engine_id, "cleared", [plane for plane in self.seen_planes(engine_id) if plane.medium == medium]
+        )
+
+    def forget(self, engine_id: str) -> None:
+        super().forget(engine_id)
+        self._drop(engine_id, "restarted", self.seen_planes(engine_id))
+
+    def _of(self, engine_id: str, plane: Plane) -> tuple[dict[BlockHash, BlockLog], PlaneCounts]:
+        key = engine_id, plane
+        if key not in self.counts:
+            self.logs[key], self.counts[key] = {}, PlaneCounts()
+        return self.logs[key], self.counts[key]
+
+    def _drop(self, engine_id: str, how: Gone, planes: list[Plane]) -> None:
+        for plane in planes:
+            logs, counts = self._of(engine_id, plane)
+            counts.cleared += counts.copies
+            for log in logs.values():
+                if log.copies:
+                    self._take(log, counts, log.copies, how)
+
+    def _take(self, log: BlockLog, counts: PlaneCounts, copies: int, how: Gone) -> None:
+        log.copies -= copies
+        counts.copies -= copies
+        if not log.copies:
+            counts.blocks -= 1
+            log.gone, log.how = self.at, how
+
+
+_RECENT_MAX = 1024
+
+
+class SourceRun(msgspec.Struct):
+    """What happened to one engine's stream so far."""
+
+    source: str
+    frames: int = 0
+    first_seq: int | None = None
+    last_seq: int | None = None
+    events: int = 0
+    gaps: int = 0
+    missing_batches: int = 0
+    duplicates: int = 0
+    late: int = 0
+    restarts: int = 0
+    clears: int = 0
+    undecodable: int = 0
+    rejected_events: int = 0
+    unknown_events: int = 0
+    redacted: bool = False
+    """No token id other than 0 was seen, and some were 0."""
+
+
+class MaskedSpan(msgspec.Struct, frozen=True):
+    """A stored event that covers more blocks than it lists."""
+
+    at: EventPosition
+    event: BlockStored
+    listed: frozenset[BlockHash]
+
+
+class _Cursor:
+    """Where one engine's stream stands."""
+
+    def __init__(self, source: str) -> None:
+        self.run = SourceRun(source)
+        self.last_ts = float("-inf")
+        self.recent: dict[int, int] = {}
+        self.saw_tokens = False
+
+
+class Player:
+    """Residency of all engines of a capture. ``index``: what writes go through, if not the ledger itself."""
+
+    def __init__(
+        self, facts: ModelFacts, *, ledger: JournaledIndex | None = None, index: Index | None = None
+    ) -> None:
+        self.ledger = JournaledIndex() if ledger is None else ledger
+        self.fleet = FleetResidency(facts, self.ledger if index is None else index)
+        self.masked: dict[tuple[str, int], dict[BlockHash | None, list[MaskedSpan]]] = {}
+        """By engine and group, then by the parent of the span."""
+        self._cursors: dict[str, _Cursor] = {}
+
+    @property
+    def runs(self) -> list[SourceRun]:
+        """One entry per engine, in the order of their first frames."""
+        return [cursor.run for cursor in self._cursors.values()]
+
+    def run_of(self, source: str) -> SourceRun:
+        """The entry of one engine that occurs in the capture."""
+        return self._cursors[source].run
+
+    def play(self, frame: CapturedFrame) -> bool:
+        """Apply one frame; False for one that counts for nothing: it came late, or was there already."""
+        cursor = self._cursors.get(frame.source)
+        if cursor is None:
+            cursor = self._cursors[frame.source] = _Cursor(frame.source)
+        try:
+            batch = decode_batch(frame.payload)
+        except EventDecodeError:
+            batch = None
+        if not self._in_order(cursor, frame, batch):
+            return False
+        cursor.run.frames += 1
+        cursor.run.last_seq = frame.seq
+        if batch is None:
+            cursor.run.undecodable += 1
+        else:
+            cursor.last_ts = batch.ts
+            self._apply(cursor, frame, batch)
+        return True
+
+    def play_all(self, frames: Iterable[CapturedFrame]) -> None:
+        """Apply every frame."""
+        for frame in frames:
+            self.play(frame)
+
+    def learn(self, frames: Iterable[CapturedFrame]) -> None:
+        """Play frames only to learn each engine's groups and hash scheme, then start from nothing again: as
+        if the engines had lived before the capture and restarted when it began."""
+        for frame in frames:
+            if self.play(frame) and not self.run_of(frame.source).redacted:
+                self.fleet.engine(frame.source).finish_detection()
+        for source in self._cursors:
+            self.fleet.forget(source)
+        self.ledger.restart_journal()
+        self.masked.clear()
+        self._cursors.clear()
+
+    def _in_order(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch | None) -> bool:
+        """Count gaps and restarts; False for a frame that must not be applied."""
+        run, digest = cursor.run, xxhash.xxh3_64_intdigest(frame.payload)
+        if run.last_seq is None:
+            run.first_seq = frame.seq
+        elif frame.seq <= run.last_seq:
+            if cursor.recent.get(frame.seq) == digest:
+                run.duplicates += 1
+                return False
+            if batch is None or batch.ts < cursor.last_ts:
+                run.late += 1
+                return False
+            run.restarts += 1
+            self.ledger.at = EventPosition(frame.seq, 0)
+            self.fleet.forget(frame.source)
+            self._forget_masked(frame.source)
+            cursor.recent.clear()
+            run.last_seq = -1
+        if run.last_seq is not None and frame.seq > run.last_seq + 1:
+            run.gaps += 1
+            run.missing_batches += frame.seq - run.last_seq - 1
+        cursor.recent[frame.seq] = digest
+        if len(cursor.recent) > _RECENT_MAX:
+            del cursor.recent[next(iter(cursor.recent))]
+        return True
+
+    def _apply(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch) -> None:
+        """One event at a time, so that the journal knows which did what."""
+        run, engine = cursor.run, self.fleet.engine(frame.source)
+        run.rejected_events += len(batch.rejected)
+        run.unknown_events += len(batch.unknown)
+        run.events += len(batch.events)
+        for number, event in enumerate(batch.events):
+            self.ledger.at = EventPosition(frame.seq, number)
+            if isinstance(event, BlockStored):
+                self._look_at(cursor, event)
+            run.clears += isinstance(event, AllBlocksCleared)
+            engine.apply(msgspec.structs.replace(batch, events=[event], rejected=[], unknown=[]))
+        if batch.rejected or batch.unknown:
+            engine.apply(msgspec.structs.replace(batch, events=[]))
+
+    def _look_at(self, cursor: _Cursor, event: BlockStored) -> None:
+        """Keep what a masked event covers, and notice token ids."""
+        if not cursor.saw_tokens and event.num_tokens():
+            try:
+                cursor.saw_tokens = any(event.tokens())
+            except EventDecodeError:
+                return
+            cursor.run.redacted = not cursor.saw_tokens
+        if event.num_tokens() <= len(event.block_hashes) * event.block_size or not event.block_size:
+            return
+        parent = None if event.parent_block_hash is None else to_block_hash(event.parent_block_hash)
+        listed = frozenset(to_block_hash(wire) for wire in event.block_hashes)
+        spans = self.masked.setdefault((cursor.run.source, event.group_idx or 0), {})
+        spans.setdefault(parent, []).append(MaskedSpan(self.ledger.at, event, listed))
+
+    def _forget_masked(self, source: str) -> None:
+        for key in [key for key in self.masked if key[0] == source]:
+            del self.masked[key]
+
+
+def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[CapturedFrame]:
+    """The frames of each engine before its first one beyond ``to_seq``."""
+    ended: set[str] = set()
+    for frame in frames:
+        if to_seq is not None and frame.seq > to_seq:
+            ended.add(frame.source)
+        if frame.source not in ended:
+            yield frame
+
+
+class PlaneSample(msgspec.Struct, frozen=True):
+    """One plane of one engine at one moment; counts are totals since the start."""
+
+    source: str
+    seq: int | None
+    medium: str
+    group: int
+    blocks: int
+    copies: int
+    stored: int
+    removed: int
+    cleared: int
+    unknown_removals: int
+    gaps: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """All planes after ``frames`` frames; ``elapsed_s`` on the recorder's clock since the first frame."""
+
+    frames: int
+    elapsed_s: float
+    planes: list[PlaneSample]
+
+
+def sample(player: Player, frames: int, elapsed_s: float) -> Sample:
+    """The state of a player now."""
+    planes = []
+    for run in player.runs:
+        for plane in player.ledger.seen_planes(run.source):
+            counts = player.ledger.counts[run.source, plane]
+            numbers = msgspec.structs.asdict(counts)
+            planes.append(
+                PlaneSample(run.source, run.last_seq, plane.medium, plane.group_idx, gaps=run.gaps, **numbers)
+            )
+    return Sample(frames, round(elapsed_s, 3), planes)
+
+
+class Sampler:
+    """Plays ``total`` frames and looks at the state ``samples`` times, at even distances, at last at the
+    end."""
+
+    def __init__(self, player: Player, *, total: int, samples: int) -> None:
+        self.taken: list[Sample] = []
+        self.frames = 0
+        self.total = total
+        self._player = player
+        self._marks = {max(1, total * number // samples) for number in range(1, samples + 1)}
+        self._first_ts: float | None = None
+
+    def play(self, frame: CapturedFrame) -> None:
+        """Apply one frame, and take a sample if it is time."""
+        self._player.play(frame)
+        self.frames += 1
+        if self._first_ts is None:
+            self._first_ts = frame.recv_ts
+        if self.frames in self._marks:
+            self.taken.append(sample(self._player, self.frames, frame.recv_ts - self._first_ts))
+
+
+# Publishes a capture again, as the engines did that it was recorded from: PUB sockets and replay ROUTERs.
+#
+# Seqs, topics and payloads are the recorded ones; an engine that restarted in the capture restarts here.
+# The pace is that of the recorder's clock times ``speed`` (0: no waiting).
+
+
+_BREATHE_FRAMES = 64
+
+
+class PublishEndpoint(msgspec.Struct, frozen=True):
+    """Where one engine of a capture is published."""
+
+    events: str
+    replay: str | None = None
+
+
+def parse_endpoint(text: str) -> PublishEndpoint:
+    """``tcp://..[,replay=tcp://..]``. Raises ``ValueError``."""
+    events, *options = text.split(",")
+    replay = None
+    for option in options:
+        name, separator, replay = option.partition("=")
+        if name != "replay" or not separator:
+            raise ValueError(f"--publish {text!r}: {option!r} is not replay=tcp://..")
+    for address in (events, replay):
+        if address is not None and not address.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"--publish {text!r}: {address!r} is not a tcp:// or ipc:// address")
+    return PublishEndpoint(events, replay)
+
+
+@contextlib.contextmanager
+def publishers(
+    endpoints: Mapping[str, PublishEndpoint],
+    topics: Mapping[str, str],
+    *,
+    buffer_steps: int,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+) -> Iterator[dict[str, ZmqPublisher]]:
+    """One publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` for a taken address."""
+    opened: dict[str, ZmqPublisher] = {}
+    try:
+        for source, endpoint in endpoints.items():
+            opened[source] = ZmqPublisher(
+                endpoint.events,
+                replay_endpoint=endpoint.replay,
+                topic=topics[source],
+                buffer_steps=max(1, buffer_steps),
+                context=context,
+            )
+            opened[source].start()
+        yield opened
+    finally:
+        for publisher in opened.values():
+            publisher.close()
+
+
+async def paced(frames: Iterator[CapturedFrame], speed: float) -> AsyncIterator[CapturedFrame]:
+    """Frames at the times they were received at, ``speed`` times as fast; 0 gives them all at once."""
+    loop = asyncio.get_running_loop()
+    began: float | None = None
+    first_ts = 0.0
+    for number, frame in enumerate(frames):
+        if began is None:
+            began, first_ts = loop.time(), frame.recv_ts
+        wait_s = (frame.recv_ts - first_ts) / speed - (loop.time() - began) if speed else 0.0
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+        elif number % _BREATHE_FRAMES == 0:
+            await asyncio.sleep(0)
+        yield frame
+
+
+def publish_frame(publisher: ZmqPublisher, frame: CapturedFrame) -> None:
+    """Send one frame under its recorded seq."""
+    publisher.renumber(frame.seq)
+    publisher.publish_payload(frame.payload)
+
+
+def topics_of(frames: Iterable[CapturedFrame]) -> dict[str, str]:
+    """The topic of each engine's first frame."""
+    topics: dict[str, str] = {}
+    for frame in frames:
+        topics.setdefault(frame.source, frame.topic)
+    return topics

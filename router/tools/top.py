@@ -1,0 +1,462 @@
+"""``kvatlas top``: asks a running router again and again and shows it; survives the router's restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import termios
+import tty
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from router.config.errors import ConfigError
+from router.tools.doctor.command import router_url
+from router.tools.doctor.gather.http import Http, HttpAnswer, series
+from router.tools.ops_client import ops_headers, output_console
+
+# One picture of a running router: its own endpoints' answers turned into rows and totals.
+#
+# Pure: takes what ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics`` answered. Fields that are
+# missing or of another type (an older or newer router) are left out; nothing raises because of an answer.
+
+
+_COMPARED = ("exact", "over", "under")
+
+
+class EngineRow(msgspec.Struct, kw_only=True):
+    """One engine. None: not known. Shares are 0..1; ``requests`` counts finished ones."""
+
+    engine: str
+    up: bool
+    breaker_open: bool
+    models: list[str]
+    requests: int = 0
+    requests_per_s: float | None = None
+    hit_share: float | None = None
+    """Reported cached tokens over prompt tokens, of the latest receipts."""
+    exact_share: float | None = None
+    """Of all compared predictions."""
+    queue_s: float | None = None
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    """Share of the KV blocks that running requests use."""
+    kv_cached: float | None = None
+    """Share of the KV blocks that hold cached content, in use or not."""
+    feed: str = ""
+    feed_reason: str = ""
+    lag_s: float | None = None
+    mode: str = ""
+    predicted_ttft_s: float | None = None
+    """Median predicted time to first token of the latest streams, from asking the engine."""
+    ttft_s: float | None = None
+    """The same, as measured."""
+    ttft_held: int = 0
+    """Predictions that held (within 50 ms or 10 %), of ``ttft_compared``."""
+    ttft_compared: int = 0
+    drifting: bool = False
+    problem: str = ""
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """The whole router; sums over engines, and figures of the proxy."""
+
+    engines: int
+    up: int
+    requests: int
+    requests_per_s: float | None
+    hit_share: float | None
+    exact_share: float | None
+    running: int
+    waiting: int
+    active: int | None = None
+    """Requests in the proxy now."""
+    errors: int | None = None
+    retries: int | None = None
+    ttft_held_share: float | None = None
+    """Of all engines' latest predicted times to first token, those that held."""
+
+
+class RouterSnapshot(msgspec.Struct, kw_only=True):
+    """All of it; ``problem`` says why there are no rows."""
+
+    router: str
+    problem: str = ""
+    engines: list[EngineRow] = []
+    totals: Totals | None = None
+
+
+def make_picture(
+    router: str,
+    engines: list[Any],
+    receipts: list[Any],
+    metrics: str,
+    *,
+    before: RouterSnapshot | None = None,
+    elapsed_s: float = 0.0,
+) -> RouterSnapshot:
+    """The picture; rates are against ``before``, taken ``elapsed_s`` earlier."""
+    hits = _hit_tokens(receipts)
+    earlier = {row.engine: row for row in before.engines} if before is not None else {}
+    rows = [
+        _row(entry, hits, earlier, elapsed_s)
+        for entry in engines
+        if isinstance(entry, dict) and isinstance(entry.get("engine"), str)
+    ]
+    return RouterSnapshot(router=router, engines=rows, totals=_totals(rows, engines, hits, _sums(metrics)))
+
+
+def _row(
+    entry: dict[str, Any], hits: dict[str, tuple[int, int]], earlier: dict[str, EngineRow], elapsed_s: float
+) -> EngineRow:
+    engine = entry["engine"]
+    outcomes = _counts(entry.get("receipts"))
+    load, feed = _dict(entry.get("load")), _dict(entry.get("feed"))
+    first_tokens = _dict(entry.get("first_tokens"))
+    requests = sum(outcomes.values())
+    rate = None
+    if engine in earlier and elapsed_s > 0 and requests >= earlier[engine].requests:
+        rate = (requests - earlier[engine].requests) / elapsed_s
+    return EngineRow(
+        engine=engine,
+        up=entry.get("up") is True,
+        breaker_open=entry.get("available") is False,
+        models=[str(model) for model in _list(entry.get("models"))],
+        requests=requests,
+        requests_per_s=rate,
+        hit_share=_share(*hits.get(engine, (0, 0))),
+        exact_share=_exact_share(outcomes),
+        queue_s=_number(load.get("queue_s")),
+        running=_whole(load.get("running")),
+        waiting=_whole(load.get("waiting")),
+        kv_usage=_number(entry.get("kv_usage")),
+        kv_cached=_number(entry.get("kv_cached")),
+        feed=str(entry.get("feed_state", "")),
+        feed_reason=str(feed.get("reason", "")),
+        lag_s=_number(feed.get("lag_s")),
+        mode=str(entry.get("mode") or ""),
+        predicted_ttft_s=_number(first_tokens.get("predicted_s")),
+        ttft_s=_number(first_tokens.get("measured_s")),
+        ttft_held=_whole(first_tokens.get("held")) or 0,
+        ttft_compared=_whole(first_tokens.get("compared")) or 0,
+        drifting=entry.get("drifting") is True,
+        problem=str(entry.get("problem") or ""),
+    )
+
+
+def _totals(
+    rows: list[EngineRow], engines: list[Any], hits: dict[str, tuple[int, int]], sums: dict[str, float]
+) -> Totals:
+    outcomes: dict[str, int] = {}
+    for entry in engines:
+        for name, count in _counts(_dict(entry).get("receipts")).items():
+            outcomes[name] = outcomes.get(name, 0) + count
+    rates = [row.requests_per_s for row in rows if row.requests_per_s is not None]
+    pairs = list(hits.values())
+    return Totals(
+        engines=len(rows),
+        up=sum(row.up for row in rows),
+        requests=sum(outcomes.values()),
+        requests_per_s=sum(rates) if rates else None,
+        hit_share=_share(sum(cached for cached, _ in pairs), sum(prompt for _, prompt in pairs)),
+        exact_share=_exact_share(outcomes),
+        running=sum(row.running or 0 for row in rows),
+        waiting=sum(row.waiting or 0 for row in rows),
+        active=_whole(sums.get("kvatlas_proxy_requests_active")),
+        # A counter by reason has no sample before its first reason.
+        errors=_whole(sums.get("kvatlas_proxy_errors_total", 0.0)) if sums else None,
+        retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
+        ttft_held_share=_share(sum(row.ttft_held for row in rows), sum(row.ttft_compared for row in rows)),
+    )
+
+
+def _hit_tokens(receipts: list[Any]) -> dict[str, tuple[int, int]]:
+    """Engine -> (cached tokens, prompt tokens) over the receipts that report both."""
+    sums: dict[str, tuple[int, int]] = {}
+    for receipt in receipts:
+        fields = _dict(receipt)
+        cached, prompt = _whole(fields.get("actual_tokens")), _whole(fields.get("prompt_tokens"))
+        if cached is None or prompt is None:
+            continue
+        engine = str(fields.get("engine_id"))
+        had = sums.get(engine, (0, 0))
+        sums[engine] = had[0] + cached, had[1] + prompt
+    return sums
+
+
+def _sums(metrics: str) -> dict[str, float]:
+    """Each metric summed over its labels."""
+    sums: dict[str, float] = {}
+    for name, _, value in series(metrics):
+        if name.startswith("kvatlas_proxy_"):
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def _exact_share(outcomes: dict[str, int]) -> float | None:
+    return _share(outcomes.get("exact", 0), sum(outcomes.get(name, 0) for name in _COMPARED))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _counts(value: Any) -> dict[str, int]:
+    return {name: count for name, count in _dict(value).items() if type(count) is int}
+
+
+def _number(value: Any) -> float | None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    return float(value) if good else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else int(number)
+
+
+# The table of ``kvatlas top``.
+
+
+_COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV\nuse", "KV\nheld")
+_LAG_SHOWN_S = 0.1
+_FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
+
+
+def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
+    """The picture as it is shown, in 80 columns: what is amiss stands under the table, and ``hint`` last."""
+    if picture.problem:
+        return Group(Text(f"{picture.router}: {picture.problem}", style="bold red"), Text(hint, style="dim"))
+    table = Table(
+        title=f"kvatlas at {picture.router}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=0,
+    )
+    table.add_column("engine", overflow="fold", min_width=14)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("feed", overflow="fold")
+    table.add_column("state", overflow="fold")
+    for row in picture.engines:
+        feed = Text(row.feed or "-", style=_FEED_STYLES.get(row.feed, "yellow"))
+        table.add_row(_name(row), *_figures(row), feed, _state(row))
+    parts: list[RenderableType] = [table]
+    if picture.totals is not None:
+        table.add_section()
+        table.add_row("total", *_figures(picture.totals), "", f"{picture.totals.up} up", style="bold")
+        parts.append(Text(_proxy(picture.totals)))
+        if picture.totals.ttft_held_share is not None:
+            parts.append(_first_tokens(picture))
+    parts += [
+        Text(f"{_name(row)}: {said}", style="yellow") for row in picture.engines if (said := _amiss(row))
+    ]
+    return Group(*parts, Text(hint, style="dim"))
+
+
+def _name(row: EngineRow) -> str:
+    return row.engine.removeprefix("http://")
+
+
+def _figures(row: EngineRow | Totals) -> list[str]:
+    queue_s, usage, cached = None, None, None
+    if isinstance(row, EngineRow):
+        queue_s, usage, cached = row.queue_s, row.kv_usage, row.kv_cached
+    return [
+        f"{row.requests:,}",
+        "-" if row.requests_per_s is None else f"{row.requests_per_s:.1f}",
+        _percent(row.hit_share),
+        _percent(row.exact_share),
+        _seconds(queue_s),
+        _count(row.running),
+        _count(row.waiting),
+        _percent(usage),
+        _percent(cached),
+    ]
+
+
+def _state(row: EngineRow) -> Text:
+    """One word; ``_amiss`` has the rest."""
+    if not row.up:
+        return Text("down", style="bold red")
+    if row.breaker_open:
+        return Text("open", style="yellow")
+    return Text("drift", style="yellow") if row.drifting else Text(row.mode or "up")
+
+
+def _amiss(row: EngineRow) -> str:
+    """What is not as it should be with an engine, in words; "" where all is well."""
+    words = []
+    if not row.up:
+        words.append(f"down: {row.problem}" if row.problem else "down")
+    words += [word for word, said in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if said]
+    if row.feed_reason or (row.lag_s is not None and row.lag_s >= _LAG_SHOWN_S):
+        reason = f" ({row.feed_reason})" if row.feed_reason else ""
+        lag = "" if row.lag_s is None else f" {row.lag_s * 1000:.0f} ms"
+        words.append(f"feed {row.feed}{reason}{lag}")
+    return ", ".join(words)
+
+
+def _proxy(totals: Totals) -> str:
+    figures = (("active", totals.active), ("errors", totals.errors), ("retries", totals.retries))
+    return "requests: " + ", ".join(f"{_count(value)} {name}" for name, value in figures)
+
+
+def _first_tokens(picture: RouterSnapshot) -> Table:
+    """Predicted against measured time to first token of the latest streams, engine by engine."""
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("first token", overflow="fold", min_width=14)
+    for name in ("predicted", "measured", "held"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in picture.engines:
+        if row.ttft_compared:
+            held = f"{_percent(row.ttft_held / row.ttft_compared)} of {row.ttft_compared}"
+            table.add_row(_name(row), _seconds(row.predicted_ttft_s), _seconds(row.ttft_s), held)
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.2f} s"
+
+
+def _count(count: int | None) -> str:
+    return "-" if count is None else f"{count:,}"
+
+
+_TIMEOUT_S = 3.0
+_HINT = "q ends"
+
+
+def run_top(router: str, *, interval_s: float, once: bool, as_json: bool) -> int:
+    """0; 1 where a single picture could not be had. Raises ``ConfigError`` for arguments of no sense."""
+    if not 0.05 <= interval_s <= 3600:
+        raise ConfigError(f"--interval: {interval_s} is not in 0.05..3600")
+    url = router_url(router)
+    if url is None:
+        raise AssertionError("a URL was given")
+    terminal = sys.stdout.isatty() and sys.stdin.isatty()
+    if once or not (terminal or as_json):
+        return asyncio.run(_single(url, as_json=as_json))
+    if as_json:
+        asyncio.run(_lines(url, interval_s))
+        return 0
+    stdin = sys.stdin.fileno()
+    with _single_keys(stdin):
+        asyncio.run(_watch(url, interval_s, stdin))
+    return 0
+
+
+async def _single(url: str, *, as_json: bool) -> int:
+    async with contextlib.aclosing(pictures(url, 1.0)) as stream:
+        picture = await anext(stream)
+    if as_json:
+        _print_json(picture)
+    else:
+        output_console().print(render(picture))
+    return 1 if picture.problem else 0
+
+
+async def _lines(url: str, interval_s: float) -> None:
+    async with contextlib.aclosing(pictures(url, interval_s)) as stream:
+        async for picture in stream:
+            _print_json(picture)
+
+
+async def _watch(url: str, interval_s: float, terminal: int) -> None:
+    """Show pictures until q is pressed on this terminal (its file descriptor)."""
+    loop, quit_ = asyncio.get_running_loop(), asyncio.Event()
+
+    def pressed() -> None:
+        if os.read(terminal, 1) in {b"q", b"Q", b""}:
+            quit_.set()
+
+    with Live(screen=True, auto_refresh=False) as live:
+        tasks = [asyncio.create_task(_show(url, interval_s, live)), asyncio.create_task(quit_.wait())]
+        loop.add_reader(terminal, pressed)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loop.remove_reader(terminal)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _show(url: str, interval_s: float, live: Live) -> None:
+    async with contextlib.aclosing(pictures(url, interval_s)) as stream:
+        async for picture in stream:
+            live.update(render(picture, hint=_HINT), refresh=True)
+
+
+async def pictures(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot, None]:
+    """A picture every ``interval_s``, for ever; one with a ``problem`` while the router does not answer."""
+    loop = asyncio.get_running_loop()
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+        http = Http(session, _TIMEOUT_S)
+        before: RouterSnapshot | None = None
+        taken_s = 0.0
+        while True:
+            now = loop.time()
+            picture = await take(http, url, before, now - taken_s)
+            before, taken_s = (None if picture.problem else picture), now
+            yield picture
+            await asyncio.sleep(max(0.0, now + interval_s - loop.time()))
+
+
+async def take(
+    http: Http, url: str, before: RouterSnapshot | None = None, elapsed_s: float = 0.0
+) -> RouterSnapshot:
+    """One picture. Never raises for what the router answers, or does not."""
+    paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics")
+    engines, receipts, metrics = await asyncio.gather(
+        *(http.get(url + path, ops_headers()) for path in paths)
+    )
+    listed = _listed(engines)
+    if listed is None:
+        told = engines.what if not engines.ok else "an answer that is not a router's"
+        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {told}")
+    page = metrics.body.decode("utf-8", "replace") if metrics.ok else ""
+    return make_picture(url, listed, _listed(receipts) or [], page, before=before, elapsed_s=elapsed_s)
+
+
+def _listed(answer: HttpAnswer) -> list[Any] | None:
+    return answer.json(list[Any]) if answer.ok else None
+
+
+def _print_json(picture: RouterSnapshot) -> None:
+    print(msgspec.json.encode(picture).decode(), flush=True)
+
+
+@contextlib.contextmanager
+def _single_keys(terminal: int) -> Iterator[None]:
+    """Keys come as they are pressed, unseen; the terminal is put back at the end."""
+    kept = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, kept)

@@ -1,1 +1,0 @@
-"""``kvatlas top``: a live view of a running router."""

@@ -1,0 +1,405 @@
+"""``kvatlas verify``: replay recorded truth through the serving code and compare every predicted hit.
+
+A trace's events go through ``FleetResidency`` exactly as a feed's batches do; each probe is then predicted
+and compared with what the engine's scheduler found at that point. The events are played twice. The first
+time stands for the engine's life before the recording: groups, layout and hash scheme are learned from it,
+and from the prompts that were placed; the engine then restarts, so that residency starts empty. Only the
+second time are probes answered. A *cold* run leaves the first time out: each probe is predicted from what
+came before it, as of an engine nothing is known of; to say that nothing is known is not wrong then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from publisher.block_hash import HashScheme, MultimodalItem, PromptExtras, block_hashes
+from publisher.event_decoder import decode_batch
+from publisher.events import BlockHash
+from router.feeds.base import FeedState
+from router.index.base import Plane
+from router.index.engine import EngineResidency
+from router.index.learn.layout import ModelFacts
+from router.index.model import FleetResidency
+from router.replication.leases import Leases
+from router.replication.mirror import MirroredIndex, engine_facts
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.settings import IndexSettings
+
+# Recorded truth: a stream of event batches and, between them, prompts with the hit the engine really found.
+#
+# A trace is ``.jsonl`` or ``.jsonl.gz``, one JSON object per line: a ``header`` first, then ``events``
+# (base64 of the exact payload, and its ``seq``), ``state`` (distinct hashes per group), ``probe`` (a prompt
+# and its true ``hit_tokens``) and ``note``. Every fault names file, line and reason (``TraceError``).
+
+
+class TraceError(Exception):
+    """A trace that cannot be read; the message names file, line and reason."""
+
+
+class TraceGroup(msgspec.Struct):
+    """What of a group's description an operator would have to configure."""
+
+    group_idx: int
+    attention_chunk_size: int | None = None
+    mamba_cache_mode: str | None = None
+    is_eagle: bool = False
+    cacheable: bool = True
+    """False: a group that publishes nothing and is never looked up."""
+    sliding_window: int | None = None
+    """Read of groups that publish nothing only: a window that is rebuilt by replay."""
+
+
+class TraceHeader(msgspec.Struct):
+    """The part of a header a consumer may use; what events tell is deliberately not read."""
+
+    groups: list[TraceGroup]
+    family: str = ""
+    report_mode: str = "incremental"
+    partial_hash_hits: bool | None = None
+
+
+class TraceProbe(msgspec.Struct):
+    """A prompt of a trace."""
+
+    token_ids: list[int]
+    lora_name: str | None = None
+    lora_path: str | None = None
+    cache_salt: str | None = None
+    mm: list[tuple[str, int, int]] | None = None
+
+    def extras(self) -> PromptExtras:
+        """What besides tokens enters the hashes of this prompt."""
+        items = tuple(MultimodalItem(*item) for item in self.mm or ())
+        return PromptExtras(self.lora_name, self.lora_path, self.cache_salt, items)
+
+
+class TraceState(msgspec.Struct):
+    keys: list[int]
+
+
+class TraceLine(msgspec.Struct):
+    """One line: a header, events, a state, a probe with its hit, or a note; other fields are ignored."""
+
+    header: TraceHeader | None = None
+    events: str | None = None
+    seq: int | None = None
+    state: TraceState | None = None
+    probe: TraceProbe | None = None
+    hit_tokens: int | None = None
+    note: Any = None
+
+    def payload(self) -> bytes:
+        """The batch as it was on the wire."""
+        return base64.b64decode(self.events or "", validate=True)
+
+
+_LINE = msgspec.json.Decoder(TraceLine)
+
+
+def trace_files(paths: list[Path]) -> list[Path]:
+    """Traces named by files and folders (searched recursively), sorted. Raises ``TraceError`` if none."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += [p for p in path.rglob("*") if p.name.endswith((".jsonl", ".jsonl.gz")) and p.is_file()]
+        elif path.exists():
+            files.append(path)
+        else:
+            raise TraceError(f"{path}: no such file or folder")
+    if not files:
+        raise TraceError(f"no .jsonl or .jsonl.gz trace under {', '.join(map(str, paths))}")
+    return sorted(files)
+
+
+def read_trace(path: Path) -> Iterator[tuple[int, TraceLine]]:
+    """(line number, line) of one trace, the header first."""
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, text in enumerate(lines, 1):
+                line = _LINE.decode(text)
+                if (number == 1) != (line.header is not None):
+                    raise TraceError(f"{path}:{number}: the header must be the first line, and only that")
+                if line.probe is not None and line.hit_tokens is None:
+                    raise TraceError(f"{path}:{number}: probe without hit_tokens")
+                yield number, line
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(f"{path}:{number}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}:{number + 1}: cannot be read: {error}") from None
+    if number == 0:
+        raise TraceError(f"{path}:1: empty file, expected a header")
+
+
+def trace_facts(path: Path) -> ModelFacts:
+    """What an operator would configure for the engine of this trace (LoRA paths come from its prompts)."""
+    header = TraceHeader([])
+    lora_paths: dict[str, str] = {}
+    for _, line in read_trace(path):
+        if line.header is not None:
+            header = line.header
+        elif line.probe is not None and line.probe.lora_name is not None:
+            lora_paths[line.probe.lora_name] = line.probe.lora_path or ""
+    chunks = {g.group_idx: g.attention_chunk_size for g in header.groups if g.attention_chunk_size}
+    mamba = next((g.mamba_cache_mode for g in header.groups if g.mamba_cache_mode), None)
+    return ModelFacts(
+        attention_chunk_sizes=chunks,
+        mamba_cache_mode=mamba,
+        eagle_groups=tuple(g.group_idx for g in header.groups if g.is_eagle),
+        partial_hash_hits=header.partial_hash_hits,
+        report_mode_full=header.report_mode == "full",
+        lora_paths=lora_paths,
+        hidden_groups=any(not g.cacheable for g in header.groups),
+        replay_tokens=max((g.sliding_window or 0 for g in header.groups if not g.cacheable), default=0),
+    )
+
+
+RECORDED = "recorded"
+"""The one engine of a trace."""
+_SUMMED = (
+    "probes",
+    "exact",
+    "over",
+    "under",
+    "truth_tokens",
+    "abs_error_tokens",
+    "states",
+    "states_exact",
+    "unknown",
+)
+
+
+class TraceResult(msgspec.Struct):
+    """How the predictions for one trace (or for all of them) compare with its truth."""
+
+    trace: str
+    family: str
+    probes: int = 0
+    exact: int = 0
+    over: int = 0
+    under: int = 0
+    truth_tokens: int = 0
+    abs_error_tokens: int = 0
+    states: int = 0
+    states_exact: int = 0
+    unknown: int = 0
+    """Probes of a cold run for which nothing was predicted."""
+    detected: dict[str, Any] | None = None
+
+    def add(self, predicted: int, truth: int) -> None:
+        """Count one probe."""
+        self.probes += 1
+        self.exact += predicted == truth
+        self.over += predicted > truth
+        self.under += predicted < truth
+        self.truth_tokens += truth
+        self.abs_error_tokens += abs(predicted - truth)
+
+    @property
+    def all_exact(self) -> bool:
+        """Every prediction exact, and every recorded residency count reproduced."""
+        return self.probes == self.exact + self.unknown and self.states == self.states_exact
+
+
+class ProbePrompt:
+    """A probe in the form the predictor takes."""
+
+    def __init__(self, token_ids: list[int], extras: PromptExtras) -> None:
+        self.token_ids = token_ids
+        self.extras = extras
+
+    @classmethod
+    def of(cls, probe: TraceProbe) -> ProbePrompt:
+        return cls(probe.token_ids, probe.extras())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def hashes(self, scheme: HashScheme) -> list[BlockHash]:
+        return block_hashes(self.token_ids, scheme, self.extras)
+
+
+def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
+    """Replay one trace; ``cold``: nothing is learned before. Raises ``TraceError`` naming file and line where
+    it cannot be read."""
+    fleet = FleetResidency(trace_facts(path))
+    engine = fleet.engine(RECORDED)
+    if not cold:
+        learn_trace(fleet, path)
+    result = TraceResult(path.name, "")
+    for number, line in read_trace(path):
+        if line.header is not None:
+            result.family = line.header.family
+        elif line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.state is not None:
+            result.states += 1
+            held = [fleet.index.copies(RECORDED, Plane("GPU", g)) for g in range(len(line.state.keys))]
+            result.states_exact += held == line.state.keys
+        elif line.probe is not None and line.hit_tokens is not None:
+            hit = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])[RECORDED]
+            if cold and hit.mode == "unknown":
+                result.probes += 1
+                result.unknown += 1
+            else:
+                result.add(hit.hit_tokens, line.hit_tokens)
+    result.detected = detected(engine)
+    return result
+
+
+def learn_trace(fleet: FleetResidency, path: Path) -> None:
+    """Show the engine's events and prompts to find its groups and hash scheme; then nothing is held.
+
+    Raises ``TraceError``.
+    """
+    for number, line in read_trace(path):
+        if line.events is not None:
+            apply_line(fleet, path, number, line)
+        elif line.probe is not None:
+            fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            fleet.engine(RECORDED).finish_detection()
+    fleet.forget(RECORDED)
+
+
+def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
+    """One batch of a trace; a search for the hash scheme is brought to its end. Raises ``TraceError``."""
+    try:
+        fleet.apply(RECORDED, decode_batch(line.payload()))
+    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or no batch (EventDecodeError)
+        raise TraceError(f"{path}:{number}: {error}") from None
+    fleet.engine(RECORDED).finish_detection()
+
+
+def detected(engine: EngineResidency) -> dict[str, Any]:
+    """What was found out about an engine."""
+    layout = engine.layout
+    return {
+        "mode": str(engine.detection),
+        "scheme": None if engine.scheme is None else msgspec.to_builtins(engine.scheme),
+        "groups": [] if layout is None else msgspec.to_builtins(layout.groups),
+        "alignment": None if layout is None else layout.alignment,
+        "rejected": dict(engine.rejected),
+        "unknown_types": dict(engine.unknown_types),
+    }
+
+
+def total(results: list[TraceResult]) -> TraceResult:
+    """All results added up."""
+    summed = TraceResult("total", "")
+    for name in _SUMMED:
+        setattr(summed, name, sum(getattr(result, name) for result in results))
+    return summed
+
+
+# The writing process of ``kvatlas verify --index``: replays traces into a shared index as it is told to.
+#
+# Reads one JSON object per line from its input and answers each with one: ``{"url", "namespace"}`` first;
+# then ``{"trace", "model"}`` (play the trace once to learn, then start anew) and ``{"line"}`` (apply every
+# event up to this line and see it written). Ends with its input.
+
+
+CONNECT_S = 5.0
+_LEASE_S, _TTL_S = 900.0, 1800.0
+
+
+class Order(msgspec.Struct, omit_defaults=True):
+    """One line of input."""
+
+    url: str = ""
+    namespace: str = ""
+    trace: str = ""
+    model: str = ""
+    line: int | None = None
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """One line of output. ``problem`` is the reason why the order could not be carried out."""
+
+    problem: str = ""
+    is_trace_fault: bool = False
+    detected: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def trace_settings(url: str, namespace: str) -> IndexSettings:
+    """Settings for both sides: patient, since nothing here is to be timed, and soon forgotten."""
+    return IndexSettings(
+        url=url, namespace=namespace, lease_s=_LEASE_S, block_ttl_s=_TTL_S, lookup_timeout_s=CONNECT_S
+    )
+
+
+class _Play:
+    """One trace on its way into the index."""
+
+    def __init__(self, client: Client, path: Path, model: str) -> None:
+        self._path = path
+        self._mirror = MirroredIndex(client, model)
+        self._leases = Leases(client, model, "writer")
+        self._fleet = FleetResidency(trace_facts(path), self._mirror)
+        self._rest: Iterator[tuple[int, TraceLine]] = iter(())
+
+    async def begin(self) -> None:
+        """Learn from the whole trace, then start with nothing resident."""
+        token = await self._leases.acquire(RECORDED)
+        if token is None:
+            raise IndexUnavailable("lease", "held by somebody else")
+        self._fleet.engine(RECORDED)
+        await self._mirror.take_over(RECORDED, token)
+        learn_trace(self._fleet, self._path)
+        self._rest = read_trace(self._path)
+        await self._write()
+
+    async def advance(self, until: int) -> None:
+        """Apply the events of every line up to this one, which must not have been passed before."""
+        for number, line in self._rest:
+            if line.events is not None:
+                apply_line(self._fleet, self._path, number, line)
+            if number >= until:
+                break
+        await self._write()
+
+    def detected(self) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode(detected(self._fleet.engine(RECORDED))))
+
+    async def _write(self) -> None:
+        engine, seat = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).seat()
+        self._mirror.describe(RECORDED, engine_facts(engine, seat, FeedState.READY, 0))
+        await self._mirror.flush()
+
+
+async def _main() -> None:
+    orders = msgspec.json.Decoder(Order)
+    client: Client | None = None
+    play: _Play | None = None
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        order, reply = orders.decode(line), Reply()
+        try:
+            if order.url:
+                client = Client(trace_settings(order.url, order.namespace))
+                if not await client.start(CONNECT_S):
+                    reply.problem = client.last_error or "no connection in time"
+            elif order.trace and client is not None:
+                play = _Play(client, Path(order.trace), order.model)
+                await play.begin()
+            elif order.line is not None and play is not None:
+                await play.advance(order.line)
+                reply.detected = play.detected()
+        except (IndexUnavailable, TraceError) as error:
+            reply.problem, reply.is_trace_fault = str(error), isinstance(error, TraceError)
+        print(msgspec.json.encode(reply).decode(), flush=True)
+    if client is not None:
+        await client.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

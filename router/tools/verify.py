@@ -1,0 +1,247 @@
+"""What ``kvatlas verify`` prints: a table with a progress bar, or JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from publisher.events import BlockHash
+from router.index.base import Plane
+from router.replication.codec import ScopeKeys
+from router.replication.gossip import LoadGossip
+from router.replication.lookup import IndexLookup
+from router.replication.reader import SharedReader
+from router.replication.redis.client import Client
+from router.replication.redis.connection import IndexUnavailable
+from router.replication.registry import Registry
+from router.replication.settings import IndexSettings
+from router.tools.index_verify import block_hashes
+from router.tools.ops_client import output_console
+from router.tools.trace_verification import (
+    CONNECT_S,
+    RECORDED,
+    Order,
+    ProbePrompt,
+    Reply,
+    TraceError,
+    TraceResult,
+    read_trace,
+    total,
+    trace_files,
+    trace_settings,
+    verify_trace,
+)
+
+# ``kvatlas verify --index``: recorded truth through a shared index, written by one process, read by
+# another.
+#
+# A process of its own (``trace_writer``) replays the events into the index; this one predicts every probe
+# from what it reads there, as a replica does for an engine that another one follows. Each run uses a
+# namespace of its own, which soon expires, so that a fleet on the same server notices nothing.
+
+
+class _Nothing:
+    """Follows no engine itself (``router.replication.lookup.Ownership``)."""
+
+    others_alive = True
+
+    def follows(self, engine_id: str) -> bool:
+        return False
+
+    def holds_exclusively(self, engine_id: str) -> bool:
+        return False
+
+
+class SharedVerifier:
+    """Both processes, for as long as the context lasts. Raises ``IndexUnavailable``."""
+
+    def __init__(self, index: IndexSettings) -> None:
+        self._settings = trace_settings(index.url, f"verify-{secrets.token_hex(6)}")
+        self._runner = asyncio.Runner()
+        self._client: Client = Client(self._settings)
+        self._traces = 0
+        self._writer: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> SharedVerifier:
+        command = [sys.executable, "-m", "router.tools.trace_verification"]
+        self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
+        self._tell(Order(url=self._settings.url, namespace=self._settings.namespace))
+        if not self._runner.run(self._client.start(CONNECT_S)):
+            raise IndexUnavailable("connection", self._client.last_error or "no connection in time")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._writer is not None and self._writer.stdin is not None and self._writer.stdout is not None:
+            self._writer.stdin.close()
+            self._writer.wait()
+            self._writer.stdout.close()
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+    def verify_trace(self, path: Path) -> TraceResult:
+        """One trace in a scope of its own. Raises ``TraceError`` or ``IndexUnavailable``."""
+        self._traces += 1
+        model = f"trace-{self._traces}"
+        self._tell(Order(trace=str(path), model=model))
+        return self._runner.run(self._verify(path, model))
+
+    async def _verify(self, path: Path, model: str) -> TraceResult:
+        result = TraceResult(path.name, "")
+        exchange = LoadGossip("reader", lambda _: {}, started=0)
+        reader = SharedReader(self._client)
+        lookup = IndexLookup(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
+        for number, line in read_trace(path):
+            if line.header is not None:
+                result.family = line.header.family
+            elif line.state is not None:
+                self._tell(Order(line=number))
+                result.states += 1
+                result.states_exact += (
+                    await self._held(reader, model, len(line.state.keys)) == line.state.keys
+                )
+            elif line.probe is not None and line.hit_tokens is not None:
+                reply = self._tell(Order(line=number))
+                result.detected = msgspec.json.decode(reply.detected)
+                look = await lookup.look(ProbePrompt.of(line.probe), {RECORDED: model})
+                if look.problem:
+                    raise IndexUnavailable(look.problem, f"at {path}:{number}")
+                result.add(look.hits[RECORDED].hit_tokens, line.hit_tokens)
+        return result
+
+    async def _held(self, reader: SharedReader, model: str, groups: int) -> list[int]:
+        """Distinct blocks the index shows in each group, on the GPU."""
+        view = await Registry(self._client, model).fetch()
+        if view is None:
+            return []
+        hashes = await block_hashes(self._client, ScopeKeys(self._settings.namespace, model), view.scope)
+        found = await reader.lookup([BlockHash(value) for value in hashes.tolist()], model)
+        engine = found.engines[RECORDED]
+        held = []
+        for group in range(groups):
+            column = found.rows.plane(Plane("GPU", group), engine.slot.word)
+            held.append(int(np.count_nonzero((column >> np.uint64(engine.slot.bit)) & np.uint64(1))))
+        return held
+
+    def _tell(self, order: Order) -> Reply:
+        """Have the writer carry out an order. Raises ``TraceError`` or ``IndexUnavailable``."""
+        writer = self._writer
+        if writer is None or writer.stdin is None or writer.stdout is None:
+            raise AssertionError("entered before")
+        writer.stdin.write(msgspec.json.encode(order) + b"\n")
+        writer.stdin.flush()
+        line = writer.stdout.readline()
+        if not line:
+            raise IndexUnavailable("writer", "the writing process ended; its error is above")
+        reply = msgspec.json.decode(line, type=Reply)
+        if reply.problem:
+            raise (
+                TraceError(reply.problem)
+                if reply.is_trace_fault
+                else IndexUnavailable("writer", reply.problem)
+            )
+        return reply
+
+
+_NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 5}
+"""Columns of counts, each with the width it keeps on a narrow terminal; a cold run has one more."""
+_WIDE = 120
+
+
+def run_verify(
+    paths: list[Path], *, as_json: bool, index: IndexSettings | None = None, cold: bool = False
+) -> int:
+    """0 if every prediction for every trace is exact, 1 if not, 2 for a trace that cannot be read.
+
+    With a shared ``index`` another process writes the events to it, and this one predicts from it. A ``cold``
+    run predicts each probe from the events before it only.
+    """
+    if not paths:
+        print("kvatlas verify: give at least one trace file or folder", file=sys.stderr)
+        return 2
+    if cold and index is not None and index.is_shared:
+        print("kvatlas verify: --cold is of one process; leave --index out", file=sys.stderr)
+        return 2
+    try:
+        files = trace_files(paths)
+        with _verifier(index, cold=cold) as verify_one:
+            results = _json_lines(files, verify_one) if as_json else _with_progress(files, verify_one)
+    except (TraceError, IndexUnavailable) as error:
+        print(f"kvatlas verify: {error}", file=sys.stderr)
+        return 2
+    if not as_json:
+        console = output_console()
+        console.print(_table(results, narrow=console.width < _WIDE, cold=cold))
+    return 0 if all(result.all_exact for result in results) else 1
+
+
+@contextmanager
+def _verifier(index: IndexSettings | None, *, cold: bool) -> Iterator[Callable[[Path], TraceResult]]:
+    """What verifies one trace: from memory, or through a shared index."""
+    if index is None or not index.is_shared:
+        yield partial(verify_trace, cold=cold)
+    else:
+        with SharedVerifier(index) as verifier:
+            yield verifier.verify_trace
+
+
+def _json_lines(files: list[Path], verify_one: Callable[[Path], TraceResult]) -> list[TraceResult]:
+    results = []
+    for path in files:
+        results.append(verify_one(path))
+        print(msgspec.json.encode(results[-1]).decode(), flush=True)
+    summed = msgspec.to_builtins(total(results))
+    kept = {name: value for name, value in summed.items() if name not in {"trace", "family", "detected"}}
+    print(msgspec.json.encode({"total": {"traces": len(files), **kept}}).decode())
+    return results
+
+
+def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult]) -> list[TraceResult]:
+    results = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=len(files))
+        for path in files:
+            results.append(verify_one(path))
+            progress.advance(task)
+    return results
+
+
+def _table(results: list[TraceResult], *, narrow: bool, cold: bool = False) -> Table:
+    """All counts have their place on a narrow terminal, at the cost of long names."""
+    table = Table(
+        title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("trace", no_wrap=True, overflow="ellipsis", max_width=22 if narrow else None)
+    table.add_column("scheme", no_wrap=True, overflow="ellipsis", max_width=11 if narrow else None)
+    for name, digits in (_NUMBERS | ({"unknown": 7} if cold else {})).items():
+        table.add_column(name, justify="right", no_wrap=True, min_width=digits)
+    for result in (*results, total(results)):
+        counts = (result.probes, result.exact, result.over, result.under)
+        tokens = (result.truth_tokens, result.abs_error_tokens, *([result.unknown] if cold else []))
+        style = "bold" if result.trace == "total" else "" if result.all_exact else "red"
+        table.add_row(result.trace, _scheme(result), *[f"{n:,}" for n in (*counts, *tokens)], style=style)
+    return table
+
+
+def _scheme(result: TraceResult) -> str:
+    if result.detected is None:
+        return ""
+    scheme = result.detected["scheme"]
+    return result.detected["mode"] if scheme is None else f"{scheme['algo']}/{scheme['hash_block_size']}"

@@ -1,1 +1,0 @@
-"""``kvatlas verify``: recorded truth against the serving code."""
