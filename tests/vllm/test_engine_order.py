@@ -21,7 +21,7 @@ from tests.vllm.vllm_engine import VllmEngine
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LONG_TOKENS = 1500
-ARGS = ("--block-size", "32", "--max-model-len", "2048", "--max-num-seqs", "1")
+ARGS = ("--block-size", "32", "--max-model-len", "8192", "--max-num-seqs", "1")
 WEIGHT = 200.0
 """Puts the long prompt behind whatever comes within three seconds at 100,000 tokens a second, and longer
 at any rate of a CPU: its place does not depend on the pace of the machine."""
@@ -34,7 +34,7 @@ def router(
     engine = VllmEngine(
         vllm_python,
         tiny_model,
-        num_gpu_blocks=400,
+        num_gpu_blocks=700,
         log=tmp_path / "engine.log",
         extra_args=(*ARGS, "--scheduling-policy", request.param),
     )
@@ -76,13 +76,13 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
     said = [{"role": "user", "content": "hi"}]
     long = [rng.randrange(10, 1000) for _ in range(LONG_TOKENS)]
     asks: dict[str, Callable[[], Any]] = {
-        "long": lambda: api.completions.create(  # its answer ends well after theirs have been read here
+        "long": lambda: api.completions.create(  # each answer takes long enough to be read before the next
             model="tiny", prompt=long, max_tokens=400, extra_body={"ignore_eos": True}
         ),
-        "completions": lambda: api.completions.create(model="tiny", prompt="hi", max_tokens=100),
-        "chat": lambda: api.chat.completions.create(model="tiny", messages=said, max_tokens=100),  # type: ignore[call-overload]
-        "responses": lambda: api.responses.create(model="tiny", input="hi", max_output_tokens=100),
-        "messages": lambda: messages.messages.create(model="tiny", messages=said, max_tokens=100),  # type: ignore[arg-type]
+        "completions": lambda: api.completions.create(model="tiny", prompt="hi", max_tokens=400),
+        "chat": lambda: api.chat.completions.create(model="tiny", messages=said, max_tokens=400),  # type: ignore[call-overload]
+        "responses": lambda: api.responses.create(model="tiny", input="hi", max_output_tokens=400),
+        "messages": lambda: messages.messages.create(model="tiny", messages=said, max_tokens=400),  # type: ignore[arg-type]
     }
     ended: list[str] = []
     failed: list[str] = []
@@ -98,7 +98,7 @@ def test_short_prompts_of_every_api_pass_a_long_one_exactly_where_the_engine_goe
     for name in shorts:  # clients and engine load what they need for each API
         asks[name]()
     blocker = api.completions.create(
-        model="tiny", prompt="go on", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="go on", max_tokens=8_000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(blocker))
     threads: list[threading.Thread] = []
