@@ -34,7 +34,8 @@ from router.epp.grpc import DESTINATION, message_frame
 from router.epp.messages import bytes_field, number_field
 from router.epp.server import PickerServer
 from router.epp.settings import EppSettings
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.fleet.status import ModelCard
 from router.http.h2 import frames as h2
 from router.http.h2.frames import FrameReader

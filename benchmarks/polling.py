@@ -25,8 +25,9 @@ from aiohttp import web
 
 from router.app import Router
 from router.config.schema import Config
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.settings import FleetSettings
 from router.placement.engine import Engine
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"

@@ -26,8 +26,8 @@ from router.config.schema import Config
 from router.epp.server import PickerServer
 from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
+from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
-from router.fleet.settings import endpoint_of
 from router.following import EngineLifecycle
 from router.http.server.server import lifespan
 from router.http.server.settings import ListenSettings, ListenStats

@@ -18,7 +18,7 @@ from publisher.events import BlockHash
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence

@@ -33,8 +33,8 @@ from router.config.errors import ConfigError
 from router.config.schema import Config
 from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
+from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, hold_engine_tls
-from router.fleet.settings import endpoint_of
 from router.http.server.server import lifespan
 from router.http.server.settings import ListenSettings, ListenStats
 from router.http.tls import Certificates, TlsError

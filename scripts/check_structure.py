@@ -77,7 +77,7 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 382,
+    "modules": 384,
     "modules under 60 lines": 10,
     "banned phrases": 1041,
     "noqa": 152,

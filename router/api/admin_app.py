@@ -18,7 +18,7 @@ from router.api.admin_auth import PEER, AdminStats, Authenticator, TokenFile
 from router.api.admin_settings import AdminSettings
 from router.api.app import add_errors, json_answer, read_body
 from router.fleet.desired import DesiredState, FleetFullError
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address
 from router.fleet.status import Fleet
 from router.http.server.client_connection import ClientConnection

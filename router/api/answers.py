@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedStats
-from router.fleet.settings import EngineId
+from router.fleet.identity import EngineId
 from router.fleet.sources import SourceStats
 from router.fleet.status import ModelCard
 from router.index.learn.facts import Fact

@@ -19,7 +19,7 @@ from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
 from router.config.texts import check_texts
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.sources import check_address
 from router.http.server.settings import ListenSettings
 from router.observe.usage import UsageSettings

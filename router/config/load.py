@@ -23,7 +23,8 @@ from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.settings import DnsSettings, EngineAddress, FileSettings, FleetSettings, KubernetesSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.http.reasons import reason_of
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings

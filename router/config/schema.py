@@ -16,7 +16,8 @@ from router.admission.settings import KeySettings, QueueSettings
 from router.api.admin_settings import AdminSettings
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.http.server.cors import CorsSettings
 from router.http.server.settings import ListenSettings
 from router.http.tls import TlsFiles, check_tls_files

@@ -17,7 +17,7 @@ import msgspec
 
 from router.config.errors import ConfigError
 from router.demo import envoy_config as config
-from router.fleet.settings import endpoint_of
+from router.fleet.identity import endpoint_of
 
 _START_S_MAX = 30.0
 _REMEDY = (

@@ -24,7 +24,8 @@ from router.demo.gateway import find_envoy, free_port, gateway_process
 from router.demo.load import ANSWER_TOKENS, Api, ChatLoad, ChatOutcome, RoundRobinBaseline
 from router.demo.summary import LegCounts, Tally, live_table, store_process
 from router.epp.settings import EppSettings
-from router.fleet.settings import EngineAddress, FleetSettings, Role
+from router.fleet.identity import EngineAddress, Role
+from router.fleet.settings import FleetSettings
 from router.http.server.server import ListenError
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings

@@ -16,7 +16,7 @@ from router.epp.context import PickerContext, Timer, Wakeup
 from router.epp.context import told as told_of
 from router.epp.grpc import SERVED_KEY, GrpcError, Header, status_of
 from router.epp.speaker import ResponseWriter
-from router.fleet.settings import endpoint_of
+from router.fleet.identity import endpoint_of
 from router.http.client import UpstreamError
 from router.http.h2.stream import Stream
 from router.http.server.capacity import Capacity

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.sources import DiscoveredEngine
 
 ADMIN, STATIC = "admin", "static"

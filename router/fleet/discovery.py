@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import structlog
 
 from router.fleet.desired import STATIC, DesiredState
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.fleet.sources import (
     CannotStartError,
     DiscoveredEngine,

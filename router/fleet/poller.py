@@ -25,7 +25,8 @@ import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.settings import EngineAddress, FleetSettings, Role
+from router.fleet.identity import EngineAddress, Role
+from router.fleet.settings import FleetSettings
 from router.fleet.statement import SERVER_INFO, server_info_statement
 from router.fleet.status import (
     E,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NewType
 from urllib.parse import urlsplit
 
 import msgspec
@@ -260,62 +258,3 @@ def parse_server(text: str) -> tuple[str, int]:
     if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"{text!r} is not ADDRESS or ADDRESS:PORT")
     return address, int(port)
-
-
-# One engine of the fleet: (base URL, data-parallel rank), and where its events come from.
-
-
-Role = Literal["prefill", "decode", "both"]
-EngineId = NewType("EngineId", str)
-"""Names an engine in metrics, receipts, headers and leases. Made by ``EngineAddress.engine_id`` alone, and
-never taken apart again: what it is made of, the engine's address has."""
-
-
-class EngineAddress(msgspec.Struct, frozen=True):
-    """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
-
-    base_url: str
-    """``http://host:port``, without ``/v1``."""
-    dp_rank: int | None = None
-    """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
-    parallelism."""
-    events: str | None = None
-    """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
-    replay: str | None = None
-    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
-    topic: str = ""
-    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" takes every
-    topic."""
-    snapshot: str | None = None
-    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
-    role: Literal["prefill", "decode", "both"] | None = None
-    """``prefill``: computes prompts for others; ``decode``: fetches what those computed, and answers;
-    ``both``: either. Not set: an engine for itself ([prefill-decode.md](prefill-decode.md))."""
-
-    @property
-    def prefills(self) -> bool:
-        """It computes prompts for other engines."""
-        return self.role in {"prefill", "both"}
-
-    @property
-    def answers(self) -> bool:
-        """It gives answers to clients."""
-        return self.role != "prefill"
-
-    @property
-    def decodes(self) -> bool:
-        """It fetches what other engines have computed."""
-        return self.role in {"decode", "both"}
-
-    @property
-    def engine_id(self) -> EngineId:
-        """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
-        return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
-
-
-@lru_cache(maxsize=4096)
-def endpoint_of(base_url: str) -> str:
-    """``host:port`` behind a base URL, IPv6 addresses in brackets, as gateways name it."""
-    url = urlsplit(base_url)
-    host = url.hostname or ""
-    return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"

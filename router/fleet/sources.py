@@ -23,7 +23,8 @@ import msgspec
 import structlog
 from dns.rdatatype import AAAA, SRV, A, RdataType
 
-from router.fleet.settings import DnsSettings, EngineAddress, FileSettings, parse_server
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import DnsSettings, FileSettings, parse_server
 from router.http.reasons import reason_of
 from router.http.sockets import base_url_fault, split_address
 

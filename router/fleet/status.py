@@ -16,7 +16,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
 import msgspec
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement, metrics_statement
 
 

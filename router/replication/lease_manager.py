@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.http.reasons import reason_of
 from router.replication.leases import Leases, Member, Membership, plan_assignment
 from router.replication.redis.connection import IndexUnavailable

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import xxhash
 
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.replication import scripts
 from router.replication.codec import ScopeKeys
 from router.replication.heartbeat import HeartbeatMonitor

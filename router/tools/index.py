@@ -17,7 +17,7 @@ from rich.table import Table
 
 from publisher.events import BlockHash
 from router.config.errors import ConfigError
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.replication.codec import ScopeKeys
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client

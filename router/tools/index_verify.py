@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 from publisher.events import BlockHash
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.index.base import Plane, Words
 from router.index.learn.layout import ModelFacts
 from router.index.memory import MemoryIndex

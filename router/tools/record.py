@@ -24,8 +24,8 @@ from router.config.errors import ConfigError
 from router.config.load import parse_engine
 from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
-from router.fleet.settings import EngineAddress
 from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from router.tools.ops_client import output_console

@@ -26,7 +26,7 @@ from router.replication.redis.connection import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index_verify import shown_pairs
 from router.tools.replay_player import JournaledIndex, Player
-from router.tools.trace_verification import CONNECT_S, trace_settings
+from router.tools.trace_writer import CONNECT_S, trace_settings
 
 # What two states of residency differ in: two captures, or one capture at two points.
 

@@ -33,19 +33,16 @@ from router.replication.settings import IndexSettings
 from router.tools.index_verify import block_hashes
 from router.tools.ops_client import output_console
 from router.tools.trace_verification import (
-    CONNECT_S,
     RECORDED,
-    Order,
     ProbePrompt,
-    Reply,
     TraceError,
     TraceResult,
     read_trace,
     total,
     trace_files,
-    trace_settings,
     verify_trace,
 )
+from router.tools.trace_writer import CONNECT_S, Order, Reply, trace_settings
 
 # ``kvatlas verify --index``: recorded truth through a shared index, written by one process, read by
 # another.
@@ -78,7 +75,7 @@ class SharedVerifier:
         self._writer: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> SharedVerifier:
-        command = [sys.executable, "-m", "router.tools.trace_verification"]
+        command = [sys.executable, "-m", "router.tools.trace_writer"]
         self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
         self._tell(Order(url=self._settings.url, namespace=self._settings.namespace))
         if not self._runner.run(self._client.start(CONNECT_S)):

@@ -16,7 +16,8 @@ import openai
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.serve.server import RouterServer, make_server

@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
 
-from router.fleet.settings import EngineAddress, KubernetesSettings, Role
+from router.fleet.identity import EngineAddress, Role
+from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import DiscoveredEngine
 
 Object = TypeVar("Object")

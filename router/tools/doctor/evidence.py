@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement
 from router.fleet.status import ModelCard
 from router.index.engine import EngineResidency

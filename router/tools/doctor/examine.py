@@ -20,8 +20,8 @@ import msgspec
 from msgspec.structs import replace
 
 from router.config.schema import Config
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
-from router.fleet.settings import EngineAddress
 from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
 from router.following import complete, setup_evidence

@@ -23,7 +23,8 @@ from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.fleet.sources import SourceStats
 from router.fleet.status import Fleet
 from router.http.server.settings import ListenStats

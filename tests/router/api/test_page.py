@@ -14,7 +14,7 @@ from publisher.engine import SimulatedEngine
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
 from router.config.schema import ServerConfig
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from tests.support.browser import browsing
 from tests.support.ports import free_port
 from tests.support.waiting import run, until

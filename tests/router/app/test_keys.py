@@ -16,7 +16,7 @@ import pytest
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, digest_of
 from router.admission.settings import KeySettings
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying

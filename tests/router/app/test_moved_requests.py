@@ -10,7 +10,8 @@ import pytest
 
 from router.config.schema import Config, ModelConfig
 from router.fleet.desired import DesiredFleet
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event
 from tests.support.waiting import run, until

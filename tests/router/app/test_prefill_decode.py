@@ -16,7 +16,7 @@ from publisher.engine import SimulatedEngine
 from publisher.events import GroupSpec
 from publisher.simulator.model import WRONG_MARK
 from router.admission.settings import QueueSettings
-from router.fleet.settings import EngineAddress, Role
+from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.serve.reload import apply
 from tests.support.pairs import busy

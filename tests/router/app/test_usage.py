@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestServer
 from publisher.simulator.request import SimRequest
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
-from router.fleet.settings import EngineAddress, endpoint_of
+from router.fleet.identity import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.simulate.fit import fetch_usage

@@ -14,7 +14,7 @@ from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
 from router.config.schema import Config, ModelConfig
 from router.config.texts import RULES
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 
 WRONG: dict[str, str] = {
     "server.host": "http://0.0.0.0",

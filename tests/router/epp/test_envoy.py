@@ -18,7 +18,8 @@ from aiohttp import web
 from publisher.engine import SimulatedEngine
 from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.http.server.settings import ListenSettings
 from tests.support.envoy import Envoy, envoy, program
 from tests.support.ports import free_port

@@ -18,7 +18,7 @@ from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings, QueueSettings
 from router.epp import conformance
 from router.epp.conformance import select
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
 from tests.support.envoy import envoy, program

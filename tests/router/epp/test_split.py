@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.pd.settings import PdSettings
 from tests.router.app.test_prefill_decode import busy
 from tests.router.epp.test_envoy import FORMS, epp, port_of

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet
 from tests.support.waiting import until
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.desired import ORDER, DesiredState, FleetFullError
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.sources import DiscoveredEngine
 from router.fleet.status import Fleet
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from router.fleet.desired import DesiredFleet
+from router.fleet.identity import EngineAddress
 from router.fleet.poller import reachable
-from router.fleet.settings import EngineAddress, FleetSettings
+from router.fleet.settings import FleetSettings
 from router.fleet.status import read_asleep, read_emptied, read_gauges, read_started, read_transfers
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import run, until

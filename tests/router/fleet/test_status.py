@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"

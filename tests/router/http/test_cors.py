@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from router.config.schema import ServerConfig
-from router.fleet import settings as identity
+from router.fleet import identity
 from router.http.server.cors import CorsSettings
 from tests.support.proxy_rig import Engine, answer
 from tests.support.waiting import run

@@ -13,7 +13,7 @@ import pytest
 
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
 from tests.support.waiting import run

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from router.demo.summary import Tally, _compare
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.tools.capture import CaptureWriter
 from router.tools.event_order import RecordStats
 from router.tools.index import addressed

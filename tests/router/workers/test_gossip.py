@@ -21,7 +21,7 @@ from router.admission.key_file import KeyFile
 from router.admission.peers import SILENCE_S
 from router.app import Router
 from router.config.schema import Config
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.engine import PromptView, candidates
 from router.placement.load.others import NO_OTHERS, OthersLoad

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from publisher.events import BlockStored
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
 from router.index.seats import EngineHit

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.settings import EngineAddress, FileSettings
+from router.fleet.identity import EngineAddress
+from router.fleet.settings import FileSettings
 from router.fleet.sources import BadListError, DiscoveredEngine, FileSource, read_list
 from tests.support.waiting import until
 

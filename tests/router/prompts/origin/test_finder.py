@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import GroupSpec
 from router.config.schema import Config, ModelConfig
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.prompts.origin.finder import ModelOrigin
 from router.prompts.origin.model_config import PROBES
 from router.prompts.settings import ANY_MODEL, PromptSettings

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from publisher.events import AllBlocksCleared, DecodedBatch, encode_batch
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from router.tools.doctor.gather.listener import EventListener
 from tests.router.tools.doctor.looking import Findings, at, bound, look, publishing, saying, server, stored

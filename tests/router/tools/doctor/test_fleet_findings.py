@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.tools.doctor import registry
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info

@@ -13,7 +13,7 @@ import pytest
 
 from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.settings import EngineAddress
+from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import MODELS, Answers, Findings, at, look, publishing, saying, server
 from tests.support.waiting import run

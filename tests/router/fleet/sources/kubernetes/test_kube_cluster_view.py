@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.fleet.identity import EngineAddress
 from router.fleet.kubernetes.objects import ClusterView, EndpointSlice, Pod, read_cluster
-from router.fleet.settings import EngineAddress, KubernetesSettings
+from router.fleet.settings import KubernetesSettings
 from tests.support.kube_objects import Json, endpoint, endpoint_slice, pod
 
 PODS = KubernetesSettings(selector="app=vllm")
