@@ -299,7 +299,7 @@ def test_an_engine_that_stops_publishing_loses_its_endpoints() -> None:
             base_url = watch.server.base_url
             assert ("gone", base_url) in watch.told
             watch.server.answers["/kv_event_sources"] = {}
-            await watch.until(lambda: watch.ids == [""])
+            await watch.until(lambda: watch.ids == [""] and watch.told[-1] == ("up", base_url))
             assert watch.told[-3:] == [
                 ("gone", f"{base_url}#dp0"),
                 ("gone", f"{base_url}#dp1"),
