@@ -1,4 +1,4 @@
-"""What time receipts, the cache funnel and service levels cost a request, in microseconds of CPU.
+"""Cost of time receipts, the cache funnel and service levels per request, in microseconds of CPU.
 
     python -m benchmarks.seconds
 
@@ -79,7 +79,7 @@ async def parts(engines: int, rounds: int) -> tuple[dict[str, float], ...]:
 
     def level(left_s: float) -> object:
         return planner._within_level(  # noqa: SLF001  # timed alone
-            decision.engines, decision.candidates, decision.choice, decision.prompt_tokens, left_s
+            decision.engines, decision.candidates, decision.choice, left_s
         )
 
     besides = {

@@ -205,7 +205,7 @@ ENGINE_PRIORITY = b"x-vllm-priority"
 """vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32)."""
 Targets = tuple[float | None, float | None, float | None]
 """Milliseconds until the first token, by class: high, normal, low; None: no target."""
-_CLASSES = {one.name.lower(): one for one in Priority}
+_CLASSES = {one.label: one for one in Priority}
 
 
 def read_claim(
@@ -229,9 +229,9 @@ def read_claim(
             given = engine_number(value)
             in_body = in_body if given is None else given
         elif name == TIMEOUT:
-            until_s = arrived_s + _seconds(value)
+            until_s = arrived_s + _positive(value, "invalid_timeout", TIMEOUT, "seconds")
         elif name == TARGET and targets is not None:
-            target_ms = _milliseconds(value)
+            target_ms = _positive(value, "invalid_slo", TARGET, "milliseconds")
     if asked is None and in_body is not None:
         asked = Priority.HIGH if in_body < 0 else Priority.LOW if in_body else Priority.NORMAL
     own = Priority.NORMAL if rules is None else _CLASSES[rules.priority]
@@ -288,23 +288,12 @@ def _class(value: bytes) -> Priority:
     return _CLASSES[text]
 
 
-def _seconds(value: bytes) -> float:
+def _positive(value: bytes, reason: str, header: bytes, unit: str) -> float:
     try:
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        number = math.nan
+    if not 0 < number < math.inf:
         text = echoed(value.decode("latin-1"))
-        raise bad_request("invalid_timeout", f"x-request-timeout: {text} is no number of seconds above 0.")
-    return seconds
-
-
-def _milliseconds(value: bytes) -> float:
-    try:
-        found = float(value)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        text = echoed(value.decode("latin-1"))
-        raise bad_request("invalid_slo", f"x-slo-ttft-ms: {text} is no number of milliseconds above 0.")
-    return found
+        raise bad_request(reason, f"{header.decode()}: {text} is no number of {unit} above 0.")
+    return number

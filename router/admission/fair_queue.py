@@ -40,6 +40,11 @@ class Priority(IntEnum):
     NORMAL = 1
     LOW = 2
 
+    @property
+    def label(self) -> str:
+        """Its name in headers, settings and metrics."""
+        return self.name.lower()
+
 
 class Waiting(Generic[T]):
     """One request in the queue; ``work_s`` is what an engine would compute for it, ``credit_tokens`` what its

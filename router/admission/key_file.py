@@ -41,8 +41,8 @@ class KeyFileError(ValueError):
 
 
 class TenantRules(WaitTargets, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant may do; what is not set is not limited. Its targets for waits count before those of
-    ``[queue]``; ``inf``: never refused."""
+    """Rights and limits of a tenant; a limit that is not set does not apply. Its targets for waits count
+    before those of ``[queue]``; ``inf``: never refused."""
 
     models: tuple[str, ...] = ("*",)
     """Models it may name; ``*`` stands for any characters."""

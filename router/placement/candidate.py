@@ -102,6 +102,11 @@ class Candidate(msgspec.Struct, gc=False):
     room_s: float = 0.0
     pool_share: float = 0.0
 
+    @property
+    def interference_s(self) -> float:
+        """Seconds that the engine's running requests add to a prompt's first token."""
+        return self.decode_interference_s * self.running
+
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
     """The parts of one engine's cost, in seconds; ``total_s`` is their sum with ``credit_s`` taken off.

@@ -97,7 +97,7 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
         cached, trunk, _, load_s = self.parts[index]
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
-        prefill_s, decode_s = rate * uncached, candidate.decode_interference_s * candidate.running
+        prefill_s, decode_s = rate * uncached, candidate.interference_s
         if trunk > cached:
             credit_s = settings.beta * rate * (trunk - cached)
         eviction_s = settings.eviction_premium * (prefill_s - credit_s)
@@ -119,6 +119,15 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             trunk,
             max(candidate.queue_s, candidate.room_s),
         )
+
+    def first_token_s(self, index: int) -> float:
+        """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and what its
+        running requests add, without the engine's own overhead."""
+        candidate = self.candidates[index]
+        cached, _, _, load_s = self.parts[index]
+        wait_s = max(candidate.queue_s, candidate.room_s)
+        prefill_s = candidate.prefill_s_per_token * (self.prompt_tokens - cached)
+        return wait_s + prefill_s + load_s + candidate.interference_s
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -201,28 +210,12 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     return weighed
 
 
-def within_level(
-    candidates: Sequence[Candidate],
-    own_s: Sequence[float],
-    prompt_tokens: int,
-    left_s: float,
-    settings: PolicySettings,
-) -> list[bool]:
+def within_level(weighed: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
     """Return for each candidate whether the first token is predicted in at most ``left_s``.
 
     ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
     """
-    found: list[bool] = []
-    for candidate, extra_s in zip(candidates, own_s, strict=True):
-        hit = candidate.hit
-        cached = min(hit.whole_tokens, prompt_tokens - 1)
-        first_s = max(candidate.queue_s, candidate.room_s) + extra_s
-        first_s += candidate.prefill_s_per_token * (prompt_tokens - cached)
-        first_s += candidate.decode_interference_s * candidate.running
-        if cached > hit.soon_tokens:
-            first_s += _load_s(hit, cached, settings)
-        found.append(first_s <= left_s)
-    return found
+    return [weighed.first_token_s(index) + extra_s <= left_s for index, extra_s in enumerate(own_s)]
 
 
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:

@@ -238,7 +238,7 @@ class Planner:
     def _refusal(self, request: InboundRequest, long: LongWait) -> ApiError:
         """Count and log it; no account knows of the request yet."""
         claim = request.claim
-        name = Priority(claim.priority).name.lower()
+        name = Priority(claim.priority).label
         refused = self._accounts.admission_stats.refused
         refused[name] = refused.get(name, 0) + 1
         unlogged = self._refusals_logged.due(f"{claim.tenant} {name}", self._accounts.now())
@@ -335,7 +335,7 @@ class Planner:
             choice = self._policy(found, question, self._settings, state)
             due_s, skipped = request.claim.due_s, _NONE_SKIPPED
             if due_s is not None:
-                level = self._within_level(engines, found, choice, asked.tokens, due_s - now)
+                level = self._within_level(engines, found, choice, due_s - now)
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
@@ -347,25 +347,18 @@ class Planner:
         return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
 
     def _within_level(
-        self,
-        engines: Sequence[Engine],
-        found: Sequence[Candidate],
-        choice: Choice,
-        tokens: int,
-        left_s: float,
+        self, engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float
     ) -> tuple[list[Engine], list[Candidate], list[Candidate]] | None:
         """Leave out the engines predicted to give the first token later than in ``left_s``.
 
         Returns the engines that remain, their candidates, and the candidates left out. None: the engine
         chosen by cost makes it, or none does.
         """
-        stats, engine = self._accounts.slo_stats, engines[choice.index]
+        stats, weighed, index = self._accounts.slo_stats, choice.weighed, choice.index
         stats.decisions += 1
-        candidate = found[choice.index]
-        own_s = _own_s(engine) + candidate.decode_interference_s * candidate.running
-        if choice.cost.first_token_s + own_s <= left_s:
+        if weighed.first_token_s(index) + _own_s(engines[index]) <= left_s:
             return None
-        met = within_level(found, [_own_s(one) for one in engines], tokens, left_s, self._settings)
+        met = within_level(weighed, [_own_s(one) for one in engines], left_s)
         if not any(met):
             stats.hopeless += 1
             return None

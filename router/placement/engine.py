@@ -217,7 +217,7 @@ class Engine(EngineStatus):
         self.rates = accounts.rates.engine()
         self.load = LoadAccount(self.rates, stats=accounts.load_stats)
         self.evictions = EvictionForecast()
-        """What its pool will evict for prompts in flight."""
+        """Forecast of evictions from its pool for prompts in flight."""
         self.receipts = EngineReceipts()
         self.residency: Residency | None = None
         """What it holds, by its events; None before its model is known."""

@@ -14,7 +14,7 @@ import msgspec
 
 from publisher.events import Family
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
-from router.admission.fair_queue import Charge
+from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
@@ -34,8 +34,7 @@ from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.headers import CACHE_RESETS
 
-_CLASSES = ("high", "normal", "low")
-"""By the number that a claim has."""
+_NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
@@ -117,7 +116,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             cost.wait_s - queue_s,
             cost.load_s,
             cost.prefill_s,
-            self.engine.rates.overhead_s + candidate.decode_interference_s * candidate.running,
+            self.engine.rates.overhead_s + candidate.interference_s,
         )
 
 
@@ -312,7 +311,8 @@ class Placement(Attempt):
         due_s = self.request.claim.due_s
         if due_s is not None and self._is_answer:
             stats = self._accounts.slo_stats
-            counts, name = stats.met if now <= due_s else stats.missed, _CLASSES[self.request.claim.priority]
+            counts = stats.met if now <= due_s else stats.missed
+            name = Priority(self.request.claim.priority).label
             counts[name] = counts.get(name, 0) + 1
         sample = engine.load.first_token(self._ticket, now)
         if sample is not None and not engine.closed:
@@ -425,7 +425,8 @@ class Placement(Attempt):
         known = hit.confidence != "none"
         predicted = one_prompt and known and self._leg != "decode"
         fallback = decision.index_problem and not known
-        parts = self._first_token
+        first_token = self._first_token
+        parts = first_token or _NO_FIRST_TOKEN
         held, missed = decision.most_held() if predicted else (0, "")
         read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
@@ -449,12 +450,12 @@ class Placement(Attempt):
             index_problem=decision.index_problem,
             waited_s=self.waited_s,
             ttft_s=self._ttft_s,
-            predicted_ttft_s=None if parts is None else parts.total_s,
-            queue_s=0.0 if parts is None else parts.queue_s,
-            pages_s=0.0 if parts is None else parts.pages_s,
-            load_s=0.0 if parts is None else parts.load_s,
-            prefill_s=0.0 if parts is None else parts.prefill_s,
-            engine_s=0.0 if parts is None else parts.engine_s,
+            predicted_ttft_s=None if first_token is None else first_token.total_s,
+            queue_s=parts.queue_s,
+            pages_s=parts.pages_s,
+            load_s=parts.load_s,
+            prefill_s=parts.prefill_s,
+            engine_s=parts.engine_s,
             slo_ttft_s=None if due_s is None or read_s is None else due_s - read_s,
             router_s=0.0 if read_s is None else max(0.0, asked_s - read_s - self.waited_s),
             leg=self._leg,

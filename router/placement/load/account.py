@@ -423,7 +423,7 @@ class LoadAccount:
         return self._recent_s * math.exp((self._recent_at_s - now) / self._settings.recent_s)
 
     def own(self, now: float) -> OthersLoad | None:
-        """What this router alone has in flight there and sent there of late, for other replicas; None where
+        """This router's own requests in flight there and its recent work, for other replicas; None where
         there is nothing."""
         rate = self._advance(now)
         recent_ms = min(_RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS), RECENT_MS_MAX)

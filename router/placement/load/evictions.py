@@ -1,4 +1,4 @@
-"""What an engine will evict for the prompts in flight there, before it looks up the next one.
+"""Forecast of the blocks that an engine evicts for the prompts in flight there, before the next look-up.
 
 The index says what an engine holds now. vLLM looks a prompt up when it schedules it, and takes blocks for the
 prompts ahead of it first: from the front of its free queue, where the block that was freed longest ago stands

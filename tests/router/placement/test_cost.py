@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
-from router.placement.cost import choose, cost, within_bound, within_level
+from router.placement.cost import choose, cost, weigh, within_bound, within_level
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
 
@@ -444,4 +444,12 @@ def test_an_engine_is_within_the_service_level_by_the_predicted_first_token(
     )
     predicted_s = cost(candidate, 8000, DEFAULTS).first_token_s + 0.002 * running + own_s
     if abs(predicted_s - left_s) > 1e-6:
-        assert within_level([candidate], [own_s], 8000, left_s, DEFAULTS) == [predicted_s < left_s]
+        assert within_level(weigh([candidate], 8000, DEFAULTS), [own_s], left_s) == [predicted_s < left_s]
+
+
+def test_tokens_that_are_computed_again_count_for_a_service_level() -> None:
+    replayed = make_candidate("e", hit_tokens=7000, prefill_s_per_token=RATE)
+    replayed.hit.replay_tokens = 128
+    weighed = weigh([replayed], 8000, DEFAULTS)
+    assert weighed.first_token_s(0) == pytest.approx(cost(replayed, 8000, DEFAULTS).first_token_s)
+    assert weighed.first_token_s(0) == pytest.approx(RATE * 1128)
