@@ -333,7 +333,7 @@ def _section(
             taken.append(key)
             values[name] = getattr(new, name)
         else:
-            waiting += _changes_leaves(key, getattr(old, name), getattr(new, name))
+            waiting += _changed_leaves(key, getattr(old, name), getattr(new, name))
     return msgspec.structs.replace(old, **values) if values else old
 
 
@@ -355,13 +355,13 @@ def _entries(section: str, old: Any, new: Any) -> Iterator[str]:
             yield f'{section}."{name}"'
 
 
-def _changes_leaves(key: str, old: Any, new: Any) -> Iterator[str]:
+def _changed_leaves(key: str, old: Any, new: Any) -> Iterator[str]:
     if not isinstance(old, msgspec.Struct):
         yield key
         return
     for name in old.__struct_fields__:
         if getattr(old, name) != getattr(new, name):
-            yield from _changes_leaves(f"{key}.{name}", getattr(old, name), getattr(new, name))
+            yield from _changed_leaves(f"{key}.{name}", getattr(old, name), getattr(new, name))
 
 
 # The merged configuration as lines to read, each with where it came from.

@@ -67,7 +67,7 @@ MODELS_MAX = 16
 OTHER = "other"
 """The model label of an engine's further models (LoRA adapters)."""
 HELD_SHARE_MIN, HELD_OF_MIN = 0.5, 20
-"""Fewer predictions that hold, of at least so many, are a problem of the engine."""
+"""A smaller share of predictions that hold, of at least this number, is a problem of the engine."""
 _REFRESH_EVERY = 8
 """Errors between two computations of the margin: sorting the window takes 4 us."""
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
@@ -218,7 +218,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     storage_tokens: int = 0
     trunk_tokens: int = 0
     evicted_tokens: int = 0
-    """What was there or coming when the request was sent, but expected to be evicted for prompts ahead of it;
+    """Tokens there or coming when the request was sent, but expected to be evicted for prompts ahead of it;
     no part of ``predicted_tokens``."""
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
@@ -230,7 +230,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ttft_s: float | None = None
     """Measured seconds from asking the engine to the first token of a stream."""
     predicted_ttft_s: float | None = None
-    """What was predicted of it: the sum of the five parts below. None where no hit was predicted."""
+    """Its prediction: the sum of the five parts below. None if no hit was predicted."""
     queue_s: float = 0.0
     pages_s: float = 0.0
     load_s: float = 0.0

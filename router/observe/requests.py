@@ -234,7 +234,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     why: Callable[[], dict[str, Any]] = dict
     """What spoke for the engine that has it, as attributes of a trace."""
     placement_facts: Callable[[], Any] = _no_facts
-    """What was known of it when it was placed (``PlacementFacts``), until it ended."""
+    """Facts known when it was placed (``PlacementFacts``), until it ended."""
 
     def read(self, size: int) -> None:
         """The request is whole."""

@@ -18,8 +18,7 @@ import msgspec
 from router import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
 Fields = tuple[tuple[bytes, bytes], ...]
@@ -28,7 +27,7 @@ _PARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 1
 _TEXT_MAX = 200
 _QUEUE_MAX = 4096
-_FLUSH_MS = 2000
+FLUSH_MS = 2000
 
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +49,15 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.sample_ratio <= 1:
             raise ValueError(f"sample_ratio = {self.sample_ratio}: expected 0 to 1")
 
+    @property
+    def resource(self) -> dict[str, str]:
+        """OpenTelemetry's attributes of this process."""
+        return {"service.name": self.service_name, "service.version": __version__}
+
+    def url(self, signal: str) -> str:
+        """Address of the collector for ``traces`` or ``logs`` (OTLP/HTTP)."""
+        return f"{self.endpoint.rstrip('/')}/v1/{signal}"
+
 
 class TracesNotInstalledError(ValueError):
     """The SDK is not there."""
@@ -66,6 +74,13 @@ class TraceStats(msgspec.Struct):
     """Spans that the collector took."""
     export_failures: int = 0
     """Spans that the collector did not take."""
+
+    def count_exported(self, spans: int, taken: bool) -> None:
+        """Count one batch."""
+        if taken:
+            self.spans_exported += spans
+        else:
+            self.export_failures += spans
 
 
 class Traces:
@@ -182,21 +197,24 @@ def _open(
     try:
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415  # an extra
         from opentelemetry.sdk.trace import TracerProvider, sampling  # noqa: PLC0415
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult  # noqa: PLC0415
     except ImportError:
         raise TracesNotInstalledError(
             "traces.endpoint: OpenTelemetry is not installed; in a checkout: python -m pip install '.[otel]'"
         ) from None
     provider = TracerProvider(
-        resource=Resource.create({"service.name": settings.service_name, "service.version": __version__}),
+        resource=Resource.create(settings.resource),
         sampler=sampling.ALWAYS_ON,  # who is traced is decided before
         shutdown_on_exit=False,
     )
-    batches = BatchSpanProcessor(_counting(exporter or _exporter(settings), stats), max_queue_size=_QUEUE_MAX)
+    batches = BatchSpanProcessor(
+        counting(exporter or _exporter(settings), SpanExportResult.SUCCESS, stats.count_exported),
+        max_queue_size=_QUEUE_MAX,
+    )
     provider.add_span_processor(batches)
 
     def shutdown() -> None:
-        provider.force_flush(_FLUSH_MS)
+        provider.force_flush(FLUSH_MS)
         provider.shutdown()
 
     return provider.get_tracer("kvatlas", __version__), shutdown
@@ -210,22 +228,17 @@ def _exporter(settings: TraceSettings) -> SpanExporter:
             "traces.endpoint: the OTLP exporter is not installed; in a checkout: "
             "python -m pip install '.[otel]'"
         ) from None
-    return OTLPSpanExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/traces", timeout=5)
+    return OTLPSpanExporter(endpoint=settings.url("traces"), timeout=5)
 
 
-def _counting(exporter: SpanExporter, stats: TraceStats) -> SpanExporter:
-    """The same exporter, whose results are counted."""
-    from opentelemetry.sdk.trace.export import SpanExportResult  # noqa: PLC0415
-
+def counting(exporter: Any, succeeded: object, count: Callable[[int, bool], None]) -> Any:
+    """The same exporter of the SDK; ``count`` gets the length of each batch, and whether it was taken."""
     export = exporter.export
 
-    def counted(spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = export(spans)
-        if result is SpanExportResult.SUCCESS:
-            stats.spans_exported += len(spans)
-        else:
-            stats.export_failures += len(spans)
+    def counted(batch: Sequence[Any]) -> Any:
+        result = export(batch)
+        count(len(batch), result is succeeded)
         return result
 
-    exporter.export = counted  # type: ignore[method-assign]
+    exporter.export = counted
     return exporter

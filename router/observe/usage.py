@@ -14,10 +14,10 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -25,11 +25,10 @@ import structlog
 from publisher.block_hash import PromptExtras
 from router import __version__
 from router.observe.history import prefix_ids, read_key
-from router.observe.requests import RequestRecord
-from router.observe.traces import TraceSettings
+from router.observe.requests import LogThrottle, RequestRecord
+from router.observe.traces import FLUSH_MS, TraceSettings, counting
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk._logs import ReadableLogRecord
     from opentelemetry.sdk._logs.export import LogRecordExporter
 
 
@@ -43,7 +42,6 @@ EVENT_NAME = "kvatlas.usage"
 _LEFT_OUT = frozenset({"arrived_s", "hash_ids", "hashed_tokens"})
 """The time is the log record's own; prefix hashes are for simulations."""
 _QUEUE_MAX = 8192
-_FLUSH_MS = 2000
 
 
 class UsageExportStats(msgspec.Struct):
@@ -56,6 +54,13 @@ class UsageExportStats(msgspec.Struct):
     failures: int = 0
     """Lines that the collector did not take."""
 
+    def count_exported(self, lines: int, taken: bool) -> None:
+        """Count one batch."""
+        if taken:
+            self.exported += lines
+        else:
+            self.failures += lines
+
 
 class UsageExport:
     """Sends lines until ``close``. ``exporter`` is for tests."""
@@ -64,13 +69,17 @@ class UsageExport:
         self, settings: TraceSettings, stats: UsageExportStats, *, exporter: LogRecordExporter | None = None
     ) -> None:
         from opentelemetry.sdk._logs import LoggerProvider  # noqa: PLC0415  # an extra
-        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor  # noqa: PLC0415
+        from opentelemetry.sdk._logs.export import (  # noqa: PLC0415
+            BatchLogRecordProcessor,
+            LogRecordExportResult,
+        )
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
 
         self._stats = stats
-        named = {"service.name": settings.service_name, "service.version": __version__}
-        self._provider = LoggerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-        counted = _counting(exporter or _exporter(settings), stats)
+        self._provider = LoggerProvider(resource=Resource.create(settings.resource), shutdown_on_exit=False)
+        counted = counting(
+            exporter or _exporter(settings), LogRecordExportResult.SUCCESS, stats.count_exported
+        )
         self._provider.add_log_record_processor(BatchLogRecordProcessor(counted, max_queue_size=_QUEUE_MAX))
         self._logger = self._provider.get_logger("kvatlas", __version__)
 
@@ -89,32 +98,14 @@ class UsageExport:
 
     def close(self) -> None:
         """Send what is left, for two seconds at most."""
-        self._provider.force_flush(_FLUSH_MS)
+        self._provider.force_flush(FLUSH_MS)
         self._provider.shutdown()
 
 
 def _exporter(settings: TraceSettings) -> LogRecordExporter:
     from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter  # noqa: PLC0415
 
-    return OTLPLogExporter(endpoint=f"{settings.endpoint.rstrip('/')}/v1/logs", timeout=5)
-
-
-def _counting(exporter: LogRecordExporter, stats: UsageExportStats) -> LogRecordExporter:
-    """The same exporter, whose results are counted."""
-    from opentelemetry.sdk._logs.export import LogRecordExportResult  # noqa: PLC0415
-
-    export = exporter.export
-
-    def counted(batch: Sequence[ReadableLogRecord]) -> Any:
-        result = export(batch)
-        if result is LogRecordExportResult.SUCCESS:
-            stats.exported += len(batch)
-        else:
-            stats.failures += len(batch)
-        return result
-
-    exporter.export = counted  # type: ignore[method-assign]
-    return exporter
+    return OTLPLogExporter(endpoint=settings.url("logs"), timeout=5)
 
 
 _log = structlog.get_logger()
@@ -174,7 +165,7 @@ class UsageStats(msgspec.Struct):
 
 
 class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What was known when a request was placed; tokens. ``tokens`` and ``extras`` are the prompt where it was
+    """Facts known when a request was placed, in tokens. ``tokens`` and ``extras`` are the prompt where it was
     tokenized here and is the only one of its request."""
 
     tokens: array[int] | None = None
@@ -222,7 +213,7 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt. With keys, what the tenant was charged."""
     generated_tokens: int | None
     predicted_tokens: int | None
-    """What ``cached_tokens`` was to be, by the index."""
+    """``cached_tokens`` as the index predicted it."""
     mode: str
     """How that was predicted."""
     verified: bool | None
@@ -270,7 +261,7 @@ class UsageLog:
         """Encoded lines that are not written yet."""
         self._synced_s = 0.0
         self._unsynced = False
-        self._complain_after_s = 0.0
+        self._complaints = LogThrottle(COMPLAIN_INTERVAL_S)
         self._encoder = msgspec.json.Encoder()
 
     def start(self) -> None:
@@ -410,8 +401,7 @@ class UsageLog:
                 self._complain("usage record not closed", error)
 
     def _complain(self, event: str, error: OSError) -> None:
-        if time.monotonic() >= self._complain_after_s:
-            self._complain_after_s = time.monotonic() + COMPLAIN_INTERVAL_S
+        if self._complaints.due("", time.monotonic()) is not None:
             _log.warning(event, setting="usage.path", path=str(self._path), problem=str(error))
 
 

@@ -236,7 +236,7 @@ class ReplicaLoad(msgspec.Struct, array_like=True):
     engines: Annotated[dict[_EngineId, OthersLoad], msgspec.Meta(max_length=_ENGINES_MAX)]
 
 
-_LOAD_DECODE = msgspec.msgpack.Decoder(ReplicaLoad)
+_LOADS = msgspec.msgpack.Decoder(ReplicaLoad)
 
 
 class LoadGossip:
@@ -272,7 +272,7 @@ class LoadGossip:
 
     def sent(self, field: bytes, now: float) -> None:
         """``field`` has been written."""
-        remote = _LOAD_DECODE.decode(field)
+        remote = _LOADS.decode(field)
         self._beat, self._sent, self._sent_s = remote.beat, remote.engines, now
 
     def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
@@ -300,7 +300,7 @@ class LoadGossip:
         if known is not None and known[0] == value:
             return known[1]
         try:
-            remote = _LOAD_DECODE.decode(value)
+            remote = _LOADS.decode(value)
         except msgspec.DecodeError:
             remote = None
             self._refused()

@@ -68,7 +68,7 @@ class _Line(msgspec.Struct, gc=False):
     payload_b64: str
 
 
-_ENCODER = msgspec.json.Encoder()
+_JSON = msgspec.json.Encoder()
 _LINE = msgspec.json.Decoder(_Line)
 _FIRST: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BAD_LINE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError)
@@ -82,7 +82,7 @@ def is_capture_name(path: Path) -> bool:
 
 def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
     """The lines, each with its newline."""
-    return _ENCODER.encode_lines(lines)
+    return _JSON.encode_lines(lines)
 
 
 def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bytes:
@@ -185,7 +185,7 @@ def shown(frames: Iterable[CapturedFrame], label: str, *, quiet: bool) -> Iterat
 # only the hash scheme can no longer be detected from it.
 
 
-_REDACT_ENCODER = msgspec.msgpack.Encoder()
+_MSGPACK = msgspec.msgpack.Encoder()
 _BATCH: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _ANY = msgspec.msgpack.Decoder()
 _MAP: msgspec.msgpack.Decoder[dict[str, msgspec.Raw]] = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
@@ -205,7 +205,7 @@ def redact(payload: bytes) -> bytes | None:
         redacted = [_event(raw) for raw in _BATCH.decode(events)]
     except _BAD:
         return None
-    return _REDACT_ENCODER.encode([ts, redacted, *rest])
+    return _MSGPACK.encode([ts, redacted, *rest])
 
 
 def _event(raw: msgspec.Raw) -> Any:
@@ -248,7 +248,7 @@ def _array(items: list[msgspec.Raw]) -> list[Any]:
 
 def _replace(fields: dict[str, msgspec.Raw], name: str, change: Any) -> None:
     if name in fields:
-        fields[name] = msgspec.Raw(_REDACT_ENCODER.encode(change(_ANY.decode(fields[name]))))
+        fields[name] = msgspec.Raw(_MSGPACK.encode(change(_ANY.decode(fields[name]))))
 
 
 def _zeros(tokens: Any) -> Any:

@@ -1,8 +1,8 @@
-"""DeepSeek V3.2's chat format, as vLLM's renderer ``deepseek_v32`` writes it.
+"""DeepSeek's chat formats, as vLLM's renderers ``deepseek_v32`` and ``deepseek_v4`` write them.
 
-Turns are ``<User>...<Assistant>`` with a thinking mark behind; tools are shown in a system message that goes
-first; calls and results are written in DeepSeek's markup language (DSML). In thinking mode only what follows
-the last user message keeps its reasoning.
+In V3.2 turns are ``<User>...<Assistant>`` with a thinking mark behind; tools are shown in a system message
+that goes first; calls and results are written in DeepSeek's markup language (DSML). In thinking mode only the
+text after the last user message keeps its reasoning.
 """
 
 from __future__ import annotations
@@ -55,11 +55,9 @@ Here are the functions available in JSONSchema format:
 """
 
 
-class DeepseekV32:
-    """Renders to text."""
+class _Deepseek:
+    """The same for both versions."""
 
-    name = "deepseek_v32"
-    variables = frozenset({"thinking", "enable_thinking"})
     takes_defaults = True
     paths = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH})
 
@@ -68,6 +66,13 @@ class DeepseekV32:
 
     def check(self, body: ChatBody) -> None:
         """All fields that reach the text are arguments."""
+
+
+class DeepseekV32(_Deepseek):
+    """Renders to text."""
+
+    name = "deepseek_v32"
+    variables = frozenset({"thinking", "enable_thinking"})
 
     def parse(self, message: Message) -> Message:
         return parse_message(message, "string")
@@ -228,19 +233,11 @@ _TOOLS_END: Final = (
 )
 
 
-class DeepseekV4:
+class DeepseekV4(_Deepseek):
     """Renders to text."""
 
     name = "deepseek_v4"
     variables = frozenset({"thinking", "enable_thinking", "reasoning_effort", "drop_thinking"})
-    takes_defaults = True
-    paths = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH})
-
-    def stamp(self) -> bytes:
-        return b""
-
-    def check(self, body: ChatBody) -> None:
-        """All fields that reach the text are arguments."""
 
     def parse(self, message: Message) -> Message:
         return parse_message(message, "openai")
