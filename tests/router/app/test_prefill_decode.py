@@ -202,7 +202,7 @@ def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_hold
     async def main() -> None:
         pd = msgspec.structs.replace(SPLITS, prefills_max=1, decode_delay_weight=100.0)
         old = {"version": "0.31.0"}
-        slow = {**P, "prefill_s_per_token": 1e-4}
+        slow = {**P, "prefill_s_per_token": 5e-4}
         async with apart(slow, D, {**P, **old}, {**D, **old}, pd=pd) as (rig, (p, d, *_)):
             other = rig.router.fleet.get(d.base_url)
             busiest = [e for e in rig.router.fleet if e.engine.decodes and e is not other]
