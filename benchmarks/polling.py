@@ -1,4 +1,4 @@
-"""What reading engines' gauges costs a router: CPU per poll, and the share of a core by fleet and interval.
+"""Cost of reading the gauges of engines: CPU per poll, and the share of a core by fleet and interval.
 
     python -m benchmarks.polling [--engines 64,1024] [--intervals 2,0.5] [--seconds 10] [--page-kib 57]
 
@@ -36,7 +36,7 @@ NEVER_S = 1e6
 
 
 def page(size: int) -> bytes:
-    """A metrics page of so many bytes, gauges among histograms as in vLLM's."""
+    """A metrics page of the given size in bytes, with gauges among histograms as in vLLM's."""
     lines, number = [], 0
     gauges = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
     while sum(map(len, lines)) + len(lines) < size:

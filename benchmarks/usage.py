@@ -1,4 +1,4 @@
-"""What the usage record costs the event loop: CPU per request, on and off, and its memory on disk.
+"""Cost of the usage record on the event loop: CPU per request, on and off, and bytes on disk.
 
     python -m benchmarks.usage [--requests N]
 

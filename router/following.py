@@ -170,7 +170,7 @@ class EngineLifecycle:
         engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
 
     def _learn_setup(self, engine: Engine) -> None:
-        """What the engine states of itself and its model's file hints at."""
+        """Pass on the engine's statements and the hints of its model's file."""
         if engine.residency is None or engine.base_model is None:
             return
         model = engine.base_model

@@ -79,8 +79,8 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
     "modules under 60 lines": 10,
-    "banned phrases": 1041,
-    "noqa": 152,
+    "banned phrases": 1015,
+    "noqa": 150,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
 COMMENT_SHARE_MIN = 0.0145

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from publisher.simulator import api_protocol as answers
+from publisher.simulator import api_protocol
 from publisher.simulator.api_agents import (
     CountTokensRequest,
     MessagesAnswer,
@@ -284,7 +284,7 @@ class AgentEndpoints:
 
     async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
         prepared = await self._model.prepare_chat(chat)
-        rendered = answers.rendered(
+        rendered = api_protocol.rendered(
             request_id,
             prepared.token_ids,
             model=chat.model,

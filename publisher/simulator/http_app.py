@@ -15,7 +15,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from publisher.simulator import api_protocol as answers
+from publisher.simulator import api_protocol
 from publisher.simulator.api_protocol import (
     Answer,
     ChatRequest,
@@ -177,7 +177,7 @@ class EngineApp:
                 raise self._stepper.failure()
             output = generation.request.output
             prompt = generation.request.prompt
-            choices.append(answers.Choice(self._model.text(output), output, finish_reason, prompt))
+            choices.append(api_protocol.Choice(self._model.text(output), output, finish_reason, prompt))
         cached_tokens, first = generations[-1].request.cached_tokens, generations[0].request
         await call.reply_json(answer.full(choices, cached_tokens or 0, first.handed))
 
@@ -249,7 +249,9 @@ class EngineApp:
         if reason == "error":
             raise self._stepper.failure()
         await call.reply_json(
-            answers.generated(request_id, len(prepared.token_ids), request, reason, model=self._model.name)
+            api_protocol.generated(
+                request_id, len(prepared.token_ids), request, reason, model=self._model.name
+            )
         )
 
     async def _render_chat(self, call: Call) -> None:
@@ -268,7 +270,7 @@ class EngineApp:
         request = decode(body, TokenizeChatRequest) if is_chat else decode(body, TokenizeTextRequest)
         token_ids = await self._model.tokenize(request)
         strings = self._model.token_strings(token_ids) if request.return_token_strs else None
-        await call.reply_json(answers.tokenized(token_ids, strings, self._model.max_model_len))
+        await call.reply_json(api_protocol.tokenized(token_ids, strings, self._model.max_model_len))
 
     async def _detokenize(self, call: Call) -> None:
         request = decode(await call.body(), DetokenizeRequest)
@@ -278,7 +280,7 @@ class EngineApp:
         await call.reply_json({"success": self._stepper.scheduler.reset_prefix_cache()})
 
     async def _models(self, call: Call) -> None:
-        listed = answers.model_list(
+        listed = api_protocol.model_list(
             self._model.name, self._model.root, self._model.max_model_len, self._created
         )
         await call.reply_json(listed)
@@ -314,7 +316,7 @@ def _request_id(call: Call, asked: ChatRequest | CompletionRequest, prefix: str)
 
 
 def _rendered(call: Call, asked: ChatRequest | CompletionRequest, prepared: Prepared, prefix: str) -> Json:
-    return answers.rendered(
+    return api_protocol.rendered(
         _request_id(call, asked, prefix),
         prepared.token_ids,
         model=asked.model,

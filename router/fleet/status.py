@@ -57,7 +57,7 @@ class EngineStatus:
         self.pool_blocks: int | None = None
         """Blocks of its KV pool, as its metrics say."""
         self.stated: EngineStatement | None = None
-        """What its metrics state of its set-up."""
+        """Its set-up as its metrics state it."""
         self.server_info: EngineStatement | None = None
         """The same from ``/server_info``, where that is enabled."""
         self.version: str | None = None
@@ -363,7 +363,7 @@ def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
 
 
 def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
-    """What the page states of how this rank was set up; None where it states nothing."""
+    """The set-up of this rank as the page states it; None if it states nothing."""
     rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
     labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
     drafts = any(_is_of(match[1] or b"", dp_rank) for match in _samples_of(_DRAFTS, text))

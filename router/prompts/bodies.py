@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.openai import request as apis
+from router.openai import request
 from router.openai.body import Peek, whole_number
 from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
@@ -33,17 +33,17 @@ Converted = MessagesBody | ResponsesBody | CohereBody
 Parsed = ChatBody | CompletionBody | BatchBody | GenerateBody | Converted
 
 _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
-    apis.CHAT: decode_chat,
-    apis.COMPLETION: decode_completion,
-    apis.BATCH: decode_batch,
-    apis.MESSAGES: decode_messages,
-    apis.RESPONSES: decode_responses,
-    apis.GENERATE: decode_generate,
-    apis.COHERE: decode_cohere,
+    request.CHAT: decode_chat,
+    request.COMPLETION: decode_completion,
+    request.BATCH: decode_batch,
+    request.MESSAGES: decode_messages,
+    request.RESPONSES: decode_responses,
+    request.GENERATE: decode_generate,
+    request.COHERE: decode_cohere,
 }
 _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
 """Larger bodies may have too many values to be decoded: each takes two bytes."""
-_FIRST_FIELD: Final = {apis.COMPLETION: b'"prompt"', apis.RESPONSES: b'"input"'}
+_FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
 
 
 def decode_body(path: str, body: bytes) -> Parsed:
@@ -72,7 +72,7 @@ _CHAT: Final = msgspec.json.Decoder(_Chat)
 def peek_chat(path: str, body: bytes) -> Peek | None:
     """A first look together with what the prompt is made of; None for anything but a chat that is not large
     and has nothing unusual in it, which ``peek`` looks at."""
-    if path != apis.CHAT or len(body) > _DECODED_BYTES_MAX:
+    if path != request.CHAT or len(body) > _DECODED_BYTES_MAX:
         return None
     try:
         chat = _CHAT.decode(body)

@@ -131,7 +131,7 @@ class Attempt:
         return {}
 
     def usage_facts(self) -> PlacementFacts:
-        """What was known when it was placed, for its usage record."""
+        """Facts known when it was placed, for its usage record."""
         return PlacementFacts(prefill_engine="" if self.handoff is None else self.handoff.source)
 
     def next_best(self, count: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from publisher.events import BlockHash
 from router.index.base import Words
-from router.replication import scripts as write_scripts
+from router.replication import scripts
 from router.replication.codec import pack_records, partition_of
 from router.replication.redis.connection import IndexUnavailable, Reply
 from router.replication.redis.topology import ScriptCall
@@ -136,7 +136,7 @@ class Flush:
                 records = pack_records(words[part], codes[part], slot.generation, scope.code_bytes)
                 place = (prefix, slot.number, scope.code_bytes + 1)
                 who = (engine_id, engine.token, next(queue.numbers))
-                call = ScriptCall(write_scripts.WRITE, [fence], (*who, *place, *ttls, records))
+                call = ScriptCall(scripts.WRITE, [fence], (*who, *place, *ttls, records))
                 hashes = [BlockHash(value) for value in words[part].tolist()]
                 yield Batch(engine_id, engine, hashes, call, queue.codes.provisional)
 

@@ -201,7 +201,7 @@ def _handed_over(seat: WorkerContext) -> Decided:
 
 
 def worker_config(config: Config, seat: WorkerContext) -> Config:
-    """What differs at one worker: names that must be its own, and its part of the usage record."""
+    """Settings that differ at one worker: names of its own, and its part of the usage record."""
     index, usage = config.index, config.usage
     if index.replica:
         index = msgspec.structs.replace(index, replica=f"{index.replica}/{seat.slot}")

@@ -22,7 +22,7 @@ from router.observe.usage import UsageLine, all_files
 from router.tools.ops_client import output_console
 
 PRICED = ("computed", "device", "host", "store", "generated")
-"""What has a price: prompt tokens that were computed, those taken from each tier, and generated ones."""
+"""Priced tokens: prompt tokens that were computed, those taken from each tier, and generated ones."""
 GROUPS = ("tenant", "key", "model", "engine")
 _MILLION = 1_000_000
 _decoder = msgspec.json.Decoder(UsageLine)
@@ -70,7 +70,7 @@ class InvoiceRow(msgspec.Struct):
             self.tokens[name] += count or 0
 
     def amount(self, prices: dict[str, Decimal]) -> Decimal:
-        """What its tokens cost."""
+        """Price of its tokens."""
         return sum((prices[name] * self.tokens[name] / _MILLION for name in prices), Decimal(0))
 
 

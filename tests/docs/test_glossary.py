@@ -10,13 +10,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from router.api import views as explain
+from router.api import views
 from router.api.answers import EngineView
 from router.feeds.base import REASONS as MALFORMED
 from router.feeds.base import FeedState
 from router.feeds.position import DOUBTS
 from router.feeds.recovery import RepairKind
-from router.fleet.kubernetes import objects as cluster_view
+from router.fleet.kubernetes import objects
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.root_events import Removals
 from router.index.seats import Mode
@@ -39,7 +39,7 @@ PAGE = ROOT / "docs" / "glossary.md"
         [kind.value for kind in RepairKind],
         DOUBTS,
         MALFORMED,
-        [cluster_view.NOT_READY, cluster_view.TERMINATING, cluster_view.ANNOTATED, cluster_view.NO_SLICE],
+        [objects.NOT_READY, objects.TERMINATING, objects.ANNOTATED, objects.NO_SLICE],
         Detection,
         Removals,
         get_args(Mode),
@@ -66,7 +66,7 @@ def test_every_field_of_an_engine_is_explained() -> None:
     assert [field for field in EngineView.__struct_fields__ if f"{field}`" not in text] == []
 
 
-@pytest.mark.parametrize("shown", [explain._engine, explain._prompt])
+@pytest.mark.parametrize("shown", [views._engine, views._prompt])
 def test_every_field_that_is_shown_is_explained(shown: Callable[..., object]) -> None:
     tree = ast.parse(inspect.getsource(shown))
     keys = [

@@ -241,7 +241,7 @@ class RealEngine:
         return self._used(int(self.manager.get_computed_blocks(self._request(prompt, 1))[1]))
 
     def _used(self, hit: int) -> int:
-        """What ``Scheduler.schedule`` uses of a hit: nothing of one that it would compute again whole."""
+        """The part of a hit that ``Scheduler.schedule`` uses: none where all would be computed again."""
         return hit if hit > getattr(self.scheduler, "prefix_replay_tokens", 0) else 0
 
     def probe(self, prompt: Prompt) -> tuple[int, list[int]]:

@@ -28,7 +28,7 @@ _DROPPING: Final = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
 _RECEIPTS_KEPT: Final = 64
 _RECEIPTS_MIN: Final = 4
 _SHIFTS_MAX: Final = 3
-"""After so many changes by receipts the matter is disputed and stays as it is."""
+"""Changes by receipts after which a fact is disputed and stays as it is."""
 
 Drops = Literal["none", "last", "all"]
 _LEVELS: Final[tuple[Drops, ...]] = ("none", "last", "all")
@@ -60,7 +60,7 @@ NO_EVIDENCE: Final = SetupEvidence()
 
 
 class DropReceipts:
-    """What an engine's receipts say of dropped blocks: whether the latest were off by one block or more."""
+    """Evidence of dropped blocks in receipts: whether the latest were off by one block or more."""
 
     def __init__(self) -> None:
         self.shift = 0

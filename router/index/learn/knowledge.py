@@ -75,7 +75,7 @@ class EngineKnowledge:
             self._relayout()
 
     def learn_setup(self, evidence: SetupEvidence) -> None:
-        """What the engine states of itself, and its model's file hints at, from now on."""
+        """Use these statements of the engine and hints of its model's file from now on."""
         if evidence != self._setup:
             self._setup = evidence
             self._drop_receipts.restart()

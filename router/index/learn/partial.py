@@ -26,7 +26,7 @@ from publisher.events import BlockStored, Family, GroupSpec, scheduler_block_siz
 
 
 class PartialEvidence:
-    """What the events of one engine proved so far."""
+    """Facts that the events of one engine have proved."""
 
     def __init__(self, *, inside_seen: bool = False) -> None:
         self.inside_seen = inside_seen

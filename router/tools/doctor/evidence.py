@@ -108,7 +108,7 @@ class ServerEvidence(msgspec.Struct):
     sources: dict[str, EventSource | None] | None = None
     """None where the answer is not understood or there was none."""
     server_info: EngineStatement | None = None
-    """What ``/server_info`` states, where it is enabled."""
+    """Statement of ``/server_info``, where it is enabled."""
 
     @property
     def version(self) -> Version | None:

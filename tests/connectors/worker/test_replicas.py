@@ -14,7 +14,7 @@ import pytest
 from connectors.layout import CacheView, Piece, group_pages
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
 from connectors.transfer.host_memory import HostMemoryError, PinnedHostPool, SharedMapping
-from connectors.worker import worker as engines
+from connectors.worker import worker
 from connectors.worker.worker import Replicas, make_engine, slots_of
 
 BLOCKS, BLOCK_BYTES, RANKS = 20, 4096, 2
@@ -42,7 +42,7 @@ def run(engine: TransferEngine, work: TransferJob) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(engines, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(worker, "_SHARED_MEMORY", tmp_path)
     return tmp_path
 
 

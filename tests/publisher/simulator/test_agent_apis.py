@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from publisher.simulator import http_agents as kept
+from publisher.simulator import http_agents
 from tests.publisher.simulator.support import all_blocks_free, client, engine, request
 from tests.support.waiting import until
 
@@ -131,5 +131,5 @@ def test_responses_that_make_room_are_not_made_any_further(monkeypatch: pytest.M
                 await api.responses.retrieve(first.id)
             await until(lambda: all_blocks_free(running))
 
-    monkeypatch.setattr(kept, "KEPT_MAX", 1)
+    monkeypatch.setattr(http_agents, "KEPT_MAX", 1)
     asyncio.run(scenario())

@@ -61,7 +61,7 @@ def test_keys_come_and_go_with_the_file(tmp_path: Path) -> None:
     assert (tenant_of(keys, b"first"), tenant_of(keys, b"second")) == (None, "b")
     assert keys.rules("b").concurrent_requests == 3
     path.write_text("[tenants")
-    assert tenant_of(keys, b"second") == "b", "a file of no use changes nothing"
+    assert tenant_of(keys, b"second") == "b", "an unusable file changes nothing"
     path.unlink()
     assert tenant_of(keys, b"second") == "b"
 

@@ -189,7 +189,7 @@ def test_the_work_that_waits_in_the_router_counts_for_its_class_and_those_below(
             for answer in await asyncio.gather(high, first):
                 assert answer.http_response.status_code == 200
             assert room.stats.refused == {}
-            await until(lambda: rig.idle and not len(room), "nobody is left")
+            await until(lambda: rig.idle and not len(room), "no request waits")
             rig.check_books()
 
     run(main())

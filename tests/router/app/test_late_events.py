@@ -1,4 +1,4 @@
-"""Events that come later than the whole answer: siblings of its prompt find its blocks all the same."""
+"""Events that come later than the whole answer: siblings of its prompt still find its blocks."""
 
 from __future__ import annotations
 

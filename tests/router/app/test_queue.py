@@ -39,7 +39,7 @@ async def crowded(**changes: Any) -> AsyncIterator[tuple[Rig, SimulatedEngine, A
         room = rig.router.accounts.room
         assert room is not None
         yield rig, engines[0], room
-        await until(lambda: rig.idle and not len(room), "nobody is left")
+        await until(lambda: rig.idle and not len(room), "no request waits")
         rig.check_books()
 
 
@@ -258,7 +258,7 @@ def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> None:
                 await until(lambda: sum(one.up for one in rig.router.fleet) == 1, "it is known to be down")
             for answer in await asyncio.gather(*asked):
                 assert answer.headers["x-kvatlas-engine"] == engines[1].base_url
-            await until(lambda: rig.idle and not len(room), "nobody is left")
+            await until(lambda: rig.idle and not len(room), "no request waits")
             rig.check_books()
 
     run(main())
@@ -289,7 +289,7 @@ def test_the_queue_is_switched_on_and_off_while_requests_wait() -> None:
                 assert room.stats.waited == 2
                 await rig.chat("goes at once")
                 assert room.stats.waited == 2
-            await until(lambda: rig.idle, "nobody is left")
+            await until(lambda: rig.idle, "no request waits")
             rig.check_books()
 
     run(main())

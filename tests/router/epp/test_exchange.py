@@ -96,7 +96,7 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
         async with gateway() as (rig, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told, and the body given back")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent, and the body given back")
             choice, given = said(peer, number)
             sets = choice.request_headers.response.header_mutation.set_headers
             fields = {each.header.key: each.header.raw_value.decode() for each in sets}
@@ -152,7 +152,7 @@ def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, bytes],
             }
             sent = head(REQUEST_HEADERS, fields) + body(REQUEST_BODY, chat())
             await peer.send(number, sent + body(REQUEST_BODY, b"", ends=True))
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
             given = [int(each.header.raw_value) for each in sets if each.header.key == "x-vllm-priority"]
             assert [value // BAND_MS for value in given] == [band]
@@ -169,7 +169,7 @@ def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path
         async with gateway(usage=UsageSettings(path=str(path))) as (rig, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told, and the body given back")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent, and the body given back")
             answer = b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
             await peer.until_over(number)
@@ -198,7 +198,7 @@ def test_a_service_level_is_read_from_a_gateways_request(value: bytes, *, refuse
             if refused:
                 assert await error_of(peer, number) == (400, "invalid_slo")
                 return
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             assert rig.router.accounts.slo_stats.decisions == 1
             answer = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}'
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
@@ -218,7 +218,7 @@ def test_a_slash_at_the_end_and_a_redirect_are_handled_for_a_gateway_too() -> No
                 {b":method": b"POST", b":path": CHAT + b"/?a=b", b":authority": b"a"},
             )
             await peer.send(number, sent + body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True))
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
             fields = {each.header.key: each.header.raw_value for each in sets}
             assert fields[":path"] == CHAT + b"?a=b"
@@ -236,7 +236,7 @@ def test_a_gateway_removes_the_location_of_another_answer() -> None:
         async with gateway() as (_, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             made = head(RESPONSE_HEADERS, {b":status": b"201", b"location": engine.base_url.encode()})
             await peer.send(number, made + body(RESPONSE_BODY, b"{}", ends=True))
             await peer.until_over(number)
@@ -265,7 +265,7 @@ def test_an_answer_goes_on_before_the_router_reads_it(monkeypatch: pytest.Monkey
         async with gateway() as (rig, peer, _):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             (record,) = rig.router.proxy.requests.live
             usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}
             answer = json.dumps({"choices": [], "usage": usage}).encode()
@@ -290,7 +290,7 @@ def test_an_error_of_an_engine_waits_for_the_router() -> None:
         async with gateway() as (_, peer, _):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
             await peer.send(
                 number, head(RESPONSE_HEADERS, {b":status": b"500"}) + body(RESPONSE_BODY, b'{"a')
             )
@@ -398,7 +398,7 @@ def test_an_answer_of_the_gateways_own_while_the_request_waits() -> None:
         async with gateway(queue=one_at_once) as (rig, peer, _):
             first, waits = peer.open(PROCESS), peer.open(PROCESS)
             await peer.send(first, REQUEST)
-            await until(lambda: len(said(peer, first)) == 2, "the choice is told")
+            await until(lambda: len(said(peer, first)) == 2, "the choice is sent")
             other = chat(messages=[{"role": "user", "content": "nothing of it is in flight"}])
             await peer.send(waits, POST + body(REQUEST_BODY, other) + body(REQUEST_BODY, b"", ends=True))
             await until(lambda: rig.router.accounts.room.stats.waiting == 1, "one waits")

@@ -1,4 +1,4 @@
-"""What an engine states of its own set-up: its metrics page, and ``/server_info`` where that is enabled."""
+"""An engine's statements of its own set-up: its metrics page, and ``/server_info`` where that is enabled."""
 
 from __future__ import annotations
 

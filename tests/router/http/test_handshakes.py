@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from router.epp.settings import EppSettings
-from router.http import sockets as descriptors
+from router.http import sockets
 from router.http.server.capacity import Handshakes
 from router.http.server.config import ListenConfig
 from router.http.server.settings import ListenSettings, ListenStats
@@ -126,8 +126,8 @@ def test_those_of_gateways_are_bounded_too() -> None:
 def test_the_last_file_descriptors_are_counted_and_told(
     pki: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(descriptors, "_LAST", 1 << 40)  # as if all there are were the last ones
-    monkeypatch.setattr(descriptors._Said, "next_at", 0.0)
+    monkeypatch.setattr(sockets, "_LAST", 1 << 40)  # as if all there are were the last ones
+    monkeypatch.setattr(sockets._Said, "next_at", 0.0)
 
     async def main() -> None:
         async with serving(pki) as (rig, _, stats):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from router.http import sockets as descriptors
+from router.http import sockets
 from router.http.server.capacity import Capacity, client_of
 from router.http.server.settings import ListenSettings
 from tests.support.proxy_rig import (
@@ -182,7 +182,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
             reader, writer = await rig.connect()
             writer.write(request(b"", method="GET", target="/nothing"))
             assert (await read_answer(reader)).status == 404
-            descriptors._Said.next_at = 0.0
+            sockets._Said.next_at = 0.0
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             taken: list[int] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
@@ -220,18 +220,18 @@ def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    assert descriptors.connections_held(100) == 100
+    assert sockets.connections_held(100) == 100
     assert limits == (1024, 4096)
-    assert descriptors.connections_held(1000) == 1000
+    assert sockets.connections_held(1000) == 1000
     assert limits == (2256, 4096)
     assert not capsys.readouterr().out
-    assert descriptors.connections_held(10_000) == 1920
+    assert sockets.connections_held(10_000) == 1920
     assert limits == (4096, 4096)
     out = capsys.readouterr().out
     assert "listen.connections_max" in out
     assert "4096" in out
     limits = (1024, resource.RLIM_INFINITY)
-    assert descriptors.connections_held(10_000) == 10_000
+    assert sockets.connections_held(10_000) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,6 @@ def test_a_default_that_can_mostly_be_held_is_no_warning(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     with structlog.testing.capture_logs() as logs:
-        held = descriptors.connections_held(asked, default=10_000)
+        held = sockets.connections_held(asked, default=10_000)
     assert [line["log_level"] for line in logs] == [level] * bool(level)
     assert held == min(asked, (hard - 256) // 2)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.replication import scripts as write_scripts
+from router.replication import scripts
 from router.replication.codec import as_words, pack_records
 from router.replication.registry import EngineFacts, LeaseLost, Registry
 from router.replication.write_queue import RegistryGc
@@ -63,7 +63,7 @@ def test_writes_alone_are_fenced_too(plain_server: Server) -> None:
                 records = pack_records(words, words.astype(int) * 0 + 1, slot.generation, 1)
                 prefix, fence = registry.keys.prefix(scope.epoch, 0, 1), registry.keys.fence(0, 1)
                 args = ("e", token, number, prefix, slot.number, 2, 60_000, 60_000, records)
-                word, *_ = await writer.client.run(write_scripts.WRITE, [fence], *args)
+                word, *_ = await writer.client.run(scripts.WRITE, [fence], *args)
                 return bytes(word)
 
             assert await write(token, 10, 7) == b"OK"

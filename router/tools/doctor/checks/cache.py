@@ -149,7 +149,7 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @engine_check("cache.sources")
 def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """What was found of the engine beside its events, and from where."""
+    """Facts found about the engine by other means than its events, with their sources."""
     residency = engine.residency
     if residency is None or residency.layout is None:
         return

@@ -154,7 +154,7 @@ class Asker:
         return None if layout is None else layout.alignment
 
     async def text(self, num_tokens: int, begin: str = "") -> str:
-        """``begin`` with words added until it has about so many tokens (by its letters where unreadable)."""
+        """``begin`` with words added up to about ``num_tokens`` tokens (by its letters where unreadable)."""
         text = begin
         while True:
             prompt = await self.read({"prompt": text}) if text else None
@@ -265,7 +265,7 @@ _BLOCKS = 3
 
 
 async def probe(asker: Asker) -> ProbeEvidence:
-    """Both requests; the first once more with a longer prompt where the blocks turn out to be large."""
+    """Both requests; the first is repeated with a longer prompt where the blocks turn out to be large."""
     seen = ProbeEvidence(requests=[])
     length = _wanted_tokens(asker)
     first = await asker.text(length)

@@ -29,7 +29,7 @@ class StoredOf(msgspec.Struct):
     """Index of the first token that is another."""
 
     def begins(self, hit_tokens: int) -> bool:
-        """Whether the engine computed from where a hit of so many tokens ends."""
+        """Whether the engine computed from the end of a hit of ``hit_tokens`` tokens."""
         return (
             self.computed_from is None
             or hit_tokens // self.block_size * self.block_size == self.computed_from

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import transfer, transfer_checks
-from connectors.transfer import cuda_driver as driver
+from connectors.transfer import cuda_driver
 from tests.connectors.transfer.cuda.fake_libcuda import FakeLibcuda
 
 
@@ -93,7 +93,7 @@ def replace_cuda() -> None:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     for name in ("cuda", "pin_memory", "to"):
         setattr(torch.Tensor, name, lambda tensor, *arguments, **options: tensor)
-    driver._load_libcuda = FakeLibcuda
+    cuda_driver._load_libcuda = FakeLibcuda
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.layout import CacheView, GroupPages, Region
-from connectors.transfer import cuda as cuda_lane
+from connectors.transfer import cuda
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine
@@ -37,8 +37,8 @@ class TestInManyParts(TransferEngineContract):
 
     @pytest.fixture(autouse=True)
     def small_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cuda_lane, "PART_PIECES_MAX", 3)
-        monkeypatch.setattr(cuda_lane, "PART_BYTES_MAX", 500)
+        monkeypatch.setattr(cuda, "PART_PIECES_MAX", 3)
+        monkeypatch.setattr(cuda, "PART_BYTES_MAX", 500)
 
     def make_engine(self, view: CacheView, pool: PoolPart) -> CudaTransferEngine:
         chunk = view.row_bytes * 2
@@ -88,7 +88,7 @@ def test_each_direction_waits_for_the_computing_stream_on_a_stream_of_its_own(be
 def test_a_job_is_not_reported_before_its_last_part_has_arrived(
     benches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_lane, "PART_PIECES_MAX", 1)
+    monkeypatch.setattr(cuda, "PART_PIECES_MAX", 1)
     bench = benches()
     bench.device.held = True
     bench.submit(1, Direction.STORE, [1, 3, 5], [1, 4, 6])
@@ -118,7 +118,7 @@ def test_loads_go_before_stores_that_came_earlier_and_submitting_never_waits(ben
 def test_a_load_goes_between_the_parts_of_a_large_store(
     benches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_lane, "PART_PIECES_MAX", 1)
+    monkeypatch.setattr(cuda, "PART_PIECES_MAX", 1)
     device = FakeDevice()
     driver = SlowDriver(device)
     bench = benches(device=device, driver=driver)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import virtual_link
-from connectors.transfer import cuda as cuda_lane
+from connectors.transfer import cuda
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult, joined
 from connectors.worker.staged import JoinedStores
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass, SlowDriver
@@ -42,7 +42,7 @@ def test_jobs_that_wait_behind_one_on_its_way_are_one_call(benches: Any) -> None
 
 
 def test_no_more_are_joined_than_fit_into_one_part(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_lane, "PART_BYTES_MAX", 2 * PAGE)
+    monkeypatch.setattr(cuda, "PART_BYTES_MAX", 2 * PAGE)
     bench, driver = busy(benches)
     mark = bench.engine.mark()
     for block in (2, 4, 6):

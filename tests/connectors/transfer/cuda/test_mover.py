@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.transfer import cuda as cuda_lane
+from connectors.transfer import cuda
 from connectors.transfer.base import Direction, Pieces, TransferJob, merge_adjacent
 from connectors.transfer.cuda import PreparedJobs, QueuedJob, cut_at_chunks
 
@@ -52,8 +52,8 @@ def test_the_destination_can_be_the_host(pieces: Pieces) -> None:
 def test_parts_hold_every_piece_once_within_their_bounds(
     pieces: Pieces, most_pieces: int, most_bytes: int
 ) -> None:
-    before = cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX
-    cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX = most_pieces, most_bytes
+    before = cuda.PART_PIECES_MAX, cuda.PART_BYTES_MAX
+    cuda.PART_PIECES_MAX, cuda.PART_BYTES_MAX = most_pieces, most_bytes
     try:
         job = PreparedJobs([QueuedJob(TransferJob(1, Direction.LOAD, ()), None, 0.0, {})], pieces)
         parts = []
@@ -64,7 +64,7 @@ def test_parts_hold_every_piece_once_within_their_bounds(
             assert size <= most_bytes or len(part[2]) == 1
             parts.append(part)
     finally:
-        cuda_lane.PART_PIECES_MAX, cuda_lane.PART_BYTES_MAX = before
+        cuda.PART_PIECES_MAX, cuda.PART_BYTES_MAX = before
     for column in range(3):
         joined = np.concatenate([part[column] for part in parts]) if parts else np.empty(0)
         assert np.array_equal(joined, pieces[column])

@@ -45,7 +45,7 @@ def test_a_block_without_its_parent_is_a_part_of_a_longer_one() -> None:
 
 
 def test_several_blocks_at_once_show_their_size() -> None:
-    """An engine joined late: its first block came without the parent, and is whole all the same."""
+    """An engine joined late: its first block came without the parent, and is still whole."""
     fleet = FleetResidency(ALIGN)
     fleet.apply("a", batch(STATES.stored(PROMPT, start=9, stop=10), FULL.stored(PROMPT, start=9, stop=10)))
     fleet.apply("a", batch(FULL.stored(tokens(64, seed=1))))

@@ -93,7 +93,7 @@ class CrowdedEngine:
         self._chats: list[list[int]] = [[] for _ in range(clients)]
 
     def run(self, requests: int) -> list[Outcome]:
-        """Serve so many requests."""
+        """Serve this number of requests."""
         while len(self.outcomes) < requests:
             while self._due and self._due[0][0] <= self.now:
                 self._send(heapq.heappop(self._due)[1])
