@@ -539,7 +539,7 @@ def test_an_engine_that_is_terminated_under_load_aborts_no_clients_request(watch
     """vLLM ends what it has with 200 and ``abort``: whole answers come from another engine, streams that had
     text end with an error."""
     watched.all_up()
-    long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    long: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
     started = threading.Semaphore(0)
 
     def whole(number: int) -> list[str]:
