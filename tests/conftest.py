@@ -55,9 +55,11 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
         del item.stash[_WATCHDOG]
 
 
-def pytest_unconfigure() -> None:
-    """Threads that never end keep no process that has run its tests."""
-    faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Threads that never end keep no process that has run its tests. A worker of pytest-xdist has to wait for
+    the others, and is ended by the process that started it."""
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(60.0, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(autouse=True)

@@ -51,11 +51,15 @@ class Clients:
         self._rng = random.Random(5)
         self._systems = [self._text(150) for _ in range(4)]
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
 
     def start(self, users: int = 3) -> None:
         self._tasks = [asyncio.create_task(self._user()) for _ in range(users)]
 
     async def stop(self) -> None:
+        """End all users. aiohttp turns a cancellation into ``TimeoutError`` where its time-out is due in the
+        same turn of the loop, as after a test that has held the loop."""
+        self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -66,7 +70,7 @@ class Clients:
         await until(lambda: self.answered >= goal or self.failures, "more answers")
 
     async def _user(self) -> None:
-        while True:
+        while not self._stopping:
             messages = [{"role": "system", "content": self._rng.choice(self._systems)}]
             for _ in range(3):
                 messages.append({"role": "user", "content": self._text(20)})
@@ -77,6 +81,8 @@ class Clients:
         """One request, by way of whichever replica takes it."""
         body = {"model": MODEL, "messages": messages, "max_tokens": 4, **fields}
         for _ in range(8):
+            if self._stopping:
+                return None
             member = self.members[self._turn % len(self.members)]
             self._turn += 1
             try:

@@ -28,10 +28,10 @@ from router.pd.bodies import split_body
 from router.proxy.aliases import with_value
 from router.proxy.screen import Rules, screen
 from tests.support.examples import examples
+from tests.support.loop_pauses import PAUSE_S_MAX, TRIES, slowness
 from tests.support.waiting import run
 from tests.support.worst_bodies import worst_bodies
 
-HOLD_S_MAX = 0.05
 LOOK_S_MAX = 1.0
 TEXT = st.text(st.sampled_from('ab"\\{}[]:,\n \u00e9\U0001f600'), max_size=8)
 JSON = st.recursive(
@@ -82,19 +82,26 @@ PASSES: dict[str, Callable[[bytes], Generator[None, None, object]]] = {
 
 @pytest.mark.parametrize(
     ("look", "size"),
-    [("screened", 160 << 10), *(pytest.param(look, 60 << 20, marks=pytest.mark.long) for look in PASSES)],
+    [
+        ("screened", 160 << 10),
+        pytest.param("screened", 60 << 20, marks=pytest.mark.long),
+        *(pytest.param(look, 12 << 20, marks=pytest.mark.long) for look in PASSES if look != "screened"),
+    ],
 )
 def test_no_body_holds_the_loop_or_takes_more_than_a_second(look: str, size: int) -> None:
-    """In the thread's own CPU time, the best of three: a busy machine slows its caches, too."""
+    """In the thread's own CPU time: that of a machine on which nothing else runs."""
     for name, body in worst_bodies(size).items():
-        for last in (False, False, True):
+        for tried in range(TRIES):
             try:
                 took, longest = _times(PASSES[look](body))
             except TooManyStepsError:
                 break
-            if longest < HOLD_S_MAX and took < LOOK_S_MAX:
+            if longest < PAUSE_S_MAX and took < LOOK_S_MAX:
                 break
-            assert not last, (name, took, longest)
+            slower = slowness()
+            if longest / slower < PAUSE_S_MAX and took / slower < LOOK_S_MAX:
+                break
+            assert tried + 1 < TRIES, (name, took, longest, slower)
 
 
 def _times(steps: Generator[None, None, object]) -> tuple[float, float]:

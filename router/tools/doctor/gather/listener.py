@@ -133,6 +133,7 @@ _STRANGE_MAX = 16
 """Messages that are none, after which a replay socket is given up."""
 _REPLAY_TIMEOUTS = 10
 """Total replay time-out, as a multiple of the idle time-out."""
+_RESEND_S = 0.05
 _TOPICS_MAX = 16
 _MESSAGE_BYTES_MAX = 256 << 20
 _SLICE_S = 0.005
@@ -243,11 +244,10 @@ class EventListener:
         with contextlib.ExitStack() as stack:
             try:
                 reader, monitor = _connect(zmq.Context.instance(), zmq.DEALER, self._replay, stack)
-                reader.socket.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
             except zmq.ZMQError as problem:
                 self.seen.replay_state, self.seen.replay_problem = ReplayState.SILENT, str(problem)
                 return
-            watching = asyncio.create_task(self._watch_replay(monitor))
+            watching = asyncio.gather(self._watch_replay(monitor), _request_replay(reader))
             try:
                 async with asyncio.timeout(_REPLAY_TIMEOUTS * self._timeout_s):
                     await self._read_replay(reader)
@@ -325,6 +325,18 @@ class EventListener:
             self._sink.apply(self._engine_id, frame.batch)
         except Exception as problem:  # noqa: BLE001  strange events must not end the examination
             seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
+
+
+async def _request_replay(reader: MessageReader) -> None:
+    """Ask for everything, as soon as there is a connection to send it to: ZMQ drops the queue of one whose
+    handshake has failed, and has none until it connects again."""
+    while True:
+        try:
+            reader.socket.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
+        except zmq.Again:
+            await asyncio.sleep(_RESEND_S)
+        else:
+            return
 
 
 async def replay_comparison(heard: EventListener, again: EventListener) -> ReplayComparison:

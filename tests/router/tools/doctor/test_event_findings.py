@@ -74,7 +74,7 @@ def test_events_and_replay_exchanged() -> None:
         async with saying(server()) as url:
             with publishing() as publisher:
                 engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
-                found = await look(engine, seconds=0.5, timeout_s=2.0)
+                found = await look(engine, seconds=0.5, timeout_s=4.0)
                 found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
                 found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -52,8 +54,9 @@ def test_a_trace_that_cannot_be_read_is_named(
 @pytest.mark.timeout(300)
 def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
     async def main(server: Server) -> None:
+        command = partial(asyncio.to_thread, kvatlas)
         async with fleet(server.url, engines=2) as made:
-            stats = kvatlas("index", "stats", "--json", index=server.url)
+            stats = await command("index", "stats", "--json", index=server.url)
             (scope,) = msgspec.json.decode(stats.stdout)
             assert scope["model"] == "kvatlas-demo"
             assert scope["blocks"] > 10
@@ -62,15 +65,15 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
             assert {e["holder"] for e in scope["engines"]} <= {"r0", "r1"}
             assert {e["feed"] for e in scope["engines"]} == {"ready"}
             assert all(e["generation"] > 0 and e["lease_s"] > 0 for e in scope["engines"])
-            dumped = kvatlas("index", "dump", "--limit", "5", index=server.url).stdout.splitlines()
+            dumped = (await command("index", "dump", "--limit", "5", index=server.url)).stdout.splitlines()
             assert len(dumped) == 5
             for line in map(msgspec.json.decode, dumped):
                 assert len(line["block"]) == 16
                 assert set(line["engines"]) <= set(made.engines)
-            verified = kvatlas("index", "verify", "--json", index=server.url)
+            verified = await command("index", "verify", "--json", index=server.url)
             assert verified.returncode == 0, verified.stdout
-            assert "wrong" in kvatlas("index", "verify", index=server.url).stdout
-            assert "generation" in kvatlas("index", "stats", index=server.url).stdout
+            assert "wrong" in (await command("index", "verify", index=server.url)).stdout
+            assert "generation" in (await command("index", "stats", index=server.url)).stdout
 
     with Server(any_program()) as server:
         run(main(server), wait_s=280)  # five commands, two routers and two engines, one after the other
