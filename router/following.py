@@ -129,25 +129,26 @@ class EngineLifecycle:
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
 
-    def _abandon(self, engine: Engine) -> None:
+    def _abandon(self, engine: Engine, *, lost: bool = False) -> None:
         """Requests that wait for its first byte go to other engines, where there are any."""
         now = self._clock()
 
         def elsewhere(model: str | None) -> bool:
             ready = self.fleet.ready(model)
-            return any(other is not engine and other.up and other.breaker.allows(now) for other in ready)
+            return any(
+                other is not engine and other.up and other.engine.answers and other.breaker.allows(now)
+                for other in ready
+            )
 
-        engine.abandon(elsewhere)
+        engine.abandon(elsewhere, lost=lost)
 
     async def _watch_waiting(self) -> None:
-        """Breakers say nothing by themselves: look now and then whether one that is waited at holds."""
+        """Breakers say nothing by themselves: look now and then for requests that wait in vain."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            now = self._clock()
             for engine in self.fleet:
-                breaker = engine.breaker
-                if engine.waiting and (breaker.silent(now) or not breaker.closed):
-                    self._abandon(engine)
+                if engine.waiting:
+                    self._abandon(engine, lost=True)
 
     def engine_restarted(self, engine: Engine) -> None:
         """See ``FleetListener``."""

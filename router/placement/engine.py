@@ -265,11 +265,15 @@ class Engine(EngineStatus):
         """See ``EngineStatus``."""
         return self.breaker.overdue(self._accounts.now())
 
-    def abandon(self, elsewhere: Callable[[str | None], bool]) -> None:
+    def abandon(self, elsewhere: Callable[[str | None], bool], *, lost: bool = False) -> None:
         """It went down: what waits for a first byte is given to another engine, where ``elsewhere`` says that
-        there is one for the model."""
-        self.takes_order = True  # it may come back with another scheduling policy
+        there is one for the model. ``lost``: only what waits in vain by its breaker."""
+        if not lost:
+            self.takes_order = True  # it may come back with another scheduling policy
+        now = self._accounts.now()
         for attempt, cancel in list(self.waiting.items()):
+            if lost and not self.breaker.lost(attempt.asked_s, now, expected_s=attempt.expected_s):
+                continue
             if elsewhere(attempt.request.model):
                 del self.waiting[attempt]
                 attempt.abandoned = True

@@ -114,7 +114,7 @@ class RetryAfterPause:
 class Silence:
     """Whether an engine answers nobody although it is asked."""
 
-    __slots__ = ("_asked_at", "_heard_at", "_probe_at", "_settings", "due_at", "give_ups")
+    __slots__ = ("_asked_at", "_given_up_at", "_heard_at", "_probe_at", "_settings", "due_at", "give_ups")
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
@@ -123,12 +123,17 @@ class Silence:
         """When one of the streamed requests since an answer has waited too long."""
         self._heard_at = -math.inf
         self.give_ups = 0
+        self._given_up_at = math.inf  # there were enough of them
         self._probe_at = 0.0
 
     def holds(self, now: float) -> bool:
         """The engine counts as silent."""
         settings = self._settings
         return self.give_ups >= settings.give_ups_min or now >= self.due_at
+
+    def began_at(self, now: float) -> float:
+        """Since when it holds; infinite: it does not."""
+        return min(self._given_up_at, self.due_at) if self.holds(now) else math.inf
 
     def allows(self, now: float) -> bool:
         return now >= self._probe_at or not self.holds(now)
@@ -151,12 +156,14 @@ class Silence:
         if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
             return False
         self.give_ups += self._settings.give_ups_min if streams else 1
+        if self.give_ups >= self._settings.give_ups_min:
+            self._given_up_at = min(self._given_up_at, now)
         self._probe_at = now + self._settings.silent_probe_s
         return True
 
     def heard(self, now: float) -> None:
         self._heard_at = now
-        self._asked_at = self.due_at = math.inf
+        self._asked_at = self.due_at = self._given_up_at = math.inf
         self.give_ups = 0
 
 
@@ -167,6 +174,7 @@ class Breaker:
         self._settings = settings
         self._in_a_row = 0
         self._open_s = 0.0  # 0: closed
+        self._opened_at = math.inf  # when it was closed last
         self._open_until = 0.0
         self._probing = False
         self._window_end = 0.0
@@ -204,9 +212,13 @@ class Breaker:
         settings = self._settings
         return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
 
-    def silent(self, now: float) -> bool:
-        """Whether the engine answers nobody although it is asked."""
-        return self._silence.holds(now)
+    def lost(self, asked_at: float, now: float, *, expected_s: float) -> bool:
+        """Whether a request sent then, whose first byte should take ``expected_s``, waits in vain: since
+        before the engine was left out, or, as a probe, for as long as shows a silent engine."""
+        out_since = min(self._opened_at, self._silence.began_at(now))
+        if out_since == math.inf:
+            return False
+        return asked_at <= out_since or now >= asked_at + self._settings.silent_s_max + 2 * expected_s
 
     def waits_s(self, now: float, client: int = 0) -> float:
         """Seconds for which the engine itself asked (``refused``) to be left alone by this client."""
@@ -275,6 +287,7 @@ class Breaker:
         return counts
 
     def _open(self, now: float, seconds: float) -> None:
+        self._opened_at = min(self._opened_at, now)
         self._probing = False
         self._open_s = seconds
         self._open_until = now + seconds
@@ -283,6 +296,7 @@ class Breaker:
     def _close(self) -> None:
         self._probing = False
         self._open_s = 0.0
+        self._opened_at = math.inf
         self._recent = [0, 0]
         self._before = [0, 0]
         self._told()

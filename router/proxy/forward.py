@@ -136,6 +136,7 @@ class Forwarder:
         """
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
+        left: frozenset[str] = frozenset()  # they went down, but did not fail: better than no engine at all
         outcome: Refusal | UpstreamError | None = None
         breaks = attempt = 0
         course: DisaggState | None = None
@@ -144,7 +145,7 @@ class Forwarder:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
-                placement = await self._place(out, exclude, course)
+                placement = await self._place(out, exclude, left, course)
             except ApiError:
                 if outcome is None:
                     raise
@@ -166,7 +167,8 @@ class Forwarder:
             if outcome is None:
                 return
             attempt += 1
-            exclude |= {placement.engine_id}
+            tried = frozenset((placement.engine_id,))
+            left, exclude = (left | tried, exclude) if _abandoned(outcome) else (left, exclude | tried)
             if _unrepeatable(out.request, outcome):
                 break
             breaks = self._note_break(out, placement.engine_id, outcome, breaks)
@@ -175,11 +177,22 @@ class Forwarder:
         await self._give_up(outcome, out.record, send)
 
     def _place(
-        self, out: Outbound, exclude: frozenset[str], course: DisaggState | None
+        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], course: DisaggState | None
     ) -> Awaitable[Attempt]:
-        if course is None:
-            return self._planner.place(out.request, exclude=exclude)
-        return self._planner.place(out.request, exclude=exclude | course.failed, course=course)
+        """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
+        if course is not None:
+            exclude |= course.failed
+        if left:
+            return self._place_again(out, exclude, left, course)
+        return self._planner.place(out.request, exclude=exclude, course=course)
+
+    async def _place_again(
+        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], course: DisaggState | None
+    ) -> Attempt:
+        try:
+            return await self._planner.place(out.request, exclude=exclude | left, course=course)
+        except ApiError:
+            return await self._planner.place(out.request, exclude=exclude, course=course)
 
     def _carry(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState | None

@@ -132,6 +132,52 @@ def test_an_engine_that_hangs_is_found_by_the_requests_that_wait_and_not_by_slow
     run(main())
 
 
+def test_a_probe_of_an_engine_that_was_left_out_is_given_its_time() -> None:
+    async def main() -> None:
+        scripts = [Stoppable(), Stoppable()]
+        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+            left_out, clock = rig.router.fleet.get(one.url), rig.router.clock
+            assert left_out is not None
+            for _ in range(3):
+                left_out.breaker.record(False, clock())
+            await until(lambda: left_out.breaker.allows(clock()), "half open")
+            scripts[0].slow = True
+            tasks = await _spread(rig, scripts)
+            await until(lambda: len(left_out.waiting) == 1, "the probe waits for its first byte")
+            left_out.abandon(lambda model: True, lost=True)
+            assert len(left_out.waiting) == 1
+            one.go.set()
+            for task in tasks:
+                assert (await task)[0] == 200
+            assert left_out.breaker.closed
+            assert rig.router.proxy.stats.requests_moved == 0
+
+    run(main())
+
+
+def test_a_request_that_has_been_moved_from_every_engine_comes_back_to_one_that_is_up() -> None:
+    async def main() -> None:
+        scripts = [Stoppable(), Stoppable()]
+        async with Engine(scripts[0]) as one, Engine(scripts[1]) as two, routing(_config(one, two)) as rig:
+            for script in scripts:
+                script.slow = True
+            task = asyncio.create_task(rig.ask("POST", "/v1/completions", BODY))
+            await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it is at an engine")
+            first = next(engine for engine in rig.router.fleet if engine.waiting)
+            second = next(engine for engine in rig.router.fleet if engine is not first)
+            rig.router.following.engine_down(first)
+            await until(lambda: bool(second.waiting), "it is at the other one")
+            for script in scripts:
+                script.slow = False
+            rig.router.following.engine_down(second)
+            status, _ = await task
+            assert status == 200
+            assert rig.router.proxy.stats.requests_moved == 2
+            rig.check_books()
+
+    run(main())
+
+
 def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
     async def main() -> None:
         script = Stoppable()

@@ -37,6 +37,36 @@ def test_half_opens_after_half_a_second_for_one_probe() -> None:
     assert breaker.allows(0.5 + S.probe_s)
 
 
+def test_requests_sent_before_it_opened_are_lost_and_probes_only_after_their_time() -> None:
+    breaker = _opened(now=1.0)
+    assert breaker.lost(0.9, 1.0, expected_s=9.0)
+    probe_s = S.silent_s_max + 2 * 2.0
+    assert not breaker.lost(1.5, 1.4 + probe_s, expected_s=2.0)
+    breaker.begin(1.5)
+    breaker.record(False, 1.6)  # another probe fails
+    assert not breaker.lost(1.5, 1.4 + probe_s, expected_s=2.0)
+    assert breaker.lost(1.5, 1.5 + probe_s, expected_s=2.0)
+    breaker.record(True, 30.0)
+    assert not breaker.lost(0.9, 30.0, expected_s=0.0)
+
+
+def test_requests_at_a_silent_engine_are_lost_and_probes_only_after_their_time() -> None:
+    breaker = Breaker(S)
+    breaker.begin(0.0, streams=True)
+    silent_at = S.silent_s_max
+    assert not breaker.lost(0.0, silent_at - 0.1, expected_s=0.0)
+    assert breaker.lost(0.0, silent_at, expected_s=0.0)
+    assert breaker.lost(silent_at - 1, silent_at, expected_s=9.0)
+    probe_at = silent_at + 1
+    assert not breaker.lost(probe_at, probe_at + S.silent_s_max - 0.1, expected_s=0.0)
+    assert breaker.lost(probe_at, probe_at + S.silent_s_max, expected_s=0.0)
+    breaker.heard(probe_at + 1)
+    assert not breaker.lost(probe_at, probe_at + 100, expected_s=0.0)
+    assert breaker.gave_up(probe_at + 2, probe_at + 9, expected_s=0.0, streams=True)
+    assert breaker.lost(probe_at + 3, probe_at + 10, expected_s=0.0)
+    assert not breaker.lost(probe_at + 10, probe_at + 11, expected_s=0.0)
+
+
 def test_first_success_closes_and_forgets() -> None:
     breaker = _opened()
     breaker.begin(0.5)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,11 @@ def kvatlas(*args: str, index: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "KVATLAS_INDEX_URL": index}
     command = [sys.executable, "-m", "router", *args]
     return subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, check=False)
+
+
+async def _beside(*args: str, index: str) -> subprocess.CompletedProcess[str]:
+    """The same without holding the loop."""
+    return await asyncio.to_thread(kvatlas, *args, index=index)
 
 
 @pytest.mark.process
@@ -54,9 +58,8 @@ def test_a_trace_that_cannot_be_read_is_named(
 @pytest.mark.timeout(300)
 def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
     async def main(server: Server) -> None:
-        command = partial(asyncio.to_thread, kvatlas)
         async with fleet(server.url, engines=2) as made:
-            stats = await command("index", "stats", "--json", index=server.url)
+            stats = await _beside("index", "stats", "--json", index=server.url)
             (scope,) = msgspec.json.decode(stats.stdout)
             assert scope["model"] == "kvatlas-demo"
             assert scope["blocks"] > 10
@@ -65,15 +68,15 @@ def test_stats_dump_and_verify_of_a_fleet_at_work() -> None:
             assert {e["holder"] for e in scope["engines"]} <= {"r0", "r1"}
             assert {e["feed"] for e in scope["engines"]} == {"ready"}
             assert all(e["generation"] > 0 and e["lease_s"] > 0 for e in scope["engines"])
-            dumped = (await command("index", "dump", "--limit", "5", index=server.url)).stdout.splitlines()
+            dumped = (await _beside("index", "dump", "--limit", "5", index=server.url)).stdout.splitlines()
             assert len(dumped) == 5
             for line in map(msgspec.json.decode, dumped):
                 assert len(line["block"]) == 16
                 assert set(line["engines"]) <= set(made.engines)
-            verified = await command("index", "verify", "--json", index=server.url)
+            verified = await _beside("index", "verify", "--json", index=server.url)
             assert verified.returncode == 0, verified.stdout
-            assert "wrong" in (await command("index", "verify", index=server.url)).stdout
-            assert "generation" in (await command("index", "stats", index=server.url)).stdout
+            assert "wrong" in (await _beside("index", "verify", index=server.url)).stdout
+            assert "generation" in (await _beside("index", "stats", index=server.url)).stdout
 
     with Server(any_program()) as server:
         run(main(server), wait_s=280)  # five commands, two routers and two engines, one after the other
