@@ -93,6 +93,10 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
+UNTIMED = aiohttp.ClientTimeout(total=None)
+"""Of each exchange, under ``asyncio.timeout``: aiohttp's own time-out, due in the same turn of the loop as a
+cancellation, swallows it (helpers.py ``TimerContext``, nested, 3.14), and whoever waits for the task to end
+waits for ever."""
 _SILENT_EVERY_S = 60.0
 """So often it is said that an engine does not answer."""
 _T = TypeVar("_T")
@@ -126,7 +130,6 @@ class FleetPoller(Generic[E]):
     def configure(self, settings: FleetSettings) -> None:
         """How often, from the next poll on."""
         self._settings = settings
-        self._timeout = aiohttp.ClientTimeout(total=settings.poll_timeout_s)
 
     async def run(self) -> None:
         """Poll every server of the fleet; returns only by cancellation."""
@@ -396,7 +399,10 @@ class FleetPoller(Generic[E]):
             self._listener.engine_asleep(status)
 
     async def _get(self, url: str) -> bytes:
-        async with self._session.get(url, timeout=self._timeout, allow_redirects=False) as answer:
+        async with (
+            asyncio.timeout(self._settings.poll_timeout_s),
+            self._session.get(url, timeout=UNTIMED, allow_redirects=False) as answer,
+        ):
             if answer.status != 200:
                 raise _BadAnswerError(f"status {answer.status}", answer.status)
             body = await answer.content.read(self._settings.answer_bytes_max + 1)
@@ -482,7 +488,7 @@ class EngineCalls:
         self._headers = headers
         self._tls = tls
         self._answer_bytes_max = answer_bytes_max
-        self._health_timeout = aiohttp.ClientTimeout(total=health_timeout_s)
+        self._health_timeout_s = health_timeout_s
         self._in_clients_names: aiohttp.ClientSession | None = None
         self._own: aiohttp.ClientSession | None = None
 
@@ -518,12 +524,14 @@ class EngineCalls:
     ) -> tuple[int, bytes]:
         if session is None:
             raise OSError("the router is not running")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"content-type": "application/json", **headers}
         try:
-            async with session.post(
-                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                session.post(
+                    url, data=body, headers=headers, timeout=UNTIMED, allow_redirects=False
+                ) as answer,
+            ):
                 return answer.status, await self._read(url, answer)
         except aiohttp.ClientError as error:
             raise OSError(f"{url}: {error}") from error
@@ -543,9 +551,10 @@ class EngineCalls:
         if session is None:
             return False
         try:
-            async with session.get(
-                f"{url}/health", timeout=self._health_timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                asyncio.timeout(self._health_timeout_s),
+                session.get(f"{url}/health", timeout=UNTIMED, allow_redirects=False) as answer,
+            ):
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,9 +14,10 @@ import pytest
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
-from router.fleet.poller import reachable
+from router.fleet.poller import EngineCalls, reachable
 from router.fleet.settings import FleetSettings
 from router.fleet.status import read_asleep, read_emptied, read_gauges, read_started, read_transfers
+from router.tools.doctor.gather.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import run, until
 
@@ -76,6 +80,36 @@ def test_one_missed_poll_does_not_take_an_engine_out() -> None:
             assert watch.told == [("up", status.engine_id)]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["poll", "post", "health", "doctor"])
+def test_a_cancellation_due_with_the_time_out_is_not_lost(how: str) -> None:
+    """Or stopping waits for ever."""
+    timeout_s = QUICK.poll_timeout_s
+
+    async def main() -> None:
+        hang: dict[str, object] = dict.fromkeys(("/v1/models", "/post", "/health", "/doctor"), HANG)
+        calls = EngineCalls(
+            {}, ssl.create_default_context(), answer_bytes_max=100, health_timeout_s=timeout_s
+        )
+        async with watching(answers=hang) as watch, calls.open() as session:
+            url, http = watch.server.base_url, Http(session, timeout_s)
+            path = {"poll": "/v1/models"}.get(how, f"/{how}")
+            tasks: dict[str, Callable[[], asyncio.Task[Any]]] = {
+                "poll": lambda: watch.polling,
+                "post": lambda: asyncio.create_task(calls.post(f"{url}/post", b"{}", {}, timeout_s)),
+                "health": lambda: asyncio.create_task(calls.healthy(url)),
+                "doctor": lambda: asyncio.create_task(http.get(f"{url}/doctor")),
+            }
+            await watch.polls(count=1)
+            task, asked = tasks[how](), watch.server.count(path)
+            await until(lambda: watch.server.count(path) > asked, "it waits for an answer")
+            asyncio.get_running_loop().call_later(timeout_s, task.cancel)
+            time.sleep(1.2 * timeout_s)  # both come due in one turn of the loop
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(main())
 
 
 def test_a_refused_port_takes_an_engine_out_at_once() -> None:

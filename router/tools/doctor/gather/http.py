@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from router.fleet.poller import UNTIMED
 from router.http.reasons import reason_of
 from router.tools.ops_client import reason
 
@@ -70,11 +72,13 @@ class Http:
     async def _ask(
         self, method: str, url: str, data: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> HttpAnswer:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(
-                method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
-            ) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(
+                    method, url, data=data, headers=headers, timeout=UNTIMED, allow_redirects=False
+                ) as answer,
+            ):
                 now = time.time()
                 body = b""
                 async for piece in answer.content.iter_any():
