@@ -55,13 +55,17 @@ class LoopServer(uvicorn.Server):
         for listener in sockets or []:
             listener.close()
         connections, tasks = self.server_state.connections, self.server_state.tasks
-        for connection in list(connections):
-            connection.shutdown()
         end = time.monotonic() + _DRAIN_S
-        while (connections or tasks) and time.monotonic() < end:  # noqa: ASYNC110  # uvicorn has no event for it
+        while True:
+            for connection in list(connections):  # also those accepted in the turn in which listening ended
+                connection.shutdown()
             await asyncio.sleep(_LOOK_S)
+            if not (connections or tasks) or time.monotonic() >= end:
+                break
         for task in tasks:
             task.cancel()
+        for connection in list(connections):
+            connection.transport.abort()
 
 
 def listen(host: str, port: int) -> socket.socket:

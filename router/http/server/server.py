@@ -149,7 +149,7 @@ class ProxyServer(uvicorn.Server):
 
     def _close(self) -> None:
         """No new connection, and none that is idle; idempotent."""
-        self.should_exit = True
+        self.should_exit = self._config.lame = True  # lame: also those accepted in this turn of the loop
         self._ending.set()
         self._stop_listening()
         for connection in list(self.server_state.connections):
@@ -170,8 +170,12 @@ class ProxyServer(uvicorn.Server):
         connections = self.server_state.connections
         end = self._clock() + self._listen.drain_s_max
         running = len(self.server_state.tasks)
-        while connections and not self.force_exit and self._clock() < end:  # noqa: ASYNC110  # one is a signal
+        while True:
             await asyncio.sleep(_LOOK_S)
+            if not connections or self.force_exit or self._clock() >= end:
+                break
+            for connection in list(connections):  # one accepted as listening ended is known a turn later
+                connection.shutdown()
         left = len(connections)
         self._stats.drain_cuts += left
         self._stats.drained += max(0, running - left)

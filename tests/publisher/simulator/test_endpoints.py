@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -17,7 +18,7 @@ from publisher.simulator.scheduler import Step
 from router.fleet.status import read_pool_blocks
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
-from tests.support.waiting import until
+from tests.support.waiting import run, until
 
 USER = {"role": "user", "content": "Hello there"}
 
@@ -209,3 +210,18 @@ def test_as_a_process_it_serves_and_ends_cleanly_on_sigterm() -> None:
             assert await process.wait() == 0
 
     asyncio.run(check())
+
+
+def test_connections_accepted_as_it_stops_are_closed_too() -> None:
+    async def check() -> None:
+        async with engine() as running:
+            address = ("127.0.0.1", int(running.base_url.rsplit(":", 1)[1]))
+            # More than one turn of the loop accepts: the server learns of some after it began to stop.
+            clients = [socket.create_connection(address, timeout=DEADLINE_S) for _ in range(64)]
+            await asyncio.sleep(0)
+            await running.stop()
+            for client in clients:
+                with client, contextlib.suppress(ConnectionError):
+                    assert await asyncio.to_thread(client.recv, 1) == b""
+
+    run(check())

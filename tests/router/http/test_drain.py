@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 
 import pytest
 
+from router.http.server.settings import ListenSettings
 from tests.support.paths import ROOT
 from tests.support.proxy_rig import (
     DONE,
@@ -22,6 +24,7 @@ from tests.support.proxy_rig import (
     event,
     read_answer,
     request,
+    routing,
     says,
 )
 from tests.support.waiting import WAIT_S, run, until
@@ -229,5 +232,21 @@ def test_after_the_delay_nothing_new_is_taken_and_what_runs_is_finished() -> Non
             assert await process.process.wait() == 0
             writer.close()
             idle_writer.close()
+
+    run(main())
+
+
+def test_connections_accepted_as_it_ends_are_closed_too() -> None:
+    async def main() -> None:
+        async with routing(listen=ListenSettings(drain_s_max=5, header_timeout_s=WAIT_S)) as rig:
+            # More than one turn of the loop accepts: some are made known to the server after the drain began.
+            address = ("127.0.0.1", rig.port)
+            clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(64)]
+            await asyncio.sleep(0)
+            await rig.server.shutdown()
+            assert rig.listen_stats.drain_cuts == 0
+            for client in clients:
+                with client, contextlib.suppress(ConnectionError):
+                    assert await asyncio.to_thread(client.recv, 1) == b""
 
     run(main())
