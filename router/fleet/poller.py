@@ -93,10 +93,7 @@ _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
-UNTIMED = aiohttp.ClientTimeout(total=None)
-"""Of each exchange, under ``asyncio.timeout``: aiohttp's own time-out, due in the same turn of the loop as a
-cancellation, swallows it (helpers.py ``TimerContext``, nested, 3.14), and whoever waits for the task to end
-waits for ever."""
+_UNTIMED = aiohttp.ClientTimeout(total=None)
 _SILENT_EVERY_S = 60.0
 """So often it is said that an engine does not answer."""
 _T = TypeVar("_T")
@@ -399,10 +396,7 @@ class FleetPoller(Generic[E]):
             self._listener.engine_asleep(status)
 
     async def _get(self, url: str) -> bytes:
-        async with (
-            asyncio.timeout(self._settings.poll_timeout_s),
-            self._session.get(url, timeout=UNTIMED, allow_redirects=False) as answer,
-        ):
+        async with exchange(self._session, "GET", url, self._settings.poll_timeout_s) as answer:
             if answer.status != 200:
                 raise _BadAnswerError(f"status {answer.status}", answer.status)
             body = await answer.content.read(self._settings.answer_bytes_max + 1)
@@ -474,6 +468,30 @@ def reachable(endpoint: str, host: str) -> str:
 # and ``healthy`` fail as if the engine were away.
 
 
+@asynccontextmanager
+async def exchange(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    timeout_s: float,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to one request, without following redirects; reading it counts towards ``timeout_s``.
+
+    Raises ``TimeoutError``, ``OSError`` and ``aiohttp.ClientError``.
+    """
+    # aiohttp's own time-out swallows a cancellation due in the same turn of the loop (3.14: helpers.py,
+    # nested ``TimerContext``), so a task that is cancelled then never ends.
+    async with (
+        asyncio.timeout(timeout_s),
+        session.request(
+            method, url, data=body, headers=headers, timeout=_UNTIMED, allow_redirects=False
+        ) as answer,
+    ):
+        yield answer
+
+
 class EngineCalls:
     """``answer_bytes_max`` bounds an answer to ``post``, ``health_timeout_s`` a look at ``/health``."""
 
@@ -526,12 +544,7 @@ class EngineCalls:
             raise OSError("the router is not running")
         headers = {"content-type": "application/json", **headers}
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                session.post(
-                    url, data=body, headers=headers, timeout=UNTIMED, allow_redirects=False
-                ) as answer,
-            ):
+            async with exchange(session, "POST", url, timeout_s, body, headers) as answer:
                 return answer.status, await self._read(url, answer)
         except aiohttp.ClientError as error:
             raise OSError(f"{url}: {error}") from error
@@ -551,10 +564,7 @@ class EngineCalls:
         if session is None:
             return False
         try:
-            async with (
-                asyncio.timeout(self._health_timeout_s),
-                session.get(f"{url}/health", timeout=UNTIMED, allow_redirects=False) as answer,
-            ):
+            async with exchange(session, "GET", f"{url}/health", self._health_timeout_s) as answer:
                 return answer.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False

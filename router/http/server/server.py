@@ -149,7 +149,8 @@ class ProxyServer(uvicorn.Server):
 
     def _close(self) -> None:
         """No new connection, and none that is idle; idempotent."""
-        self.should_exit = self._config.lame = True  # lame: also those accepted in this turn of the loop
+        self.should_exit = True
+        self._config.lame = True  # connections accepted in this turn of the loop do not exist yet
         self._ending.set()
         self._stop_listening()
         for connection in list(self.server_state.connections):
@@ -172,10 +173,9 @@ class ProxyServer(uvicorn.Server):
         running = len(self.server_state.tasks)
         while True:
             await asyncio.sleep(_LOOK_S)
+            self._close()  # again: what was accepted as listening ended becomes known a turn later
             if not connections or self.force_exit or self._clock() >= end:
                 break
-            for connection in list(connections):  # one accepted as listening ended is known a turn later
-                connection.shutdown()
         left = len(connections)
         self._stats.drain_cuts += left
         self._stats.drained += max(0, running - left)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from router.fleet.poller import UNTIMED
+from router.fleet.poller import exchange
 from router.http.reasons import reason_of
 from router.tools.ops_client import reason
 
@@ -73,12 +72,7 @@ class Http:
         self, method: str, url: str, data: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> HttpAnswer:
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.request(
-                    method, url, data=data, headers=headers, timeout=UNTIMED, allow_redirects=False
-                ) as answer,
-            ):
+            async with exchange(self._session, method, url, timeout_s, data, headers) as answer:
                 now = time.time()
                 body = b""
                 async for piece in answer.content.iter_any():
