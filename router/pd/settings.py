@@ -48,8 +48,6 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Most prefill engines that are asked for one request; then the decode engine computes the prompt."""
     mix_versions: bool = False
     """Pair engines whose `/version` differs or is not known. vLLM's NIXL connector refuses other versions."""
-    no_connector_s: float = 60.0
-    """Seconds for which a prefill engine that handed nothing over is not asked again."""
     answer_bytes_max: int = 8 << 20
     """Largest answer of a prefill engine that is read: it lists the blocks."""
 

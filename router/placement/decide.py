@@ -55,6 +55,8 @@ _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
 _LOG_EVERY_S = 1.0
+_NO_CONNECTOR_S = 60.0
+"""How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
 _NONE_SKIPPED: Sequence[Candidate] = ()
 
 
@@ -175,7 +177,7 @@ class Planner:
                 self._accounts,
                 retention=self._retention,
                 waited_s=waited_s,
-                rest_s=self._pd.no_connector_s,
+                rest_s=_NO_CONNECTOR_S,
             )
         headers = self._client_headers(request, decision)
         if prefill is not None and request.carried:

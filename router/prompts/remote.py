@@ -38,6 +38,9 @@ It adds no credentials: what an engine computes for a client, it computes in the
 
 RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
 _ABSENT: Final = frozenset({403, 404, 405, 501})
+"""Statuses of an endpoint that the engine does not serve."""
+_ABSENT_S: Final = 60.0
+"""How long such an endpoint is not asked again: only a restart of the engine can add it."""
 _RESTS_MAX: Final = 1024
 """Endpoints remembered as resting; when full, all are asked again."""
 
@@ -157,7 +160,7 @@ class EngineSide:
         if status != 200:
             self._count("failures")
         if status in _ABSENT:
-            self._rest(url, status, self._settings.engine_absent_s)
+            self._rest(url, status, _ABSENT_S)
         elif status == 0 or status >= 500:
             self._rest(url, status, self._settings.engine_failed_s)
         return status, answer

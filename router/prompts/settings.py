@@ -77,9 +77,6 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
     engine_calls_max: int = 32
     """Most such calls at once; further prompts are placed by text affinity."""
-    engine_absent_s: float = 60.0
-    """How long an endpoint that the engine does not serve (403, 404, 405, 501) is not asked again, in
-    seconds."""
     engine_failed_s: float = 5.0
     """How long an endpoint is not asked again after a time-out, a broken connection or a 5xx, in seconds."""
 

@@ -63,6 +63,8 @@ _log = structlog.get_logger()
 _BAD_REQUEST = 400
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
+_KEPT_ANSWER_BYTES_MAX = 256 * 1024
+"""Largest error answer of an engine that is kept, to be passed on if no other engine answers."""
 _BREAK_LINES_MAX = 10
 """Log lines per second on broken engines: one that dies breaks with all its requests."""
 
@@ -405,7 +407,7 @@ class Forwarder:
         body = b""
         while data := await connection.read():
             body += data
-            if len(body) > self._settings.kept_answer_bytes_max:
+            if len(body) > _KEPT_ANSWER_BYTES_MAX:
                 raise UpstreamError("reset")
         return body
 

@@ -215,7 +215,7 @@ class GossipedInflight(InflightPrefixes):
 # Exchanges in-flight load between replicas, so that two of them do not both pick the one idle engine.
 #
 # One hash in the index, one field per replica, read with every look-up. A replica writes when its load has
-# changed, at most every ``load_interval_s``, and repeats a load that is not empty as a heartbeat; recent
+# changed, at most every 50 ms, and repeats a load that is not empty as a heartbeat; recent
 # work, which decays by itself, is written with either. Always true: a replica's load counts no longer than
 # ``silence_s`` after its last heartbeat; its own field is never counted; a field that cannot be decoded, or
 # has values out of bounds, counts as empty.

@@ -46,6 +46,8 @@ _REFRESH_S = 0.5
 _SHUTDOWN_S_MAX = 2.0
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
+_LOAD_INTERVAL_S = 0.05
+"""Shortest pause between two reports of this replica's load to the others."""
 
 
 class _Scope(NamedTuple):
@@ -301,7 +303,7 @@ class SharedIndex:
         while True:
             try:
                 await self._report_load_once()
-                await asyncio.sleep(self.settings.load_interval_s)
+                await asyncio.sleep(_LOAD_INTERVAL_S)
             except IndexUnavailable:
                 await asyncio.sleep(_RESTART_PAUSE_S)
 

@@ -14,8 +14,6 @@ class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fi
     (``KVATLAS_INDEX_URL``) or the configuration file."""
     replica: str = ""
     """Name of this replica, unique among all replicas; derived from host name and process id where empty."""
-    load_interval_s: float = 0.05
-    """Shortest pause between two reports of this replica's load to the others, in seconds."""
 
     def __post_init__(self) -> None:
         if self.url:

@@ -16,13 +16,15 @@ from typing import Any, cast
 from uvicorn.server import ServerState
 
 from router.http.server.capacity import PROBE_PATHS, client_of
-from router.http.server.config import ListenConfig
+from router.http.server.config import LINGER_S_MAX, ListenConfig
 from router.http.server.request_cycle import RequestCycle, connection_scope, error_answer
 from router.http.server.request_reader import RefusedRequestError, RequestReader
 from router.http.sockets import NEVER, is_last
 from router.openai.errors import ApiError, request_timeout, too_many_bodies, too_many_connections
 
 _LINGER_BYTES_MAX = 64 * 1024 * 1024
+PIPELINED_MAX = 16
+"""Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -176,7 +178,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin(exchange, self._reader.read_s)
         else:
             self._queue.append(exchange)
-            if len(self._queue) >= self.settings.pipelined_max:
+            if len(self._queue) >= PIPELINED_MAX:
                 self.stats.pipeline_pauses += 1
                 self.pause_reading()
         return exchange
@@ -269,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """The application wants more; that waits while as many requests are queued as may be."""
-        room = len(self._queue) < self.settings.pipelined_max
+        room = len(self._queue) < PIPELINED_MAX
         if self.read_paused and room and not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
@@ -310,7 +312,7 @@ class ClientConnection(asyncio.Protocol):
         self.resume_reading()
         if transport.can_write_eof():
             transport.write_eof()
-        self.deadline = self.clock() + self.settings.linger_s_max
+        self.deadline = self.clock() + LINGER_S_MAX
 
     def _throw_away_from_here(self) -> None:
         self._reader.stop()

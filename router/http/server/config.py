@@ -13,6 +13,10 @@ from router.http.server.capacity import Capacity, Handshakes
 from router.http.server.settings import ListenSettings, ListenStats
 from router.http.sockets import Sweeper, tick_for
 
+LINGER_S_MAX = 2.0
+"""How long the rest of a request is read and dropped after an early answer such as 413, before the connection
+closes. A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6)."""
+
 
 class ListenConfig(uvicorn.Config):
     """uvicorn's configuration with everything off that the proxied path does not need."""
@@ -83,5 +87,5 @@ def _tick(listen: ListenSettings) -> float:
         listen.body_grace_s,
         listen.keepalive_timeout_s,
         listen.stall_timeout_s,
-        listen.linger_s_max,
+        LINGER_S_MAX,
     )

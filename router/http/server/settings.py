@@ -24,9 +24,6 @@ class ListenSettings(msgspec.Struct, frozen=True):
     usually keep theirs."""
     stall_timeout_s: float = 120.0
     """A client that does not read its answer for this long is disconnected."""
-    linger_s_max: float = 2.0
-    """After an early answer such as 413: how long the rest of the request is read and dropped before the
-    connection closes."""
     drain_delay_s: float = 0.0
     """Seconds from SIGTERM until new connections are refused: the time load balancers need to notice that
     ``/ready`` answers 503. Requests that come meanwhile are answered, and close their connection."""
@@ -45,8 +42,6 @@ class ListenSettings(msgspec.Struct, frozen=True):
     bodies_bytes_max: int = 2 * 1024 * 1024 * 1024
     """Most bytes of request bodies held at one time, of all requests together; beyond it, requests are
     answered with 503."""
-    pipelined_max: int = 16
-    """Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""
 
 
 # Counters of client connections; the metrics exporter reads them.
