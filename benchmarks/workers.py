@@ -124,7 +124,7 @@ async def cost(requests: int, blocks: int) -> dict[str, Any]:
             both_s = await turns(teller.inflight)
             for task in running:
                 task.cancel()
-        heard = hearer.inflight.gossip_stats.heard
+        heard = hearer.inflight.gossip_stats.received
         missed = teller.stats.missed
         buckets = hearer.delays.buckets()
     return {

@@ -159,7 +159,7 @@ class SidecarPlacer:
             body, why = await self._read(request)
         if body is None or found is None:
             if why:
-                self._stats.count(self._stats.whole, why)
+                self._stats.count(self._stats.aggregated, why)
             return self._alone(request)
         helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
         return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))

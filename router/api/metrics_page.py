@@ -147,8 +147,8 @@ class RouterCollector:
         s = self._sources
         if s.shared is not None:
             yield from of_stats("lease", s.shared.lease_manager.stats)
-            yield from of_stats("look", s.shared.lookup.stats)
-            yield from of_stats("flight", s.shared.inflight.gossip_stats)
+            yield from of_stats("shared_index", s.shared.lookup.stats)
+            yield from of_stats("peer_inflight", s.shared.inflight.gossip_stats)
             if s.shared.responses is not None:
                 yield from of_stats("responses", s.shared.responses.stats)
             if s.shared.limits is not None:

@@ -149,7 +149,7 @@ class PdStats(msgspec.Struct):
 
     split: int = 0
     """Requests sent to a prefill and a decode engine, retries included."""
-    whole: dict[str, int] = msgspec.field(default_factory=dict)
+    aggregated: dict[str, int] = msgspec.field(default_factory=dict)
     """Requests of fleets with roles that one engine got whole, by reason."""
     handoffs: int = 0
     """Prefills whose blocks a decode engine was told to fetch."""
@@ -160,13 +160,13 @@ class PdStats(msgspec.Struct):
     answers_late: int = 0
     """Answers thrown away because they began after the end of the lease on the blocks they were made of: the
     decode engine stood still, or had too much to do."""
-    handoffs_spent: int = 0
+    handoffs_lost: int = 0
     """Decode engines that failed after they had been told of the blocks, which are not given to another."""
-    handoffs_kept: int = 0
+    handoffs_redirected: int = 0
     """Decode engines that could not be reached, so that another one was told of the same blocks."""
-    ahead: int = 0
+    early_decodes: int = 0
     """Handoffs of which the decode engine was told before the prefill engine had answered."""
-    waits_stuck: int = 0
+    waits_leaked: int = 0
     """Of these, prefills that came to nothing: a decode engine waits for them until its own time-out."""
     gap_s: float = 0.0
     """Seconds between the two requests, summed over all handoffs."""

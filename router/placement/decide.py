@@ -155,7 +155,7 @@ class Planner:
         if split is not None:
             if split.body is not None:
                 return self._placed_apart(request, decision, split, waited_s)
-            self.pd_stats.count(self.pd_stats.whole, split.why)
+            self.pd_stats.count(self.pd_stats.aggregated, split.why)
         return Placement(
             request,
             decision,

@@ -144,7 +144,7 @@ class PrefixCache:
             return
         entry.size_bytes = _size(entry)
         if entry.size_bytes > self._bytes_max // SHARE:
-            self._stats.not_kept += 1
+            self._stats.oversized += 1
             return
         for key in entry.keys:
             old = self._index.get(key)

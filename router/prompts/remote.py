@@ -396,7 +396,7 @@ class MediaMemory:
             return
         size = _size(learned)
         if size > self._bytes_max // SHARE:
-            self._stats.not_kept += 1
+            self._stats.oversized += 1
             return
         self._known[key] = learned
         self._stats.media_bytes += size

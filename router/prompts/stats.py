@@ -104,7 +104,7 @@ class PromptStats(msgspec.Struct):
     """Prompts with known images that were asked for all the same, for comparison."""
     media_mismatches: int = 0
     """Prompts with images for which the answer differed; that model's are always asked for from then on."""
-    not_kept: int = 0
+    oversized: int = 0
     """Prompts, texts and tool lists too large for their cache: used once."""
     tokens_reused: int = 0
     """Prompt tokens taken from the prefix cache."""

@@ -169,11 +169,11 @@ class Attempt:
     def streamed(self, events: int) -> None:
         """Note events of the answer that came: about one for each token."""
 
-    def gave_up(self) -> bool:
+    def left_unanswered(self) -> bool:
         """The client left. Returns whether that counts against the engine, which has answered nobody."""
         if self._heard or not self._open:
             return False
-        return self._breaker.gave_up(
+        return self._breaker.left_unanswered(
             self.asked_s, self.now(), expected_s=self.expected_s, streams=self.request.stream
         )
 

@@ -150,7 +150,7 @@ class Silence:
         if self._asked_at == asked_at:
             self._asked_at = self.due_at = math.inf
 
-    def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
+    def left_unanswered(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """A client left without a byte. Returns whether that is evidence."""
         waited_s = now - asked_at
         if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
@@ -279,10 +279,10 @@ class Breaker:
         if self.free_until != math.inf:
             self._told()
 
-    def gave_up(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
+    def left_unanswered(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """The client of a request begun at ``asked_at`` left without a byte, where the first one should have
         taken ``expected_s``. Returns whether that counts against the engine."""
-        counts = self._silence.gave_up(asked_at, now, expected_s=expected_s, streams=streams)
+        counts = self._silence.left_unanswered(asked_at, now, expected_s=expected_s, streams=streams)
         self._told()
         return counts
 

@@ -143,7 +143,7 @@ class DisaggForwarder:
             out.record.tracker.warn("prefill failed", out.record, engine, engine=engine, problem=problem)
             raise
         except asyncio.CancelledError:
-            self._proxy_stats.clients_gave_up += attempt.gave_up()
+            self._proxy_stats.clients_left_unanswered += attempt.left_unanswered()
             raise
 
     async def ahead(self, attempt: Attempt, course: DisaggState, transfer_id: str) -> Handoff | None:
@@ -281,7 +281,7 @@ class DisaggForwarder:
             attempt.handoff = handoff
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
-            self._stats.ahead += handoff.ahead
+            self._stats.early_decodes += handoff.ahead
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
             if out.record.trace is not None:
@@ -297,9 +297,9 @@ class DisaggForwarder:
             raise self._late(attempt, out) from None
         except UpstreamError as error:
             if not handoff.sent:
-                self._stats.handoffs_kept += 1
+                self._stats.handoffs_redirected += 1
             elif error.stale:  # which says nothing of the engine
-                self._stats.handoffs_spent += 1
+                self._stats.handoffs_lost += 1
                 course.decode_failed()
                 raise AgainError("stale connection") from None
             raise
@@ -348,7 +348,7 @@ class DisaggForwarder:
         only that the blocks could not be fetched."""
         if course is None or attempt.body is None or not course.told:
             return
-        self._stats.handoffs_spent += 1
+        self._stats.handoffs_lost += 1
         course.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise _in_vain("fetch failed", attempt, out)
@@ -356,7 +356,7 @@ class DisaggForwarder:
     def not_fetched(self, attempt: Attempt, out: Outbound, course: DisaggState | None) -> AgainError:
         """The second engine's answer began after the end of the lease."""
         self._stats.answers_late += 1
-        self._stats.handoffs_spent += 1
+        self._stats.handoffs_lost += 1
         if course is not None:
             course.not_fetched()
         attempt.fetch_failed()
@@ -474,7 +474,7 @@ class ConcurrentPrefill:
     def _over(self, first: asyncio.Task[None], pair: _Pair) -> None:
         engine_id = pair.prefill.engine_id
         if pair.told and _failed(first):
-            self._stats.waits_stuck += 1
+            self._stats.waits_leaked += 1
             self._places.stick(engine_id, self._clock(), self._legs.pd.mooncake_abort_s)
         else:
             self._places.free(engine_id)

@@ -357,7 +357,7 @@ class Forwarder:
     def _moved(self, placement: Attempt, out: Outbound, course: DisaggState | None) -> UpstreamError:
         """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
         if (error := abandoned(placement, self._stats)) is None:
-            self._stats.clients_gave_up += placement.gave_up()
+            self._stats.clients_left_unanswered += placement.left_unanswered()
             raise  # noqa: PLE0704  # called while it is handled
         self._legs.failed(placement, out, course)
         engine_failed(placement, error, self._stats)

@@ -71,7 +71,7 @@ class StreamRelay(msgspec.Struct, eq=False):
                 return
             self._waits = self._answer.piece(events.end(), more=False)
         await self._caught_up()
-        self._stats.usage_unread += events.unread_usages
+        self._stats.usage_unreadable += events.unread_usages
         self._record.usage = self._attempt.corrected(events.usage)
         self._attempt.finished(events.usage)
 
@@ -300,5 +300,5 @@ class AnswerRelay(msgspec.Struct, eq=False):
         try:
             return read_usage(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            self._stats.usage_unread += 1
+            self._stats.usage_unreadable += 1
             return None

@@ -28,7 +28,7 @@ class ProxyStats(ClientStats):
     """Requests not tried again because they had broken two engines."""
     clients_gone: int = 0
     """Clients that left before their answer was complete."""
-    clients_gave_up: int = 0
+    clients_left_unanswered: int = 0
     """Clients that left without a byte although the engine had had the time, and answered nobody."""
     bodies_too_large: int = 0
     """Request bodies over `proxy.body_bytes_max`."""
@@ -42,7 +42,7 @@ class ProxyStats(ClientStats):
     priorities_refused: int = 0
     """Requests that an engine refused with the priority of `policy.engine_priority` and took without; it is
     given none until it has been down."""
-    usage_unread: int = 0
+    usage_unreadable: int = 0
     """Answers whose usage could not be read (too long, or not the expected shape)."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
     """Answers of the router's own that say what went wrong, by error code; unknown paths and models are not

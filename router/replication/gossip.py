@@ -54,15 +54,15 @@ class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class GossipStats(msgspec.Struct):
-    """Counters for metrics; ``others`` is current."""
+    """Counters for metrics; ``current`` may fall."""
 
-    told: int = 0
+    sent: int = 0
     """Prompts in flight reported to other routers."""
-    untold: int = 0
+    dropped: int = 0
     """Prompts in flight not reported because the index was unavailable."""
-    heard: int = 0
+    received: int = 0
     """Prompts in flight reported by other routers."""
-    others: int = 0
+    current: int = 0
     """Gauge: other routers' prompts under way."""
     expired: int = 0
     """Other routers' prompts whose end was not reported in time."""
@@ -165,16 +165,16 @@ class GossipedInflight(InflightPrefixes):
             self.gossip_stats.expired += 1
             self._remote.popitem(last=False)
             super().drop(remote.prompt)
-        self.gossip_stats.others = len(self._remote)
+        self.gossip_stats.current = len(self._remote)
 
     def lost(self, replica: str) -> None:
         """A replica ended, and its requests with it."""
         for name in [name for name in self._remote if name[0] == replica]:
             super().drop(self._remote.pop(name).prompt)
-        self.gossip_stats.others = len(self._remote)
+        self.gossip_stats.current = len(self._remote)
 
     def _apply(self, entry: GossipEntry, now: float) -> None:
-        self.gossip_stats.heard += 1
+        self.gossip_stats.received += 1
         name = (entry.replica, entry.started, entry.number)
         if entry.event is InflightEvent.SENT:
             hashes = _little_endian(array("Q", entry.hashes))
@@ -207,8 +207,8 @@ class GossipedInflight(InflightPrefixes):
 
     def _send(self, engine_id: str, entry: GossipEntry) -> bool:
         sent = self._publish(engine_id, msgspec.msgpack.encode(entry))
-        self.gossip_stats.told += sent
-        self.gossip_stats.untold += not sent
+        self.gossip_stats.sent += sent
+        self.gossip_stats.dropped += not sent
         return sent
 
 

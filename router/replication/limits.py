@@ -45,7 +45,7 @@ class LimitStats(msgspec.Struct):
     refused: int = 0
     """Values of other replicas that were refused: totals that fell, more refunded than charged, more than one
     period's worth, or too many replicas."""
-    left_out: int = 0
+    omitted: int = 0
     """Tenants left for the next message to other replicas, as there were too many for one."""
 
 
@@ -176,7 +176,7 @@ class SharedLimits:
         uses = self._gate.uses()
         whole = len(uses) <= TENANTS_MAX
         if not whole:  # in turns
-            self.stats.left_out += len(uses) - TENANTS_MAX
+            self.stats.omitted += len(uses) - TENANTS_MAX
             names = list(uses)
             start = self._beat * TENANTS_MAX % len(names)
             uses = {name: uses[name] for name in (names[start:] + names[:start])[:TENANTS_MAX]}

@@ -38,11 +38,11 @@ _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
 class LookupStats(msgspec.Struct):
     """Counters for metrics."""
 
-    looks: int = 0
+    lookups: int = 0
     """Look-ups that the shared index answered."""
     fallbacks: dict[str, int] = msgspec.field(default_factory=dict)
     """Look-ups that it did not answer in time, by reason: those requests were placed without it."""
-    repeats: int = 0
+    retries: int = 0
     """Look-ups done again because an engine's hash scheme had just become known."""
     stale_engines: int = 0
     """Answers for an engine whose writer was silent or not caught up."""
@@ -149,7 +149,7 @@ class IndexLookup:
             return self._fallback("fault", remote)
         self.breaker.record(True, self._clock())
         self.problem = ""
-        self.stats.looks += 1
+        self.stats.lookups += 1
         self._load, self._load_s = self._load_gossip.others(load, self._clock()), self._clock()
         return PeerSnapshot(hits, self._load, stores)
 
@@ -198,7 +198,7 @@ class IndexLookup:
             new_schemes = _schemes(found.engines, ids)
             if prompt is None or new_schemes <= schemes:
                 break
-            self.stats.repeats += 1
+            self.stats.retries += 1
             schemes |= new_schemes
         if prompt is not None:
             hits |= self._hits(found, prompt, ids, spans, detail=detail)

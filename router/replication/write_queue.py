@@ -54,7 +54,7 @@ class MirrorStats(msgspec.Struct):
     """Engines dropped because another writer holds them."""
     lost_fences: int = 0
     """Writes refused because the engine's registry entry on the server was gone."""
-    lost_seats: int = 0
+    lost_slots: int = 0
     """Engines whose slot in the shared index was lost or changed; written again."""
     claims: int = 0
     """Times the writing of an engine was claimed."""
@@ -301,7 +301,7 @@ class WriteQueue:
         self._audit_at = now + AUDIT_S
         for engine_id, engine in self.engines.items():
             if engine.slot is not None and (view is None or view.slots.get(engine_id) != engine.slot):
-                self.counters.lost_seats += 1
+                self.counters.lost_slots += 1
                 engine.invalidate(whole=False)
                 self._on_change()
 

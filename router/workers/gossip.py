@@ -65,7 +65,7 @@ class WorkerGossipStats(msgspec.Struct):
     """Messages sent to sibling workers."""
     missed: int = 0
     """Messages that a sibling worker had no room for."""
-    heard: int = 0
+    received: int = 0
     """Messages of sibling workers."""
     malformed: int = 0
     """Messages of sibling workers that could not be decoded, or had values out of bounds."""
@@ -273,7 +273,7 @@ class SiblingGossip:
             self.stats.malformed += 1
             return
         now = self._clock()
-        self.stats.heard += 1
+        self.stats.received += 1
         name = str(sibling)
         if self._lives.get(sibling) != message.life:
             self._lives[sibling] = message.life

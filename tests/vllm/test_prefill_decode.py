@@ -343,11 +343,11 @@ def test_an_answer_of_a_decode_engine_that_stood_still_past_the_lease_is_made_ag
             for _ in range(3):
                 _reuse(apart, rng)
         _same(asked.result(), alone)
-        names = ("split", "handoffs", "handoffs_spent", "leases_late", "answers_late")
+        names = ("split", "handoffs", "handoffs_lost", "leases_late", "answers_late")
         assert {name: beside.metric(name) for name in names} == {
             "split": 1,
             "handoffs": 1,
-            "handoffs_spent": 1,
+            "handoffs_lost": 1,
             "leases_late": 0,
             "answers_late": 1,
         }
@@ -497,7 +497,7 @@ def test_a_decode_engine_that_dies_costs_no_answer(watched: Watched, told: bool)
     chosen = watched.router.explain({"model": "tiny", "prompt": prompt, **ASKED})
     doomed = chosen["choice"]["engine"]
     assert chosen["split"]["prefill"]["engine"] == watched.prefill.url
-    counted = ("split", "handoffs_kept", "handoffs_spent", "answers_late")
+    counted = ("split", "handoffs_redirected", "handoffs_lost", "answers_late")
     names = [f"kvatlas_pd_{name}_total" for name in counted]
     before = [watched.router.metric(name) for name in names]
     way = watched.decode[doomed][2] if told else watched.prefill

@@ -177,7 +177,7 @@ class ProxyServer(uvicorn.Server):
             if not connections or self.force_exit or self._clock() >= end:
                 break
         left = len(connections)
-        self._stats.drain_cuts += left
+        self._stats.drain_closed += left
         self._stats.drained += max(0, running - left)
         for connection in list(connections):
             connection.transport.abort()

@@ -81,5 +81,5 @@ class ListenStats(HandshakeStats):
     """Times reading paused because too many requests waited on one connection."""
     drained: int = 0
     """Requests that were still being answered when the drain began and finished in time."""
-    drain_cuts: int = 0
+    drain_closed: int = 0
     """Connections cut because ``drain_s_max`` was over."""

@@ -80,7 +80,7 @@ class ContextCache:
         """Keep a context that is not kept yet; the least recently used ones make room."""
         size = _ENTRY_BYTES + kept_bytes(context.names)
         if size > self._bytes_max // SHARE:
-            self._stats.not_kept += 1
+            self._stats.oversized += 1
             return
         with self._lock:
             _, _, before = self._entries.pop(key, (None, None, 0))  # another thread's, of the same request

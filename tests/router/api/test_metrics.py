@@ -59,8 +59,8 @@ PARTS: dict[str, type[msgspec.Struct]] = {
     "shadow": ShadowStats,
     "load": LoadStats,
     "lease": LeaseStats,
-    "look": LookupStats,
-    "flight": GossipStats,
+    "shared_index": LookupStats,
+    "peer_inflight": GossipStats,
     "mirror": MirrorStats,
     "source": SourceStats,
     "admin": AdminStats,
@@ -108,7 +108,7 @@ def sources() -> Sources:
         origins,
         AdminStats(changes={"drain": 2}),
         epp=EppStats(picks={"duplex": 2}, calls_refused={"mode": 1}),
-        pd=PdStats(whole={"local": 3}),
+        pd=PdStats(aggregated={"local": 3}),
     )
 
 

@@ -66,7 +66,7 @@ def test_the_answer_is_that_of_one_engine(path: str, connector: Any) -> None:
             assert status == 200, answer
             assert plain(words(answer)) == plain(words(alone))
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.whole) == (1, 1, {})
+            assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
             found = [(one["leg"], one["engine_id"]) for one in await receipts(rig)]
             assert found == [("prefill", p.base_url), ("decode", d.base_url)]
             await until(lambda: kept(p) == 0, "what was read is let go")
@@ -88,7 +88,7 @@ def test_both_may_be_asked_at_once(connector: Any) -> None:
                 assert status == 200, answer
                 assert words(answer) == words(alone[number])
             stats = rig.router.proxy.pd_stats
-            assert (stats.handoffs, stats.ahead) == (3, 3 - (connector == "auto"))
+            assert (stats.handoffs, stats.early_decodes) == (3, 3 - (connector == "auto"))
             assert sorted(one["leg"] for one in await receipts(rig)) == ["decode"] * 3 + ["prefill"] * 3
             await until(lambda: kept(p) == 0, "what was read is let go")
             await rig.caught_up(p, d)

@@ -59,7 +59,7 @@ def test_the_answer_is_that_of_one_engine(path: str) -> None:
                 status, answer = await rig.ask("POST", path, BODIES[path])
             assert status == 200, answer
             assert plain(words(answer)) == plain(words(alone))
-            assert (rig.router.proxy.pd_stats.handoffs, rig.router.proxy.pd_stats.whole) == (1, {})
+            assert (rig.router.proxy.pd_stats.handoffs, rig.router.proxy.pd_stats.aggregated) == (1, {})
             assert [one["leg"] for one in await receipts(rig)] == ["prefill", "decode"]
             await until(lambda: kept(p) == 0, "what was fetched is let go")
 
@@ -99,7 +99,7 @@ def test_a_prefill_engine_that_dropped_the_blocks_costs_no_answer() -> None:
             with busy(rig):
                 status, answer = await rig.ask("POST", PATH, completion(1))
             assert (status, words(answer)) == (200, words(alone))
-            assert rig.router.proxy.pd_stats.handoffs_spent == 1
+            assert rig.router.proxy.pd_stats.handoffs_lost == 1
 
     run(main())
 

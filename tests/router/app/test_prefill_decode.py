@@ -108,7 +108,7 @@ def test_the_answer_is_that_of_one_engine(path: str) -> None:
                 assert status == 200, answer
                 assert plain(words(answer)) == plain(words(alone))
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.whole) == (1, 1, {})
+            assert (stats.split, stats.handoffs, stats.aggregated) == (1, 1, {})
             found = await receipts(rig)
             assert [(one["leg"], one["engine_id"]) for one in found] == [
                 ("prefill", p.base_url),
@@ -176,7 +176,7 @@ def test_what_is_not_split_goes_to_the_decode_engine_alone(fields: dict[str, Any
                 _, answer = await rig.ask("POST", "/v1/completions", completion(1, **fields))
             assert WRONG_MARK not in str(answer)
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.whole) == (0, {why: 1})
+            assert (stats.split, stats.aggregated) == (0, {why: 1})
 
     run(main())
 
@@ -190,7 +190,7 @@ def test_tools_that_the_engine_runs_keep_a_response_whole() -> None:
                     status, answer = await rig.ask("POST", "/v1/responses", {**body, "input": TEXT + kind})
                 assert (status, WRONG_MARK in str(answer)) == (200, False)
                 stats = rig.router.proxy.pd_stats
-                assert stats.whole == {"tools": min(number, 2)}
+                assert stats.aggregated == {"tools": min(number, 2)}
             assert stats.split == 1
 
     run(main())
@@ -216,8 +216,8 @@ def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_hold
                     busiest[0].load.finish(ticket, time.monotonic())
             assert (status, WRONG_MARK in str(answer)) == (200, False)
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.handoffs, stats.handoffs_kept) == (1, 0, 1)
-            assert stats.whole == {"retried": 1}
+            assert (stats.split, stats.handoffs, stats.handoffs_redirected) == (1, 0, 1)
+            assert stats.aggregated == {"retried": 1}
 
     run(main())
 
@@ -246,7 +246,7 @@ def test_an_idle_decode_engine_computes_prompts_itself() -> None:
     async def main() -> None:
         async with apart(P, D, pd=PdSettings()) as (rig, _):
             await rig.ask("POST", "/v1/completions", completion(1))
-            assert rig.router.proxy.pd_stats.whole == {"local": 1}
+            assert rig.router.proxy.pd_stats.aggregated == {"local": 1}
 
     run(main())
 
@@ -259,7 +259,7 @@ def test_a_prefix_at_the_decode_engine_makes_the_prefill_engine_superfluous() ->
                 await rig.caught_up(p, d)
                 await rig.ask("POST", "/v1/completions", completion(1))
             stats = rig.router.proxy.pd_stats
-            assert (stats.split, stats.whole) == (1, {"short": 1})
+            assert (stats.split, stats.aggregated) == (1, {"short": 1})
 
     run(main())
 
@@ -301,7 +301,7 @@ def test_nobody_counts_on_blocks_that_are_still_on_their_way() -> None:
                 assert (told["choice"]["hit_tokens"], told["engines"][0]["inflight_tokens"]) == (0, 688)
                 await rig.ask("POST", "/v1/completions", more)
                 await first
-            assert rig.router.proxy.pd_stats.whole == {}
+            assert rig.router.proxy.pd_stats.aggregated == {}
             assert {one["outcome"] for one in await receipts(rig)} == {"exact", "unpredicted"}
 
     run(main())
@@ -317,7 +317,7 @@ def test_engines_of_different_versions_are_not_paired(mix: bool, whole: dict[str
             with busy(rig):
                 status, _ = await rig.ask("POST", "/v1/completions", completion(1))
             assert status == 200
-            assert rig.router.proxy.pd_stats.whole == whole
+            assert rig.router.proxy.pd_stats.aggregated == whole
 
     run(main())
 
@@ -333,7 +333,7 @@ def test_a_prefill_engine_without_connector_is_left_alone_for_a_while() -> None:
                         assert status == 200
                 stats = rig.router.proxy.pd_stats
                 assert stats.prefill_failures == {"no_connector": 1}
-                assert (stats.split, stats.whole) == (1, {"retried": 1, "no_prefill_engine": 1})
+                assert (stats.split, stats.aggregated) == (1, {"retried": 1, "no_prefill_engine": 1})
                 rig.check_books()
 
     run(main())
@@ -406,7 +406,7 @@ def test_other_settings_and_roles_hold_from_the_next_request_on() -> None:
             await apply(router, msgspec.structs.replace(router.config, pd=pd))
             with busy(rig):
                 await rig.ask("POST", "/v1/completions", completion(1))
-            assert (router.proxy.pd_stats.split, router.proxy.pd_stats.whole) == (0, {"short": 1})
+            assert (router.proxy.pd_stats.split, router.proxy.pd_stats.aggregated) == (0, {"short": 1})
             pd = msgspec.structs.replace(SPLITS, lease_s=1e-6, lease_margin_s=0.0)
             await apply(router, msgspec.structs.replace(router.config, pd=pd))
             with busy(rig):

@@ -84,7 +84,7 @@ def test_an_answer_that_begins_after_the_lease_is_made_again(case: tuple[str, st
             if not stream:
                 assert words(answer) == alone
             stats = pair.stats
-            assert (stats.split, stats.handoffs, stats.handoffs_spent) == (1, 1, 1)
+            assert (stats.split, stats.handoffs, stats.handoffs_lost) == (1, 1, 1)
             assert stats.answers_late == (connector == "nixl")
 
     run(main())
@@ -102,7 +102,7 @@ def test_an_answer_that_takes_longer_than_the_lease_is_not_made_again(front: str
             status, answer = await pair.ask(completion(1))
             assert (status, words(answer)) == (200, alone)
             stats = pair.stats
-            assert (stats.handoffs, stats.handoffs_spent, stats.answers_late) == (1, 0, 0)
+            assert (stats.handoffs, stats.handoffs_lost, stats.answers_late) == (1, 0, 0)
 
     run(main())
 
@@ -153,7 +153,7 @@ def test_a_stream_whose_prompt_could_not_be_fetched_is_made_again(path: str) -> 
             assert status == 200
             assert '"error"' not in str(answer).replace(" ", "").replace('"error":null', "")
             stats = pair.stats
-            assert (stats.handoffs, stats.handoffs_spent) == (1, 1)
+            assert (stats.handoffs, stats.handoffs_lost) == (1, 1)
             assert pair.rig is not None
             assert pair.rig.router.proxy.stats.streams_broken == 0
 

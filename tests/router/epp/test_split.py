@@ -88,7 +88,7 @@ def test_a_client_steers_nobody(tmp_path: Path) -> None:
                 body = completion(1, 100, n=2, temperature=1.0)
                 status, _, _ = await through.ask(form, PATH, body, headers=own)
                 assert status == 200
-            assert beside.sidecar.pd_stats.whole == {"local": len(FORMS)}
+            assert beside.sidecar.pd_stats.aggregated == {"local": len(FORMS)}
             assert beside.sidecar.pd_stats.split == 0
 
     run(main())

@@ -244,7 +244,7 @@ def test_connections_accepted_as_it_ends_are_closed_too() -> None:
             clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(64)]
             await asyncio.sleep(0)
             await rig.server.shutdown()
-            assert rig.listen_stats.drain_cuts == 0
+            assert rig.listen_stats.drain_closed == 0
             for client in clients:
                 with client, contextlib.suppress(ConnectionError):
                     assert await asyncio.to_thread(client.recv, 1) == b""

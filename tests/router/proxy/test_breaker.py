@@ -62,7 +62,7 @@ def test_requests_at_a_silent_engine_are_lost_and_probes_only_after_their_time()
     assert breaker.lost(probe_at, probe_at + S.silent_s_max, expected_s=0.0)
     breaker.heard(probe_at + 1)
     assert not breaker.lost(probe_at, probe_at + 100, expected_s=0.0)
-    assert breaker.gave_up(probe_at + 2, probe_at + 9, expected_s=0.0, streams=True)
+    assert breaker.left_unanswered(probe_at + 2, probe_at + 9, expected_s=0.0, streams=True)
     assert breaker.lost(probe_at + 3, probe_at + 10, expected_s=0.0)
     assert not breaker.lost(probe_at + 10, probe_at + 11, expected_s=0.0)
 
@@ -207,7 +207,7 @@ def test_the_clients_that_are_remembered_are_bounded() -> None:
 def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
     breaker = Breaker(S)
     breaker.begin(0.0, streams=True)
-    assert breaker.gave_up(0.0, 2.0, expected_s=0.1, streams=True)
+    assert breaker.left_unanswered(0.0, 2.0, expected_s=0.1, streams=True)
     assert not breaker.allows(2.0)
     assert not breaker.allows(2.0 + S.silent_probe_s - 0.1)
     now = 2.0 + S.silent_probe_s
@@ -220,19 +220,19 @@ def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
 
 def test_whole_answers_take_their_time_so_one_that_is_given_up_says_little() -> None:
     breaker = Breaker(S)
-    assert breaker.gave_up(0.0, 2.0, expected_s=0.0, streams=False)
+    assert breaker.left_unanswered(0.0, 2.0, expected_s=0.0, streams=False)
     assert breaker.allows(2.0)
-    assert breaker.gave_up(2.0, 4.0, expected_s=0.0, streams=False)
+    assert breaker.left_unanswered(2.0, 4.0, expected_s=0.0, streams=False)
     assert not breaker.allows(4.0)
 
 
 def test_who_leaves_early_or_while_others_are_answered_says_nothing() -> None:
     breaker = Breaker(S)
     for _ in range(10):
-        assert not breaker.gave_up(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)
-        assert not breaker.gave_up(0.0, 9.0, expected_s=5.0, streams=True)
+        assert not breaker.left_unanswered(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)
+        assert not breaker.left_unanswered(0.0, 9.0, expected_s=5.0, streams=True)
     breaker.heard(9.5)
-    assert not breaker.gave_up(0.0, 30.0, expected_s=0.0, streams=True)
+    assert not breaker.left_unanswered(0.0, 30.0, expected_s=0.0, streams=True)
     assert breaker.allows(30.0)
 
 
@@ -339,7 +339,7 @@ def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]
             case "heard":
                 breaker.heard(now)
             case "gave up":
-                breaker.gave_up(now - 5, now, expected_s=0.1, streams=True)
+                breaker.left_unanswered(now - 5, now, expected_s=0.1, streams=True)
             case _:
                 breaker.refused(number, 3.0, now)
         for later in (now, now + 1, now + S.silent_s_max - 0.001, now + 27.0, now + 100):

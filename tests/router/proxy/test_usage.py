@@ -61,7 +61,7 @@ def test_plain_answer(body: bytes, usage: Usage | None) -> None:
             await until(lambda: placement.over, "told")
             assert placement.usage == usage
             assert placement.told == ["first_byte", "finished"]
-            assert rig.stats.usage_unread == 0
+            assert rig.stats.usage_unreadable == 0
 
     run(main())
 
@@ -71,7 +71,7 @@ def test_unreadable_usage_is_counted_and_passed(body: bytes) -> None:
     async def main() -> None:
         async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
             assert (await ask(rig)).body == body
-            await until(lambda: rig.stats.usage_unread == 1, "counted")
+            await until(lambda: rig.stats.usage_unreadable == 1, "counted")
             assert rig.planner.placements[0].usage is None
 
     run(main())

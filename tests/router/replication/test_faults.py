@@ -35,7 +35,7 @@ def test_two_replicas_share_the_feeds_and_are_exact() -> None:
             await made.clients.more(60)
             await made.check_exact()
             for member in made.members:
-                assert await made.metric(member, "kvatlas_look_looks_total") > 10
+                assert await made.metric(member, "kvatlas_shared_index_lookups_total") > 10
             over = [pair for pair in made.clients.compared if pair[0] > pair[1]]
             exact = [pair for pair in made.clients.compared if pair[0] == pair[1]]
             assert len(over) <= len(made.clients.compared) // 20, over  # blocks evicted between look and step
@@ -54,7 +54,9 @@ def test_the_server_killed_and_restarted(keep_data: bool) -> None:
             await made.clients.more(20)  # placed without the index
 
             async def fell_back() -> bool:
-                return all([await made.metric(m, "kvatlas_look_fallbacks_total") for m in made.members])
+                return all(
+                    [await made.metric(m, "kvatlas_shared_index_fallbacks_total") for m in made.members]
+                )
 
             await until(fell_back, "fallbacks counted")
             receipts = await made.get(made.members[0], "/kvatlas/receipts")
@@ -201,7 +203,7 @@ def test_the_network_between_a_replica_and_the_server_is_cut() -> None:
             await made.clients.more(20)
             relay.cut = False
             await recovered(made)
-            assert await made.metric(lonely, "kvatlas_look_fallbacks_total") > 0
+            assert await made.metric(lonely, "kvatlas_shared_index_fallbacks_total") > 0
 
     with Server(any_program()) as server:
         run(main(server))

@@ -261,6 +261,6 @@ def test_an_engine_whose_seat_is_gone_claims_another(plain_server: Server) -> No
             await until(lambda: replicas.exact(blocks(1, 2)))
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-            assert writer.mirror.counters.lost_seats == 1
+            assert writer.mirror.counters.lost_slots == 1
 
     asyncio.run(body())

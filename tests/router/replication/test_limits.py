@@ -335,7 +335,7 @@ def test_too_many_tenants_are_told_in_part(server: Server, tmp_path: Path) -> No
         async with connected(server) as client:
             shared = SharedLimits(client, b"limits", "one", 1, gate, clock=clock)
             await shared.exchange()
-        assert (shared.stats.exchanges, shared.stats.left_out) == (1, 3)
+        assert (shared.stats.exchanges, shared.stats.omitted) == (1, 3)
 
     asyncio.run(main())
 

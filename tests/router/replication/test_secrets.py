@@ -38,7 +38,9 @@ def test_a_fleet_works_with_the_documented_rights_only() -> None:
             await made.check_exact()
             for member in made.members:
                 assert await made.metric(member, "kvatlas_mirror_errors_total") == 0
-                assert await made.metric(member, "kvatlas_look_fallbacks_total") <= 2  # before it connected
+                assert (
+                    await made.metric(member, "kvatlas_shared_index_fallbacks_total") <= 2
+                )  # before it connected
             logged = msgspec.json.encode([member.lines for member in made.members]).decode()
             assert SECRET not in logged
             assert "NOPERM" not in logged

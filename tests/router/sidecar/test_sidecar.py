@@ -54,7 +54,7 @@ def test_the_answer_is_that_of_one_engine_and_says_who_computed_the_prompt() -> 
             assert told == f"0 {answer['usage']['prompt_tokens_details']['cached_tokens']}"
             assert told != "0 0"
             stats = beside.sidecar.pd_stats
-            assert (stats.split, stats.handoffs, stats.whole) == (2, 2, {})
+            assert (stats.split, stats.handoffs, stats.aggregated) == (2, 2, {})
 
     run(main())
 
@@ -79,7 +79,7 @@ def test_without_the_field_the_engine_is_asked_alone() -> None:
         async with running(P, D) as (p, d), sidecar(d, p) as beside:
             status, _, told = await beside.ask(completion(1))
             assert (status, told) == (200, None)
-            assert beside.sidecar.pd_stats.whole == {"local": 1}
+            assert beside.sidecar.pd_stats.aggregated == {"local": 1}
             pages = {"/health": "", "/metrics": "vllm:", "/version": "0.", "/v1/models": MODEL}
             for path, part in pages.items():
                 status, text = await beside.get(path)
@@ -134,7 +134,7 @@ def test_an_engine_that_may_not_be_asked_never_is() -> None:
             status, _, told = await beside.ask(completion(2), address, endpoint(p))
             assert (status, told) == (200, "1 0")
             stats = beside.sidecar.pd_stats
-            assert (stats.prefillers_refused, stats.whole) == (1, {"not_allowed": 1})
+            assert (stats.prefillers_refused, stats.aggregated) == (1, {"not_allowed": 1})
             assert trap.read == b""
 
     run(main())
@@ -173,7 +173,7 @@ def test_a_prefill_that_takes_as_long_as_those_before_it_is_no_silence() -> None
         now += 0.2
         assert await asked() is not None  # the one probe
         assert await asked() is None
-        assert stats.whole == {"no_prefill_engine": 1}
+        assert stats.aggregated == {"no_prefill_engine": 1}
 
     run(main())
 
@@ -208,7 +208,7 @@ def test_engines_that_refuse_each_other_cost_no_answer() -> None:
         async with running({**P, "version": "0.31.0"}, D) as (p, d), sidecar(d, p) as beside:
             status, _, told = await beside.ask(completion(1), endpoint(p))
             assert (status, told) == (200, "- -")
-            assert beside.sidecar.pd_stats.handoffs_spent == 1
+            assert beside.sidecar.pd_stats.handoffs_lost == 1
 
     run(main())
 
@@ -245,7 +245,7 @@ def test_what_cannot_be_split_is_not(path: str, body: dict[str, Any], why: str) 
     async def main() -> None:
         async with running(P, D) as (p, d), sidecar(d, p) as beside:
             _, answer, told = await beside.ask(body, endpoint(p), path=path)
-            assert (told, beside.sidecar.pd_stats.whole) == ("- -", {why: 1})
+            assert (told, beside.sidecar.pd_stats.aggregated) == ("- -", {why: 1})
             assert WRONG_MARK not in str(answer)
 
     run(main())
@@ -269,7 +269,7 @@ def test_every_connector_one_after_the_other_and_at_once(connector: str, ahead: 
                 assert stream or words(answer) == expected[number - 1]
             stats = beside.sidecar.pd_stats
             at_once = {"mooncake": 2, "mooncake, found out": 1}.get(connector, 0) if ahead else 0
-            assert (stats.handoffs, stats.ahead) == (2, at_once)
+            assert (stats.handoffs, stats.early_decodes) == (2, at_once)
 
     run(main())
 

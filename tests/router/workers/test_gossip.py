@@ -177,7 +177,7 @@ def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> 
                 prompt = one.gossip.inflight.add(E, HASHES, time.monotonic(), keeps=(2, 4))
                 one.gossip.responses.record("resp_1", E, "acme")
                 one.gossip.affinity.record([7, 1 << 63], E)
-                await until(lambda: two.gossip.stats.heard >= 2, "heard")
+                await until(lambda: two.gossip.stats.received >= 2, "heard")
                 common = two.gossip.inflight.common(HASHES, time.monotonic())
                 assert (common.blocks, common.coming) == ({E: 4}, {E: 4})
                 assert two.gossip.responses.known("resp_1") == (E, "acme")
@@ -185,7 +185,7 @@ def test_a_prompt_in_flight_a_response_and_a_text_are_known_at_the_sibling() -> 
                 assert two.served == []
                 one.gossip.inflight.end(prompt, time.monotonic())
                 await until(lambda: two.served == [E], "the engine has computed it")
-                heard = two.gossip.stats.heard
+                heard = two.gossip.stats.received
                 assert two.gossip.delays.buckets()[-1][1] == heard
                 assert (one.gossip.stats.missed, two.gossip.stats.malformed) == (0, 0)
 
@@ -252,8 +252,8 @@ def test_limits_of_a_tenant_hold_for_all_workers_together(tmp_path: Path) -> Non
                 with pytest.raises(ApiError, match="concurrent"):
                     gates[1].enter(gates[1].tenant_of(FIELDS))
                 entry.leave(None)
-                heard = two.gossip.stats.heard
-                await until(lambda: two.gossip.stats.heard > heard, "it is told that the request left")
+                heard = two.gossip.stats.received
+                await until(lambda: two.gossip.stats.received > heard, "it is told that the request left")
                 gates[1].enter(gates[1].tenant_of(FIELDS)).leave(None)
                 with pytest.raises(ApiError, match="requests_per_minute"):  # two were let in, one each
                     gates[1].enter(gates[1].tenant_of(FIELDS))
@@ -314,7 +314,7 @@ def test_a_replaced_worker_finds_limits_as_far_used_as_its_siblings_do(tmp_path:
                     await until(lambda: not lets_in(gates[1]), "the other one knows")
                 two = Worker(places[1], life=1, gate=gates[2])
                 async with two.running():
-                    await until(lambda: two.gossip.stats.heard, "the new worker hears")
+                    await until(lambda: two.gossip.stats.received, "the new worker hears")
                     with pytest.raises(ApiError, match="concurrent"):
                         gates[2].enter(gates[2].tenant_of(FIELDS))
                     for entry in held:

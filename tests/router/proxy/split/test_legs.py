@@ -245,7 +245,7 @@ def test_a_decode_engine_that_cannot_be_reached_leaves_the_blocks_to_another() -
             rig.planner.urls.insert(0, f"http://127.0.0.1:{free_port()}")
             got = await ask(rig)
             assert (got.status, len(p.calls), told(d)) == (200, 1, [1])
-            assert rig.app.pd_stats.handoffs_kept == 1
+            assert rig.app.pd_stats.handoffs_redirected == 1
             assert all_over(rig)
 
     run(main())
@@ -261,7 +261,7 @@ def test_a_decode_engine_that_was_told_and_failed_spoils_the_parameters(script: 
             got = await ask(rig)
             assert (got.status, len(p.calls)) == (200, 2)
             assert (told(bad), told(good)) == ([1], [2])
-            assert rig.app.pd_stats.handoffs_spent == 1
+            assert rig.app.pd_stats.handoffs_lost == 1
             assert all_over(rig)
 
     run(main())
@@ -276,7 +276,7 @@ def test_a_kept_connection_that_the_engine_closed_is_not_written_to_again() -> N
             rig, (p,), (d,) = await apart(stack, [Numbered().script()], [script])
             assert [(await ask(rig)).status for _ in range(2)] == [200, 200]
             assert (len(p.calls), told(d), d.connections) == (3, [1, 2, 3], 2)
-            assert rig.app.pd_stats.handoffs_spent == 1
+            assert rig.app.pd_stats.handoffs_lost == 1
             assert rig.stats.engine_failures == {}
             assert all_over(rig)
 

@@ -120,7 +120,7 @@ def test_the_decode_engine_is_told_while_the_prompt_is_being_computed() -> None:
             got = await asked
             assert (got.status, got.body) == (200, b'{"good": 1}')
             stats = fleet.stats
-            assert (stats.split, stats.handoffs, stats.ahead, stats.waits_stuck) == (1, 1, 1, 0)
+            assert (stats.split, stats.handoffs, stats.early_decodes, stats.waits_leaked) == (1, 1, 1, 0)
             assert len(fleet.bootstrap.calls) == 1
             await fleet.over()
 
@@ -171,8 +171,8 @@ def test_a_failed_prefill_closes_the_decode_engines_request_and_both_are_asked_a
             assert first != second
             assert transfer(other.calls[0]) == second
             assert fleet.stats.prefill_failures == {reason: 1}
-            assert fleet.stats.waits_stuck == 1
-            assert fleet.rig.stats.clients_gave_up == 0
+            assert fleet.stats.waits_leaked == 1
+            assert fleet.rig.stats.clients_left_unanswered == 0
             await fleet.over()
 
     run(main())
@@ -221,14 +221,14 @@ def test_no_more_engines_wait_than_may_and_one_that_is_stuck_goes_on_counting() 
             await until(lambda: d.calls, "the decode engine is told")
             p.go.set()
             assert (await asked).status == 200
-            assert (fleet.stats.ahead, fleet.stats.waits_stuck) == (1, 1)
+            assert (fleet.stats.early_decodes, fleet.stats.waits_leaked) == (1, 1)
             p.go.clear()
             asked = asyncio.ensure_future(ask(fleet.rig))
             await until(lambda: len(p.calls) == 2, "the prefill engine is asked again")
             assert (len(d.calls), len(fleet.bootstrap.calls)) == (2, 1)
             p.go.set()
             assert (await asked).status == 200
-            assert (fleet.stats.ahead, fleet.stats.handoffs) == (1, 2)
+            assert (fleet.stats.early_decodes, fleet.stats.handoffs) == (1, 2)
             await fleet.over()
 
     run(main())
@@ -248,7 +248,7 @@ def test_a_decode_engine_that_was_told_and_failed_is_replaced_and_the_prefill_en
             assert not p.calls[0].closed.is_set()
             p.go.set()
             await fleet.over()
-            assert fleet.stats.waits_stuck == 0
+            assert fleet.stats.waits_leaked == 0
             assert told(bad, good) == [transfer(call) for call in p.calls]
 
     run(main())
@@ -273,7 +273,7 @@ def test_a_decode_engine_that_cannot_be_reached_leaves_what_is_computed_to_anoth
             assert (await ask(fleet.rig)).status == 200
             (p,), (d,) = fleet.prefill, fleet.decode
             assert told(d) == [transfer(p.calls[0])]
-            assert fleet.stats.handoffs_kept == 1
+            assert fleet.stats.handoffs_redirected == 1
             await fleet.over()
 
     run(main())
@@ -293,7 +293,7 @@ def test_a_client_that_leaves_closes_its_answer_and_the_prefill_ends_alone() -> 
             assert not p.calls[0].closed.is_set()
             p.go.set()
             await fleet.over()
-            assert (fleet.stats.waits_stuck, fleet.rig.stats.clients_gone) == (0, 1)
+            assert (fleet.stats.waits_leaked, fleet.rig.stats.clients_gone) == (0, 1)
 
     run(main())
 
@@ -309,7 +309,7 @@ def test_a_client_that_leaves_before_anybody_was_told_closes_the_prefill() -> No
             writer.close()
             await until(p.calls[0].closed.is_set, "its connection is closed")
             await fleet.over()
-            assert (d.calls, fleet.stats.waits_stuck) == ([], 0)
+            assert (d.calls, fleet.stats.waits_leaked) == ([], 0)
 
     run(main())
 
@@ -324,7 +324,7 @@ def test_where_nobody_says_which_engine_it_is_the_requests_go_one_after_the_othe
             await until(lambda: p.calls and fleet.bootstrap.calls, "it is asked, and who it is")
             p.go.set()
             assert (await asked).status == 200
-            assert fleet.stats.ahead == 0
+            assert fleet.stats.early_decodes == 0
             assert told(d) == [transfer(p.calls[0])]
             await fleet.over()
 
@@ -387,7 +387,7 @@ def test_whatever_fails_a_transfer_is_told_once_and_never_after_its_prefill_fail
             assert len(names) == len(set(names))
             assert set(names) <= set(told(*fleet.prefill))
             stuck = [name for name in names if not kept[name]]
-            await until(lambda: len(stuck) <= fleet.stats.waits_stuck, "who may be stuck is counted")
+            await until(lambda: len(stuck) <= fleet.stats.waits_leaked, "who may be stuck is counted")
             assert most or not stuck, "nobody is told before the prefill has come to an end"
 
     run(main())

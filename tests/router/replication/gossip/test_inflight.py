@@ -126,7 +126,7 @@ def test_what_could_not_be_told_is_not_ended_either() -> None:
     stream.open = True
     one.end(prompt, 0.0)
     assert stream.entries == []
-    assert (one.gossip_stats.told, one.gossip_stats.untold) == (0, 1)
+    assert (one.gossip_stats.sent, one.gossip_stats.dropped) == (0, 1)
 
 
 def test_entries_that_make_no_sense_cost_themselves_only() -> None:
