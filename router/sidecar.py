@@ -392,17 +392,17 @@ class Sidecar:
         yield from ProcessCollector(registry=None).collect()
         yield from build_info()
         yield from of_requests(self.proxy.requests)
-        yield from of_stats("proxy", self.proxy.stats)
-        yield from of_stats("listen", self.listen_stats)
-        yield from of_stats("pd", self.pd_stats)
-        yield from of_each("source", "source", self._sources.stats)
+        yield from of_stats(self.proxy.stats)
+        yield from of_stats(self.listen_stats, "listen")
+        yield from of_stats(self.pd_stats)
+        yield from of_each("source", self._sources.stats)
         if self.reloads is not None:
-            yield from of_stats("config", self.reloads)
+            yield from of_stats(self.reloads)
         if self._traces is not None:
-            yield from of_stats("traces", self._traces.stats)
+            yield from of_stats(self._traces.stats)
         if self.usage is not None:
-            yield from of_stats("usage", self.usage.stats)
-            yield from of_stats("usage_export", self.usage.export_stats)
+            yield from of_stats(self.usage.stats)
+            yield from of_stats(self.usage.export_stats)
 
 
 def _passing(proxy: ProxySettings) -> ProxySettings:

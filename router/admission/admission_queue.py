@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
@@ -27,16 +28,18 @@ _LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
 class QueueStats(msgspec.Struct):
     """Counters for metrics."""
 
-    waiting: int = 0
-    """Gauge: requests that wait for an engine with room."""
-    waited: int = 0
+    waiting: Annotated[int, "kvatlas_queue_waiting"] = 0
+    """Requests that wait for an engine with room."""
+    waited: Annotated[int, "kvatlas_queue_waited_total"] = 0
     """Requests that had to wait and were then placed."""
-    waited_s: float = 0.0
+    waited_s: Annotated[float, "kvatlas_queue_waited_seconds_total"] = 0.0
     """Seconds that they waited, together."""
-    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    refused: Annotated[dict[str, int], "kvatlas_queue_refused_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Requests refused: `full` on arrival, `shed` for another one while they waited, `wait_s_max`, or
     `x-request-timeout`."""
-    left: int = 0
+    left: Annotated[int, "kvatlas_queue_left_total"] = 0
     """Requests whose client went away while they waited."""
 
 

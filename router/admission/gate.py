@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import islice
+from typing import Annotated
 
 import msgspec
 
@@ -23,7 +24,7 @@ _CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
 class KeyStats(msgspec.Struct):
     """Counters for metrics."""
 
-    unknown: int = 0
+    unknown: Annotated[int, "kvatlas_keys_unknown_total"] = 0
     """Requests refused with 401: without a key, or with one that is not in the key file."""
 
 

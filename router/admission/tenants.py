@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -77,17 +77,19 @@ class TokenBucket:
 class TenantStats(msgspec.Struct):
     """Counters of one tenant."""
 
-    requests: int = 0
+    requests: Annotated[int, "kvatlas_tenant_requests_total"] = 0
     """Requests of the tenant that were let in."""
-    active: int = 0
-    """Gauge: requests of the tenant being answered."""
-    uncached_tokens: int = 0
+    active: Annotated[int, "kvatlas_tenant_active"] = 0
+    """Requests of the tenant being answered."""
+    uncached_tokens: Annotated[int, "kvatlas_tenant_uncached_tokens_total"] = 0
     """Prompt tokens computed for the tenant: as engines reported, else as predicted."""
-    cached_tokens: int = 0
+    cached_tokens: Annotated[int, "kvatlas_tenant_cached_tokens_total"] = 0
     """Prompt tokens of the tenant that engines took from a cache, as they reported."""
-    generated_tokens: int = 0
+    generated_tokens: Annotated[int, "kvatlas_tenant_generated_tokens_total"] = 0
     """Tokens generated for the tenant, as engines reported."""
-    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    refused: Annotated[dict[str, int], "kvatlas_tenant_refused_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Requests of the tenant refused, by the limit that was reached, or `model`."""
 
 

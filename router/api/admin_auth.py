@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import structlog
@@ -234,9 +235,9 @@ def _address(request: Request) -> str:
 class AdminStats(msgspec.Struct):
     """What became of requests to the admin API."""
 
-    requests: int = 0
+    requests: Annotated[int, "kvatlas_admin_requests_total"] = 0
     """Authorized requests."""
-    changes: dict[str, int] = {}
+    changes: Annotated[dict[str, int], "kvatlas_admin_changes_total{reason}"] = {}
     """Changes carried out, by action."""
-    refused: dict[str, int] = {}
+    refused: Annotated[dict[str, int], "kvatlas_admin_refused_total{reason}"] = {}
     """Requests refused, by error code."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 class ReloadStats(msgspec.Struct):
     """Counters for metrics."""
 
-    reloads: dict[str, int] = msgspec.field(
+    reloads: Annotated[dict[str, int], "kvatlas_config_reloads_total{outcome}"] = msgspec.field(
         default_factory=lambda: dict.fromkeys(("applied", "unchanged", "refused"), 0)
     )
     """Reloads of the configuration (SIGHUP), by outcome."""
-    waiting: int = 0
-    """Gauge: settings that the configuration file has otherwise, and that need a new start."""
+    waiting: Annotated[int, "kvatlas_config_waiting"] = 0
+    """Settings that the configuration file has otherwise, and that need a new start."""
 
 
 T = TypeVar("T")
@@ -114,9 +114,7 @@ class RouterCollector:
         yield from of_requests(s.requests)
         engines: dict[str, Engine] = {engine.engine_id: engine for engine in s.fleet}
         yield from table("engine", engine_columns(s.accounts.now(), s.others()), engines)
-        yield from of_each(
-            "engine", "feed", {e: one.feed for e, one in engines.items() if one.feed is not None}
-        )
+        yield from of_each("engine", {e: one.feed for e, one in engines.items() if one.feed is not None})
         yield from table("model", INDEX, {name: model.stats() for name, model in s.scopes.models().items()})
         writers = {e: one.residency.writer for e, one in engines.items() if one.residency is not None}
         yield from table("engine", RESIDENCY, writers)
@@ -125,20 +123,20 @@ class RouterCollector:
         yield _prediction_errors(receipts)
         yield _first_token_errors(receipts)
         yield from _funnel(s.accounts.receipts.funnel)
-        yield from of_stats("load", s.accounts.load_stats)
-        yield from of_stats("admission", s.accounts.admission_stats)
-        yield from of_stats("slo", s.accounts.slo_stats)
-        yield from of_stats("proxy", s.proxy)
+        yield from of_stats(s.accounts.load_stats)
+        yield from of_stats(s.accounts.admission_stats)
+        yield from of_stats(s.accounts.slo_stats)
+        yield from of_stats(s.proxy)
         listen = s.listen()
         if listen is not None:
-            yield from of_stats("listen", listen)
-        yield from of_stats("prompts", s.prompts)
-        yield from of_stats("inflight", s.accounts.inflight.stats)
-        yield from of_stats("affinity", s.accounts.affinity.stats)
-        yield from of_stats("shadow", s.accounts.shadow_stats)
+            yield from of_stats(listen, "listen")
+        yield from of_stats(s.prompts)
+        yield from of_stats(s.accounts.inflight.stats)
+        yield from of_stats(s.accounts.affinity.stats)
+        yield from of_stats(s.accounts.shadow_stats)
         if s.usage is not None:
-            yield from of_stats("usage", s.usage.stats)
-            yield from of_stats("usage_export", s.usage.export_stats)
+            yield from of_stats(s.usage.stats)
+            yield from of_stats(s.usage.export_stats)
         yield from self._options()
         yield from s.more()
 
@@ -146,31 +144,31 @@ class RouterCollector:
         """Of what is not switched on everywhere."""
         s = self._sources
         if s.shared is not None:
-            yield from of_stats("lease", s.shared.lease_manager.stats)
-            yield from of_stats("shared_index", s.shared.lookup.stats)
-            yield from of_stats("peer_inflight", s.shared.inflight.gossip_stats)
+            yield from of_stats(s.shared.lease_manager.stats)
+            yield from of_stats(s.shared.lookup.stats)
+            yield from of_stats(s.shared.inflight.gossip_stats)
             if s.shared.responses is not None:
-                yield from of_stats("responses", s.shared.responses.stats)
+                yield from of_stats(s.shared.responses.stats)
             if s.shared.limits is not None:
-                yield from of_stats("limits", s.shared.limits.stats)
-            yield from of_each("model", "mirror", s.shared.mirror_stats())
+                yield from of_stats(s.shared.limits.stats)
+            yield from of_each("model", s.shared.mirror_stats())
         if s.origins is not None:
-            yield from of_each("source", "source", s.origins.stats)
+            yield from of_each("source", s.origins.stats)
         if s.admin is not None:
-            yield from of_stats("admin", s.admin)
+            yield from of_stats(s.admin)
         if s.epp is not None:
-            yield from of_stats("epp", s.epp)
+            yield from of_stats(s.epp, "epp")
         if s.pd is not None and s.fleet.has_roles:
-            yield from of_stats("pd", s.pd)
+            yield from of_stats(s.pd)
         if s.traces is not None:
-            yield from of_stats("traces", s.traces)
+            yield from of_stats(s.traces)
         if s.reloads is not None:
-            yield from of_stats("config", s.reloads)
+            yield from of_stats(s.reloads)
         if s.accounts.room is not None:
-            yield from of_stats("queue", s.accounts.room.stats)
+            yield from of_stats(s.accounts.room.stats)
         if s.gate is not None:
-            yield from of_stats("keys", s.gate.stats)
-            yield from of_each("tenant", "tenant", s.gate.tenants())
+            yield from of_stats(s.gate.stats)
+            yield from of_each("tenant", s.gate.tenants())
 
 
 def families(sources: Sources) -> Iterator[Metric]:

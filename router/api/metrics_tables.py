@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from functools import cache
+from typing import Annotated, Generic, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,54 +19,10 @@ from router.observe.requests import field_texts
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 
-# Metric families from plain numbers: columns of a table of objects, or the fields of stats structs.
-#
-# Names are ``kvatlas_<part>_<what>``, units at the end. A number without value (None) has no sample; a
-# number kept by words (a dict) has one sample for each, under a label of its own.
+# Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. A number
+# without value (None) has no sample; a dict has one sample per key, under a label of its own.
 
-
-GAUGES = frozenset(
-    {
-        "epp_connections_open",
-        "epp_streams_open",
-        "feed_held_batches",
-        "feed_unconfirmed",
-        "feed_known_batches",
-        "feed_waiting_batches",
-        "feed_lag_s",
-        "feed_last_batch_monotonic",
-        "feed_last_seq",
-        "feed_missing_batches",
-        "inflight_blocks",
-        "lease_held",
-        "lease_replicas",
-        "lease_wanted",
-        "inflight_prompts",
-        "peer_inflight_current",
-        "prompts_context_bytes",
-        "prompts_media_bytes",
-        "prompts_prefix_bytes",
-        "proxy_requests_active",
-        "config_waiting",
-        "queue_waiting",
-        "source_engines",
-        "source_failing",
-        "source_synced",
-        "tenant_active",
-    }
-)
-"""Numbers of the stats structs that may fall; every other one is a counter."""
-_LABELS = {
-    "admission_refused": ["priority"],
-    "config_reloads": ["outcome"],
-    "epp_picks": ["mode"],
-    "prompts_reads": ["api", "how"],
-    "slo_met": ["priority"],
-    "slo_missed": ["priority"],
-}
-"""Labels of numbers that are counted by other words than a reason."""
-_UNITS = {"_s": "_seconds", "_monotonic": "_monotonic_seconds"}
-_NOT_NUMBERS = frozenset({"state", "reason"})
+_METRIC = re.compile(r"kvatlas_(?P<name>[a-z0-9_*]+?)(?P<counter>_total)?(\{(?P<labels>[a-z_,]+)\})?")
 
 T = TypeVar("T")
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -100,37 +57,60 @@ def table(label: str, columns: Sequence[Column[T]], rows: Mapping[str, T]) -> It
         yield family
 
 
-def of_stats(part: str, stats: msgspec.Struct) -> Iterator[Metric]:
-    """One family per number of a stats struct; a dict becomes a ``reason`` label, or those of ``_LABELS``."""
-    yield from _of_structs(part, [], {(): stats})
+class StatsMetric(NamedTuple):
+    """The metric of one field of a stats struct."""
+
+    field: str
+    name: str
+    family: type[Family]
+    labels: tuple[str, ...]
+    text: str
 
 
-def of_each(label: str, part: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
-    """One family per number of several stats structs of one type, each with its value of ``label``."""
-    yield from _of_structs(part, [label], {(key,): stats for key, stats in stats_of.items()})
+@cache
+def metrics_of(stats: type[msgspec.Struct], part: str = "") -> tuple[StatsMetric, ...]:
+    """The metrics of a stats struct, in the order of its fields.
+
+    A field names its metric in its annotation: ``Annotated[int, "kvatlas_proxy_retries_total"]``. A name that
+    ends with ``_total`` is a counter, any other one a gauge; ``{label}`` names the label of a dict's keys;
+    ``*`` stands for ``part``, in structs that several parts share. A field without a name is not exported.
+    """
+    found = []
+    texts = field_texts(stats)
+    for field, hint in get_type_hints(stats, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            metric = _METRIC.fullmatch(hint.__metadata__[0])
+            if metric is None:
+                raise TypeError(f"{stats.__name__}.{field}: not the name of a metric: {hint.__metadata__[0]}")
+            name = f"kvatlas_{metric['name'].replace('*', part)}"
+            family = CounterMetricFamily if metric["counter"] else GaugeMetricFamily
+            labels = tuple(metric["labels"].split(",")) if metric["labels"] else ()
+            found.append(StatsMetric(field, name, family, labels, texts.get(field, name)))
+    return tuple(found)
 
 
-def exported(part: str, name: str) -> str:
-    """The metric of a number of a stats struct: its unit is spelled out."""
-    spelled = re.sub(r"(_s|_monotonic)$", lambda unit: _UNITS[unit[1]], name)
-    return f"kvatlas_{part}_{spelled}"
+def of_stats(stats: msgspec.Struct, part: str = "") -> Iterator[Metric]:
+    """One family per metric of a stats struct."""
+    yield from _of_structs(type(stats), [], {(): stats}, part)
+
+
+def of_each(label: str, stats_of: Mapping[str, msgspec.Struct]) -> Iterator[Metric]:
+    """One family per metric of several stats structs of one type, each with its value of ``label``."""
+    if stats_of:
+        kind = type(next(iter(stats_of.values())))
+        yield from _of_structs(kind, [label], {(key,): stats for key, stats in stats_of.items()})
 
 
 def _of_structs(
-    part: str, labels: list[str], stats_of: Mapping[tuple[str, ...], msgspec.Struct]
+    kind: type[msgspec.Struct],
+    labels: list[str],
+    stats_of: Mapping[tuple[str, ...], msgspec.Struct],
+    part: str = "",
 ) -> Iterator[Metric]:
-    if not stats_of:
-        return
-    kind = type(next(iter(stats_of.values())))
-    for name in kind.__struct_fields__:
-        values = {key: getattr(stats, name) for key, stats in stats_of.items()}
-        if name in _NOT_NUMBERS or any(isinstance(value, str) for value in values.values()):
-            continue
-        by_word = any(isinstance(value, dict) for value in values.values())
-        more = _LABELS.get(f"{part}_{name}", ["reason"]) if by_word else []
-        family = _family(part, kind, name, [*labels, *more])
-        for key, value in values.items():
-            _add(family, key, value)
+    for metric in metrics_of(kind, part):
+        family = metric.family(metric.name, metric.text, labels=[*labels, *metric.labels])
+        for key, stats in stats_of.items():
+            _add(family, key, getattr(stats, metric.field))
         yield family
 
 
@@ -140,12 +120,6 @@ def _add(family: Family, labels: Iterable[str], value: Value) -> None:
             family.add_metric([*labels, *([words] if isinstance(words, str) else words)], float(number))
     elif value is not None:
         family.add_metric([*labels], float(value))
-
-
-def _family(part: str, stats: type[msgspec.Struct], name: str, labels: list[str]) -> Family:
-    kind = GaugeMetricFamily if f"{part}_{name}" in GAUGES else CounterMetricFamily
-    text = field_texts(stats).get(name, f"{part}: {name.replace('_', ' ')}")
-    return kind(exported(part, name), text, labels=labels)
 
 
 def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple[Column[Engine], ...]:

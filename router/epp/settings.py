@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from router.http.h2.connection import H2Settings, H2Stats
@@ -79,24 +81,26 @@ class EppSettings(H2Settings, frozen=True):
 class EppStats(H2Stats):
     """What gateways asked, and how it went."""
 
-    picks: dict[str, int] = msgspec.field(default_factory=dict)
+    picks: Annotated[dict[str, int], "kvatlas_epp_picks_total{mode}"] = msgspec.field(default_factory=dict)
     """Requests sent to an engine, by the gateway's mode: duplex or buffered."""
-    immediate: int = 0
+    immediate: Annotated[int, "kvatlas_epp_immediate_total"] = 0
     """Requests answered by the picker itself: errors, and what no engine is asked for."""
-    gateways_own: int = 0
+    gateways_own: Annotated[int, "kvatlas_epp_gateways_own_total"] = 0
     """Requests that the gateway answered itself before an engine was named (a body too large for it to
     buffer, its own time-out): they end as left by the client."""
-    fallbacks_served: int = 0
+    fallbacks_served: Annotated[int, "kvatlas_epp_fallbacks_served_total"] = 0
     """Requests that another engine served than the one that was chosen."""
-    calls_refused: dict[str, int] = msgspec.field(default_factory=dict)
+    calls_refused: Annotated[dict[str, int], "kvatlas_epp_calls_refused_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Calls ended with a gRPC error, by its reason: the gateway is set up in a way that cannot work, or broke
     the protocol."""
-    cut_before_answer: int = 0
+    cut_before_answer: Annotated[int, "kvatlas_epp_cut_before_answer_total"] = 0
     """Calls that ended after the choice and before an answer was seen: the client left, or the gateway does
     not send responses here (`answers_watched_share = 0` is for those)."""
-    unwatched: int = 0
+    unwatched: Annotated[int, "kvatlas_epp_unwatched_total"] = 0
     """Requests sent to an engine whose answers were not watched (`answers_watched_share`)."""
-    ends_estimated: int = 0
+    ends_estimated: Annotated[int, "kvatlas_epp_ends_estimated_total"] = 0
     """Of those, the ones that ended by estimate; the others ended when the engine showed fewer running."""
 
     def picked(self, mode: str) -> None:

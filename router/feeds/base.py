@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import xxhash
@@ -127,61 +127,63 @@ class FeedStats(msgspec.Struct):
 
     state: FeedState = FeedState.COLD
     reason: str = ""
-    last_seq: int | None = None
+    last_seq: Annotated[int | None, "kvatlas_feed_last_seq"] = None
     """Seq of the batch applied last."""
-    missing_batches: int = 0
-    """Gauge: batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
-    known_batches: int = 0
-    """Gauge: applied batches that the known residency is based on."""
-    waiting_batches: int = 0
-    """Gauge: batches that exist but have not been applied yet, nor given up."""
-    unconfirmed: bool = False
-    """Gauge: 1 from the loss of the connection until a replay or a batch has shown which process the engine
+    missing_batches: Annotated[int, "kvatlas_feed_missing_batches"] = 0
+    """Batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
+    known_batches: Annotated[int, "kvatlas_feed_known_batches"] = 0
+    """Applied batches that the known residency is based on."""
+    waiting_batches: Annotated[int, "kvatlas_feed_waiting_batches"] = 0
+    """Batches that exist but have not been applied yet, nor given up."""
+    unconfirmed: Annotated[bool, "kvatlas_feed_unconfirmed"] = False
+    """1 from the loss of the connection until a replay or a batch has shown which process the engine
     is; meanwhile its blocks count for nothing."""
-    held_batches: int = 0
-    """Gauge: live batches waiting for a gap before them to be repaired."""
-    batches: int = 0
+    held_batches: Annotated[int, "kvatlas_feed_held_batches"] = 0
+    """Live batches waiting for a gap before them to be repaired."""
+    batches: Annotated[int, "kvatlas_feed_batches_total"] = 0
     """Event batches applied."""
-    events: int = 0
+    events: Annotated[int, "kvatlas_feed_events_total"] = 0
     """Events applied."""
-    rejected_events: int = 0
+    rejected_events: Annotated[int, "kvatlas_feed_rejected_events_total"] = 0
     """Events skipped because they could not be decoded or were inconsistent."""
     last_rejection: str = ""
-    unknown_events: int = 0
+    unknown_events: Annotated[int, "kvatlas_feed_unknown_events_total"] = 0
     """Events skipped because their type is not known to this version."""
-    duplicate_batches: int = 0
+    duplicate_batches: Annotated[int, "kvatlas_feed_duplicate_batches_total"] = 0
     """Batches received twice; skipped."""
-    late_batches: int = 0
+    late_batches: Annotated[int, "kvatlas_feed_late_batches_total"] = 0
     """Batches that arrived after the feed had given them up or had applied them from replay; skipped."""
-    gaps: int = 0
+    gaps: Annotated[int, "kvatlas_feed_gaps_total"] = 0
     """Times a batch was missing in the live stream, which starts a replay."""
-    lost_batches: int = 0
+    lost_batches: Annotated[int, "kvatlas_feed_lost_batches_total"] = 0
     """Batches given up as lost: not available from replay, or not decodable."""
-    replays: int = 0
+    replays: Annotated[int, "kvatlas_feed_replays_total"] = 0
     """Replays asked of the engine."""
-    replay_failures: int = 0
+    replay_failures: Annotated[int, "kvatlas_feed_replay_failures_total"] = 0
     """Replays that brought no answer, or not the batches asked for."""
-    restarts: int = 0
+    restarts: Annotated[int, "kvatlas_feed_restarts_total"] = 0
     """Restarts of the engine seen: all that was known of it was forgotten."""
-    resyncs: int = 0
+    resyncs: Annotated[int, "kvatlas_feed_resyncs_total"] = 0
     """Full resyncs: everything forgotten and replayed from the engine's first batch."""
-    snapshots: int = 0
+    snapshots: Annotated[int, "kvatlas_feed_snapshots_total"] = 0
     """Snapshots adopted."""
-    snapshot_failures: int = 0
+    snapshot_failures: Annotated[int, "kvatlas_feed_snapshot_failures_total"] = 0
     """Snapshots that could not be fetched, or were of another process."""
-    phantom_alarms: int = 0
+    phantom_alarms: Annotated[int, "kvatlas_feed_phantom_alarms_total"] = 0
     """Times the index held more copies than the engine has blocks."""
-    disconnects: int = 0
+    disconnects: Annotated[int, "kvatlas_feed_disconnects_total"] = 0
     """Times the connection to the event socket was lost."""
-    buffer_overflows: int = 0
+    buffer_overflows: Annotated[int, "kvatlas_feed_buffer_overflows_total"] = 0
     """Times more batches waited behind a gap than may; what is missing is given up for lost."""
-    sink_errors: int = 0
+    sink_errors: Annotated[int, "kvatlas_feed_sink_errors_total"] = 0
     """Batches or snapshots that the index refused: a fault of the router, in its log."""
-    malformed_frames: dict[str, int] = msgspec.field(default_factory=dict)
+    malformed_frames: Annotated[dict[str, int], "kvatlas_feed_malformed_frames_total{reason}"] = (
+        msgspec.field(default_factory=dict)
+    )
     """Messages of the live and replay sockets that could not be parsed, by reason."""
-    last_batch_monotonic: float | None = None
+    last_batch_monotonic: Annotated[float | None, "kvatlas_feed_last_batch_monotonic_seconds"] = None
     """When the last live batch came, on the feed's clock."""
-    lag_s: float | None = None
+    lag_s: Annotated[float | None, "kvatlas_feed_lag_seconds"] = None
     """Age of the last live batch when it came, by the two machines' wall clocks."""
 
     def malformed(self, reason: str) -> None:

@@ -12,7 +12,7 @@ import random
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import dns.asyncresolver
 import dns.exception
@@ -48,17 +48,17 @@ class DiscoveredEngine(msgspec.Struct, frozen=True):
 class SourceStats(msgspec.Struct):
     """What metrics, ``/kvatlas/sources`` and the doctor show of a source."""
 
-    synced: bool = False
-    """Gauge: 1 once its complete list was read."""
-    engines: int = 0
-    """Gauge: engines it names now."""
-    updates: int = 0
+    synced: Annotated[bool, "kvatlas_source_synced"] = False
+    """1 once its complete list was read."""
+    engines: Annotated[int, "kvatlas_source_engines"] = 0
+    """Engines it names now."""
+    updates: Annotated[int, "kvatlas_source_updates_total"] = 0
     """How often its set changed."""
-    failing: bool = False
-    """Gauge: 1 while its list may be out of date."""
-    errors: dict[str, int] = {}
+    failing: Annotated[bool, "kvatlas_source_failing"] = False
+    """1 while its list may be out of date."""
+    errors: Annotated[dict[str, int], "kvatlas_source_errors_total{reason}"] = {}
     """Failures, by reason."""
-    refused: int = 0
+    refused: Annotated[int, "kvatlas_source_refused_total"] = 0
     """Entries ignored because they were invalid."""
     last_error: str = ""
 

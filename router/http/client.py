@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -57,15 +57,15 @@ class ClientSettings(msgspec.Struct, frozen=True):
 class ClientStats(msgspec.Struct):
     """Connections to engines. Monotone."""
 
-    stale_reconnects: int = 0
+    stale_reconnects: Annotated[int, "kvatlas_proxy_stale_reconnects_total"] = 0
     """Kept-alive connections that died before a response byte and were replaced for free."""
-    engine_connects: int = 0
+    engine_connects: Annotated[int, "kvatlas_proxy_engine_connects_total"] = 0
     """Connections opened to engines."""
-    engine_pool_overflows: int = 0
+    engine_pool_overflows: Annotated[int, "kvatlas_proxy_engine_pool_overflows_total"] = 0
     """Requests that found ``engine_connections_max`` connections of an engine in use."""
-    descriptor_shortages: int = 0
+    descriptor_shortages: Annotated[int, "kvatlas_proxy_descriptor_shortages_total"] = 0
     """Connections to engines that this process had no file descriptor for."""
-    read_pauses: int = 0
+    read_pauses: Annotated[int, "kvatlas_proxy_read_pauses_total"] = 0
     """Times reading from an engine paused because the client was slower."""
 
 

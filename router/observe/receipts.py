@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -109,15 +109,17 @@ class FirstTokenSummary(msgspec.Struct, kw_only=True):
 class SloStats(msgspec.Struct):
     """Counters of requests with a service level."""
 
-    met: dict[str, int] = msgspec.field(default_factory=dict)
+    met: Annotated[dict[str, int], "kvatlas_slo_met_total{priority}"] = msgspec.field(default_factory=dict)
     """Streams whose first token came within the target of their service level, by class."""
-    missed: dict[str, int] = msgspec.field(default_factory=dict)
+    missed: Annotated[dict[str, int], "kvatlas_slo_missed_total{priority}"] = msgspec.field(
+        default_factory=dict
+    )
     """Streams whose first token came after the target of their service level, by class."""
-    decisions: int = 0
+    decisions: Annotated[int, "kvatlas_slo_decisions_total"] = 0
     """Decisions on requests with a service level; one that waited in the queue is decided twice."""
-    hopeless: int = 0
+    hopeless: Annotated[int, "kvatlas_slo_hopeless_total"] = 0
     """Of these, those for which every engine was predicted to miss the target: the cost decided."""
-    engines_skipped: int = 0
+    engines_skipped: Annotated[int, "kvatlas_slo_engines_skipped_total"] = 0
     """Engines left out of decisions, where the one of the lowest cost was predicted to miss the target and
     others were not."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import re
 import textwrap
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -358,7 +357,7 @@ def _own_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
             and isinstance(below.value, ast.Constant)
             and isinstance(below.value.value, str)
         ):
-            text = re.sub(r"^Gauge(: |\.$)", "", " ".join(below.value.value.split())).replace("``", "`")
+            text = " ".join(below.value.value.split()).replace("``", "`")
             if text:
                 found[node.target.id] = text[0].upper() + text[1:]
     return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -66,13 +66,13 @@ class TracesNotInstalledError(ValueError):
 class TraceStats(msgspec.Struct):
     """Counters for metrics."""
 
-    requests: int = 0
+    requests: Annotated[int, "kvatlas_traces_requests_total"] = 0
     """Requests that were traced."""
-    spans: int = 0
+    spans: Annotated[int, "kvatlas_traces_spans_total"] = 0
     """Spans made."""
-    spans_exported: int = 0
+    spans_exported: Annotated[int, "kvatlas_traces_spans_exported_total"] = 0
     """Spans that the collector took."""
-    export_failures: int = 0
+    export_failures: Annotated[int, "kvatlas_traces_export_failures_total"] = 0
     """Spans that the collector did not take."""
 
     def count_exported(self, spans: int, taken: bool) -> None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import structlog
@@ -47,11 +47,11 @@ _QUEUE_MAX = 8192
 class UsageExportStats(msgspec.Struct):
     """Counters for metrics."""
 
-    records: int = 0
+    records: Annotated[int, "kvatlas_usage_export_records_total"] = 0
     """Lines given to the exporter."""
-    exported: int = 0
+    exported: Annotated[int, "kvatlas_usage_export_exported_total"] = 0
     """Lines that the collector took."""
-    failures: int = 0
+    failures: Annotated[int, "kvatlas_usage_export_failures_total"] = 0
     """Lines that the collector did not take."""
 
     def count_exported(self, lines: int, taken: bool) -> None:
@@ -148,20 +148,22 @@ class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
 class UsageStats(msgspec.Struct):
     """Counters for metrics."""
 
-    written: int = 0
+    written: Annotated[int, "kvatlas_usage_written_total"] = 0
     """Lines written."""
-    dropped: dict[str, int] = msgspec.field(default_factory=lambda: {"queue_full": 0, "not_writable": 0})
+    dropped: Annotated[dict[str, int], "kvatlas_usage_dropped_total{reason}"] = msgspec.field(
+        default_factory=lambda: {"queue_full": 0, "not_writable": 0}
+    )
     """Requests without a line: too many waited to be written; the same while the disk refused, or at exit."""
-    write_failures: int = 0
+    write_failures: Annotated[int, "kvatlas_usage_write_failures_total"] = 0
     """Attempts to write that failed (disk full, no permission); the lines are kept and tried again."""
-    fsync_failures: int = 0
+    fsync_failures: Annotated[int, "kvatlas_usage_fsync_failures_total"] = 0
     """Calls of fsync that failed."""
-    rotations: int = 0
+    rotations: Annotated[int, "kvatlas_usage_rotations_total"] = 0
     """Times the file reached its size and a new one was begun."""
-    files_removed: int = 0
+    files_removed: Annotated[int, "kvatlas_usage_files_removed_total"] = 0
     """Oldest files removed, since there were `usage.files_max`."""
-    queued: int = 0
-    """Gauge: requests that wait to be written."""
+    queued: Annotated[int, "kvatlas_usage_queued_total"] = 0
+    """Requests that wait to be written."""
 
 
 class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):

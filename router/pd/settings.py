@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final, Literal, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -147,33 +147,37 @@ def read_prefilled(fields: Iterable[tuple[bytes, bytes]]) -> Prefilled | None:
 class PdStats(msgspec.Struct):
     """Plain counters, monotone."""
 
-    split: int = 0
+    split: Annotated[int, "kvatlas_pd_split_total"] = 0
     """Requests sent to a prefill and a decode engine, retries included."""
-    aggregated: dict[str, int] = msgspec.field(default_factory=dict)
+    aggregated: Annotated[dict[str, int], "kvatlas_pd_aggregated_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Requests of fleets with roles that one engine got whole, by reason."""
-    handoffs: int = 0
+    handoffs: Annotated[int, "kvatlas_pd_handoffs_total"] = 0
     """Prefills whose blocks a decode engine was told to fetch."""
-    prefill_failures: dict[str, int] = msgspec.field(default_factory=dict)
+    prefill_failures: Annotated[dict[str, int], "kvatlas_pd_prefill_failures_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Prefills that gave nothing to hand over, by reason."""
-    leases_late: int = 0
+    leases_late: Annotated[int, "kvatlas_pd_leases_late_total"] = 0
     """Prefills thrown away because too little was left of their lease."""
-    answers_late: int = 0
+    answers_late: Annotated[int, "kvatlas_pd_answers_late_total"] = 0
     """Answers thrown away because they began after the end of the lease on the blocks they were made of: the
     decode engine stood still, or had too much to do."""
-    handoffs_lost: int = 0
+    handoffs_lost: Annotated[int, "kvatlas_pd_handoffs_lost_total"] = 0
     """Decode engines that failed after they had been told of the blocks, which are not given to another."""
-    handoffs_redirected: int = 0
+    handoffs_redirected: Annotated[int, "kvatlas_pd_handoffs_redirected_total"] = 0
     """Decode engines that could not be reached, so that another one was told of the same blocks."""
-    early_decodes: int = 0
+    early_decodes: Annotated[int, "kvatlas_pd_early_decodes_total"] = 0
     """Handoffs of which the decode engine was told before the prefill engine had answered."""
-    waits_leaked: int = 0
+    waits_leaked: Annotated[int, "kvatlas_pd_waits_leaked_total"] = 0
     """Of these, prefills that came to nothing: a decode engine waits for them until its own time-out."""
-    gap_s: float = 0.0
+    gap_s: Annotated[float, "kvatlas_pd_gap_seconds_total"] = 0.0
     """Seconds between the two requests, summed over all handoffs."""
-    prefill_s: float = 0.0
+    prefill_s: Annotated[float, "kvatlas_pd_prefill_seconds_total"] = 0.0
     """Seconds that prefill engines took to answer, summed over all handoffs."""
 
-    prefillers_refused: int = 0
+    prefillers_refused: Annotated[int, "kvatlas_pd_prefillers_refused_total"] = 0
     """Requests to a sidecar that named none but engines it may not ask (`sidecar.prefills`)."""
 
     def count(self, counts: dict[str, int], reason: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -34,11 +35,11 @@ class AffinitySettings(msgspec.Struct, frozen=True, kw_only=True):
 class AffinityStats(msgspec.Struct):
     """Counters for metrics."""
 
-    lookups: int = 0
+    lookups: Annotated[int, "kvatlas_affinity_lookups_total"] = 0
     """Requests placed by the text of their prompt because its tokens were not known."""
-    matched: int = 0
+    matched: Annotated[int, "kvatlas_affinity_matched_total"] = 0
     """Those of them whose text began like an earlier one."""
-    evicted: int = 0
+    evicted: Annotated[int, "kvatlas_affinity_evicted_total"] = 0
     """Texts forgotten because there were too many."""
 
 
@@ -135,9 +136,9 @@ class ShadowSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ShadowStats(msgspec.Struct):
     """Counters for metrics."""
 
-    prompts: int = 0
+    prompts: Annotated[int, "kvatlas_shadow_prompts_total"] = 0
     """Prompts entered into the assumed caches of engines without events."""
-    too_large: int = 0
+    too_large: Annotated[int, "kvatlas_shadow_too_large_total"] = 0
     """Prompts that do not fit the shadow as a whole: its size is set too small."""
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -43,11 +44,11 @@ class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
 class InflightStats(msgspec.Struct):
     """Counters for metrics; ``prompts`` and ``blocks`` are current."""
 
-    prompts: int = 0
-    """Gauge: prompts in flight, whose blocks their engine will soon hold."""
-    blocks: int = 0
-    """Gauge: distinct blocks of these prompts."""
-    evicted: int = 0
+    prompts: Annotated[int, "kvatlas_inflight_prompts"] = 0
+    """Prompts in flight, whose blocks their engine will soon hold."""
+    blocks: Annotated[int, "kvatlas_inflight_blocks"] = 0
+    """Distinct blocks of these prompts."""
+    evicted: Annotated[int, "kvatlas_inflight_evicted_total"] = 0
     """Prompts forgotten before their end because there were too many."""
 
 

@@ -6,6 +6,8 @@ a refused one (an ``ApiError``) in ``refused``.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from router.openai.request import PROMPT_APIS
@@ -41,102 +43,108 @@ REASONS = (
 class PromptStats(msgspec.Struct):
     """Counts since start; ``*_bytes`` are gauges."""
 
-    local: int = 0
+    local: Annotated[int, "kvatlas_prompts_local_total"] = 0
     """Prompts tokenized by the router itself."""
-    engine: int = 0
+    engine: Annotated[int, "kvatlas_prompts_engine_total"] = 0
     """Prompts tokenized by asking an engine."""
-    renderer: int = 0
+    renderer: Annotated[int, "kvatlas_prompts_renderer_total"] = 0
     """Prompts tokenized by asking a render server."""
-    refused: int = 0
+    refused: Annotated[int, "kvatlas_prompts_refused_total"] = 0
     """Requests refused while their prompt was read: no engine would take them either."""
-    not_local: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    not_local: Annotated[dict[str, int], "kvatlas_prompts_not_local_total{reason}"] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(REASONS, 0)
+    )
     """Prompts that the router could not tokenize itself, by reason."""
-    affinity: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    affinity: Annotated[dict[str, int], "kvatlas_prompts_affinity_total{reason}"] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(REASONS, 0)
+    )
     """Requests placed by their text because their tokens are not known, by reason."""
-    reads: dict[tuple[str, str], int] = msgspec.field(
+    reads: Annotated[dict[tuple[str, str], int], "kvatlas_prompts_reads_total{api,how}"] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
     """Requests by API and by how the prompt was read: ``local``, ``renderer``, ``engine``, ``affinity``."""
-    multi_prompt: int = 0
+    multi_prompt: Annotated[int, "kvatlas_prompts_multi_prompt_total"] = 0
     """Requests with several prompts; routed by the first."""
 
-    tokenizers_found: int = 0
+    tokenizers_found: Annotated[int, "kvatlas_prompts_tokenizers_found_total"] = 0
     """Tokenizers taken into use that engines or the configuration name: found or fetched, and compared."""
-    tokenizer_failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
+    tokenizer_failures: Annotated[dict[str, int], "kvatlas_prompts_tokenizer_failures_total{reason}"] = (
+        msgspec.field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
+    )
     """Tokenizers that could not be fetched, read or used, by reason; engines are asked meanwhile."""
 
-    rendered: int = 0
+    rendered: Annotated[int, "kvatlas_prompts_rendered_total"] = 0
     """Chats made a text by a template, rendered or put together from what others gave."""
-    rendered_jinja2: int = 0
+    rendered_jinja2: Annotated[int, "kvatlas_prompts_rendered_jinja2_total"] = 0
     """Renderings by jinja2, the slower engine, because minijinja is not in use for that template or text."""
-    template_checks: int = 0
+    template_checks: Annotated[int, "kvatlas_prompts_template_checks_total"] = 0
     """Renderings compared with jinja2's."""
-    template_mismatches: int = 0
+    template_mismatches: Annotated[int, "kvatlas_prompts_template_mismatches_total"] = 0
     """Texts that differed from jinja2's, which was used instead. What made them renders no chats of that
     kind from then on."""
-    template_shapes_forgotten: int = 0
+    template_shapes_forgotten: Annotated[int, "kvatlas_prompts_template_shapes_forgotten_total"] = 0
     """Kinds of chats that minijinja renders otherwise, forgotten for want of room: found again when met."""
-    templates_distrusted: int = 0
+    templates_distrusted: Annotated[int, "kvatlas_prompts_templates_distrusted_total"] = 0
     """Templates that jinja2 alone renders from then on: minijinja gave another text for a kind of chat for
     which it had given the same."""
 
-    prefix_hits: int = 0
+    prefix_hits: Annotated[int, "kvatlas_prompts_prefix_hits_total"] = 0
     """Prompts that began like one in the prefix cache, whose tokens and hashes were used again."""
-    prefix_misses: int = 0
+    prefix_misses: Annotated[int, "kvatlas_prompts_prefix_misses_total"] = 0
     """Prompts that began like none in the prefix cache."""
-    prefix_evictions: int = 0
+    prefix_evictions: Annotated[int, "kvatlas_prompts_prefix_evictions_total"] = 0
     """Entries that left the prefix cache for want of room."""
-    prefix_bytes: int = 0
-    """Gauge: size of the prefix cache."""
-    context_bytes: int = 0
-    """Gauge: size of the cache of tool lists and other template input."""
-    context_evictions: int = 0
+    prefix_bytes: Annotated[int, "kvatlas_prompts_prefix_bytes"] = 0
+    """Size of the prefix cache."""
+    context_bytes: Annotated[int, "kvatlas_prompts_context_bytes"] = 0
+    """Size of the cache of tool lists and other template input."""
+    context_evictions: Annotated[int, "kvatlas_prompts_context_evictions_total"] = 0
     """Entries that left that cache for want of room."""
-    media_hits: int = 0
+    media_hits: Annotated[int, "kvatlas_prompts_media_hits_total"] = 0
     """Prompts with images that were all seen before: no call was needed for their tokens."""
-    media_misses: int = 0
+    media_misses: Annotated[int, "kvatlas_prompts_media_misses_total"] = 0
     """Prompts with images for which a render server or an engine had to be asked."""
-    media_bytes: int = 0
-    """Gauge: size of what is remembered of images."""
-    media_evictions: int = 0
+    media_bytes: Annotated[int, "kvatlas_prompts_media_bytes"] = 0
+    """Size of what is remembered of images."""
+    media_evictions: Annotated[int, "kvatlas_prompts_media_evictions_total"] = 0
     """Sets of images forgotten for want of room."""
-    media_checks: int = 0
+    media_checks: Annotated[int, "kvatlas_prompts_media_checks_total"] = 0
     """Prompts with known images that were asked for all the same, for comparison."""
-    media_mismatches: int = 0
+    media_mismatches: Annotated[int, "kvatlas_prompts_media_mismatches_total"] = 0
     """Prompts with images for which the answer differed; that model's are always asked for from then on."""
-    oversized: int = 0
+    oversized: Annotated[int, "kvatlas_prompts_oversized_total"] = 0
     """Prompts, texts and tool lists too large for their cache: used once."""
-    tokens_reused: int = 0
+    tokens_reused: Annotated[int, "kvatlas_prompts_tokens_reused_total"] = 0
     """Prompt tokens taken from the prefix cache."""
-    tokens_new: int = 0
+    tokens_new: Annotated[int, "kvatlas_prompts_tokens_new_total"] = 0
     """Prompt tokens made by the tokenizer."""
-    tokens_fast: int = 0
+    tokens_fast: Annotated[int, "kvatlas_prompts_tokens_fast_total"] = 0
     """Tokens made by fastokens; the rest of the new ones by ``tokenizers``."""
-    tokenizer_checks: int = 0
+    tokenizer_checks: Annotated[int, "kvatlas_prompts_tokenizer_checks_total"] = 0
     """Texts tokenized by both libraries for comparison."""
-    tokenizer_mismatches: int = 0
+    tokenizer_mismatches: Annotated[int, "kvatlas_prompts_tokenizer_mismatches_total"] = 0
     """Texts for which they disagreed; that model stays with ``tokenizers`` from then on."""
-    blocks_reused: int = 0
+    blocks_reused: Annotated[int, "kvatlas_prompts_blocks_reused_total"] = 0
     """Block hashes taken from the prefix cache."""
-    blocks_hashed: int = 0
+    blocks_hashed: Annotated[int, "kvatlas_prompts_blocks_hashed_total"] = 0
     """Block hashes computed."""
 
-    worker_jobs: int = 0
+    worker_jobs: Annotated[int, "kvatlas_prompts_worker_jobs_total"] = 0
     """Prompts tokenized in a worker thread because they are long."""
-    worker_full: int = 0
+    worker_full: Annotated[int, "kvatlas_prompts_worker_full_total"] = 0
     """Prompts that went to affinity because the worker queue was full."""
 
-    renderer_calls: int = 0
+    renderer_calls: Annotated[int, "kvatlas_prompts_renderer_calls_total"] = 0
     """Calls to render servers for the tokens of a prompt."""
-    renderer_failures: int = 0
+    renderer_failures: Annotated[int, "kvatlas_prompts_renderer_failures_total"] = 0
     """Such calls without an answer that can be used."""
-    renderer_skipped: int = 0
+    renderer_skipped: Annotated[int, "kvatlas_prompts_renderer_skipped_total"] = 0
     """Calls to render servers not made: the server is failing, or too many calls at once."""
-    engine_calls: int = 0
+    engine_calls: Annotated[int, "kvatlas_prompts_engine_calls_total"] = 0
     """Calls to engines for the tokens of a prompt."""
-    engine_failures: int = 0
+    engine_failures: Annotated[int, "kvatlas_prompts_engine_failures_total"] = 0
     """Such calls without an answer that can be used."""
-    engine_skipped: int = 0
+    engine_skipped: Annotated[int, "kvatlas_prompts_engine_skipped_total"] = 0
     """Engine calls not made: endpoint known to be absent or failing, or too many calls at once."""
 
     def count_read(self, path: str, how: str) -> None:

@@ -56,17 +56,17 @@ class GossipEntry(msgspec.Struct, array_like=True, omit_defaults=True):
 class GossipStats(msgspec.Struct):
     """Counters for metrics; ``current`` may fall."""
 
-    sent: int = 0
+    sent: Annotated[int, "kvatlas_peer_inflight_sent_total"] = 0
     """Prompts in flight reported to other routers."""
-    dropped: int = 0
+    dropped: Annotated[int, "kvatlas_peer_inflight_dropped_total"] = 0
     """Prompts in flight not reported because the index was unavailable."""
-    received: int = 0
+    received: Annotated[int, "kvatlas_peer_inflight_received_total"] = 0
     """Prompts in flight reported by other routers."""
-    current: int = 0
-    """Gauge: other routers' prompts under way."""
-    expired: int = 0
+    current: Annotated[int, "kvatlas_peer_inflight_current"] = 0
+    """Other routers' prompts under way."""
+    expired: Annotated[int, "kvatlas_peer_inflight_expired_total"] = 0
     """Other routers' prompts whose end was not reported in time."""
-    malformed: int = 0
+    malformed: Annotated[int, "kvatlas_peer_inflight_malformed_total"] = 0
     """Messages of other routers that could not be decoded, or had values out of bounds."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import structlog
@@ -28,21 +28,21 @@ _log = structlog.get_logger()
 class LeaseStats(msgspec.Struct):
     """Counters for metrics; ``held``, ``wanted`` and ``replicas`` are current."""
 
-    held: int = 0
-    """Gauge: engines whose events this router writes to the shared index."""
-    wanted: int = 0
-    """Gauge: engines with events that this router knows, whoever of the routers follows them."""
-    replicas: int = 0
-    """Gauge: routers that share the index, this one included."""
-    taken: int = 0
+    held: Annotated[int, "kvatlas_lease_held"] = 0
+    """Engines whose events this router writes to the shared index."""
+    wanted: Annotated[int, "kvatlas_lease_wanted"] = 0
+    """Engines with events that this router knows, whoever of the routers follows them."""
+    replicas: Annotated[int, "kvatlas_lease_replicas"] = 0
+    """Routers that share the index, this one included."""
+    taken: Annotated[int, "kvatlas_lease_taken_total"] = 0
     """Leases taken."""
-    given: int = 0
+    given: Annotated[int, "kvatlas_lease_given_total"] = 0
     """Leases released to another router."""
-    lost: int = 0
+    lost: Annotated[int, "kvatlas_lease_lost_total"] = 0
     """Leases that another replica took, or whose writes the server refused."""
-    won_back: int = 0
+    won_back: Annotated[int, "kvatlas_lease_won_back_total"] = 0
     """Leases lost and regained."""
-    failed_ticks: int = 0
+    failed_ticks: Annotated[int, "kvatlas_lease_failed_ticks_total"] = 0
     """Rounds of renewing leases that ended in a fault of the router, which is in its log."""
 
 

@@ -36,16 +36,18 @@ _FIELD_BYTES_MAX = 1 << 20
 class LimitStats(msgspec.Struct):
     """Counters for metrics."""
 
-    exchanges: int = 0
+    exchanges: Annotated[int, "kvatlas_limits_exchanges_total"] = 0
     """Times that what tenants use was exchanged with other replicas."""
-    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    failures: Annotated[dict[str, int], "kvatlas_limits_failures_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Exchanges that failed, by reason: until the next one limits count what is used at this replica."""
-    malformed: int = 0
+    malformed: Annotated[int, "kvatlas_limits_malformed_total"] = 0
     """Messages of other replicas that could not be decoded, or had values out of bounds."""
-    refused: int = 0
+    refused: Annotated[int, "kvatlas_limits_refused_total"] = 0
     """Values of other replicas that were refused: totals that fell, more refunded than charged, more than one
     period's worth, or too many replicas."""
-    omitted: int = 0
+    omitted: Annotated[int, "kvatlas_limits_omitted_total"] = 0
     """Tenants left for the next message to other replicas, as there were too many for one."""
 
 

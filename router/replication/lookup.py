@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import structlog
@@ -38,13 +38,15 @@ _TRUSTED = frozenset({FeedState.READY, FeedState.DEGRADED})
 class LookupStats(msgspec.Struct):
     """Counters for metrics."""
 
-    lookups: int = 0
+    lookups: Annotated[int, "kvatlas_shared_index_lookups_total"] = 0
     """Look-ups that the shared index answered."""
-    fallbacks: dict[str, int] = msgspec.field(default_factory=dict)
+    fallbacks: Annotated[dict[str, int], "kvatlas_shared_index_fallbacks_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Look-ups that it did not answer in time, by reason: those requests were placed without it."""
-    retries: int = 0
+    retries: Annotated[int, "kvatlas_shared_index_retries_total"] = 0
     """Look-ups done again because an engine's hash scheme had just become known."""
-    stale_engines: int = 0
+    stale_engines: Annotated[int, "kvatlas_shared_index_stale_engines_total"] = 0
     """Answers for an engine whose writer was silent or not caught up."""
 
 

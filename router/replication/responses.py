@@ -33,15 +33,15 @@ _NO_SECRET = b""
 class ResponseStats(msgspec.Struct):
     """Counters for metrics."""
 
-    written: int = 0
+    written: Annotated[int, "kvatlas_responses_written_total"] = 0
     """Responses (`/v1/responses`) whose engine and tenant were written for other replicas."""
-    found: int = 0
+    found: Annotated[int, "kvatlas_responses_found_total"] = 0
     """Responses that were not known here and were found in the shared index."""
-    missing: int = 0
+    missing: Annotated[int, "kvatlas_responses_missing_total"] = 0
     """Responses that were not known here and not found in the shared index, or not in time."""
-    dropped: int = 0
+    dropped: Annotated[int, "kvatlas_responses_dropped_total"] = 0
     """Responses that other replicas were not told of, as too many waited or the index did not answer."""
-    refused: int = 0
+    refused: Annotated[int, "kvatlas_responses_refused_total"] = 0
     """Entries for responses that no router with these keys wrote, or that could not be read."""
 
 

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import Annotated
 
 import msgspec
 import structlog
@@ -42,29 +43,31 @@ from router.replication.registry import (
 class MirrorStats(msgspec.Struct):
     """Counters since start."""
 
-    flushes: int = 0
+    flushes: Annotated[int, "kvatlas_mirror_flushes_total"] = 0
     """Times waiting changes were written to the shared index."""
-    blocks_written: int = 0
+    blocks_written: Annotated[int, "kvatlas_mirror_blocks_written_total"] = 0
     """Blocks written."""
-    blocks_refused: int = 0
+    blocks_refused: Annotated[int, "kvatlas_mirror_blocks_refused_total"] = 0
     """Blocks refused because the server is full; they are retried."""
-    late_batches: int = 0
+    late_batches: Annotated[int, "kvatlas_mirror_late_batches_total"] = 0
     """Writes refused because a newer one had come before; done again."""
-    fenced: int = 0
+    fenced: Annotated[int, "kvatlas_mirror_fenced_total"] = 0
     """Engines dropped because another writer holds them."""
-    lost_fences: int = 0
+    lost_fences: Annotated[int, "kvatlas_mirror_lost_fences_total"] = 0
     """Writes refused because the engine's registry entry on the server was gone."""
-    lost_slots: int = 0
+    lost_slots: Annotated[int, "kvatlas_mirror_lost_slots_total"] = 0
     """Engines whose slot in the shared index was lost or changed; written again."""
-    claims: int = 0
+    claims: Annotated[int, "kvatlas_mirror_claims_total"] = 0
     """Times the writing of an engine was claimed."""
-    remirrors: int = 0
+    remirrors: Annotated[int, "kvatlas_mirror_remirrors_total"] = 0
     """Times all blocks of an engine were written again."""
-    overflows: int = 0
+    overflows: Annotated[int, "kvatlas_mirror_overflows_total"] = 0
     """Times an engine had more than ``touched_max`` blocks waiting."""
-    scope_changes: int = 0
+    scope_changes: Annotated[int, "kvatlas_mirror_scope_changes_total"] = 0
     """Times the shared index of the model was another one than before."""
-    errors: dict[str, int] = msgspec.field(default_factory=dict)
+    errors: Annotated[dict[str, int], "kvatlas_mirror_errors_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
     """Writes that failed, by reason."""
 
     def error(self, reason: str) -> None:

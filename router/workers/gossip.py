@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -61,15 +62,15 @@ class WorkerMessage(msgspec.Struct, array_like=True):
 class WorkerGossipStats(msgspec.Struct):
     """Counters for metrics."""
 
-    sent: int = 0
+    sent: Annotated[int, "kvatlas_worker_gossip_sent_total"] = 0
     """Messages sent to sibling workers."""
-    missed: int = 0
+    missed: Annotated[int, "kvatlas_worker_gossip_missed_total"] = 0
     """Messages that a sibling worker had no room for."""
-    received: int = 0
+    received: Annotated[int, "kvatlas_worker_gossip_received_total"] = 0
     """Messages of sibling workers."""
-    malformed: int = 0
+    malformed: Annotated[int, "kvatlas_worker_gossip_malformed_total"] = 0
     """Messages of sibling workers that could not be decoded, or had values out of bounds."""
-    refused: int = 0
+    refused: Annotated[int, "kvatlas_worker_gossip_refused_total"] = 0
     """Values of sibling workers on what tenants use that were refused."""
 
 

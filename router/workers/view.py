@@ -463,7 +463,7 @@ def worker_families(
     )
     requests.add_metric([str(slot)], float(0 if listen is None else listen.requests))
     yield requests
-    yield from of_stats("worker_gossip", stats)
+    yield from of_stats(stats)
     delay = HistogramMetricFamily(
         "kvatlas_worker_gossip_delay_seconds",
         "From a placement (or another change) at one worker until a sibling worker has taken note of it",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
 
@@ -76,27 +76,27 @@ class H2Settings(msgspec.Struct, frozen=True):
 class H2Stats(HandshakeStats):
     """What peers did."""
 
-    connections: int = 0
+    connections: Annotated[int, "kvatlas_epp_connections_total"] = 0
     """Connections accepted from gateways."""
-    connections_open: int = 0
-    """Gauge: connections of gateways now."""
-    connections_refused: int = 0
+    connections_open: Annotated[int, "kvatlas_epp_connections_open"] = 0
+    """Connections of gateways now."""
+    connections_refused: Annotated[int, "kvatlas_epp_connections_refused_total"] = 0
     """Connections refused because there were too many."""
-    connections_broken: int = 0
+    connections_broken: Annotated[int, "kvatlas_epp_connections_broken_total"] = 0
     """Connections ended because the peer broke the protocol or a limit of it."""
-    handshake_timeouts: int = 0
+    handshake_timeouts: Annotated[int, "kvatlas_epp_handshake_timeouts_total"] = 0
     """Connections closed because they did not begin to speak HTTP/2 in time."""
-    stalled_connections: int = 0
+    stalled_connections: Annotated[int, "kvatlas_epp_stalled_connections_total"] = 0
     """Connections cut because they took nothing of what was to be sent."""
-    streams: int = 0
+    streams: Annotated[int, "kvatlas_epp_streams_total"] = 0
     """Streams opened by gateways, health checks included."""
-    streams_open: int = 0
-    """Gauge: streams now."""
-    streams_refused: int = 0
+    streams_open: Annotated[int, "kvatlas_epp_streams_open"] = 0
+    """Streams now."""
+    streams_refused: Annotated[int, "kvatlas_epp_streams_refused_total"] = 0
     """Streams refused because their connection had too many, or was ending."""
-    streams_reset: int = 0
+    streams_reset: Annotated[int, "kvatlas_epp_streams_reset_total"] = 0
     """Streams that a gateway reset."""
-    streams_broken: int = 0
+    streams_broken: Annotated[int, "kvatlas_epp_streams_broken_total"] = 0
     """Streams ended because the gateway broke a limit of theirs."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -50,36 +52,36 @@ class ListenSettings(msgspec.Struct, frozen=True):
 class HandshakeStats(msgspec.Struct):
     """Of connections that are not there yet."""
 
-    handshakes_failed: int = 0
+    handshakes_failed: Annotated[int, "kvatlas_*_handshakes_failed_total"] = 0
     """TLS handshakes that came to nothing, or did not end in time."""
-    descriptor_shortages: int = 0
+    descriptor_shortages: Annotated[int, "kvatlas_*_descriptor_shortages_total"] = 0
     """Connections that were accepted with the last file descriptors that the process may have."""
 
 
 class ListenStats(HandshakeStats):
     """What clients did to the listener."""
 
-    connections: int = 0
+    connections: Annotated[int, "kvatlas_listen_connections_total"] = 0
     """Connections accepted."""
-    connections_refused: int = 0
+    connections_refused: Annotated[int, "kvatlas_listen_connections_refused_total"] = 0
     """Connections refused because there were too many."""
-    bodies_refused: int = 0
+    bodies_refused: Annotated[int, "kvatlas_listen_bodies_refused_total"] = 0
     """Requests refused because all bodies together would have been over ``bodies_bytes_max``."""
-    requests: int = 0
+    requests: Annotated[int, "kvatlas_listen_requests_total"] = 0
     """Requests read, of all paths of the public port."""
-    header_timeouts: int = 0
+    header_timeouts: Annotated[int, "kvatlas_listen_header_timeouts_total"] = 0
     """Connections closed because a request head did not come in time."""
-    body_timeouts: int = 0
+    body_timeouts: Annotated[int, "kvatlas_listen_body_timeouts_total"] = 0
     """Requests ended because their body did not come in time."""
-    stalled_clients: int = 0
+    stalled_clients: Annotated[int, "kvatlas_listen_stalled_clients_total"] = 0
     """Connections cut because the client did not read its answer."""
-    bad_requests: int = 0
+    bad_requests: Annotated[int, "kvatlas_listen_bad_requests_total"] = 0
     """Requests that are not valid HTTP."""
-    header_overflows: int = 0
+    header_overflows: Annotated[int, "kvatlas_listen_header_overflows_total"] = 0
     """Request heads that were too large."""
-    pipeline_pauses: int = 0
+    pipeline_pauses: Annotated[int, "kvatlas_listen_pipeline_pauses_total"] = 0
     """Times reading paused because too many requests waited on one connection."""
-    drained: int = 0
+    drained: Annotated[int, "kvatlas_listen_drained_total"] = 0
     """Requests that were still being answered when the drain began and finished in time."""
-    drain_closed: int = 0
+    drain_closed: Annotated[int, "kvatlas_listen_drain_closed_total"] = 0
     """Connections cut because ``drain_s_max`` was over."""

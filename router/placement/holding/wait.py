@@ -8,6 +8,7 @@ first token would refuse every long prompt, also on idle engines, and nothing of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -29,7 +30,9 @@ class LongWait(msgspec.Struct, frozen=True, gc=False):
 class AdmissionStats(msgspec.Struct):
     """Counters for metrics."""
 
-    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    refused: Annotated[dict[str, int], "kvatlas_admission_refused_total{priority}"] = msgspec.field(
+        default_factory=dict
+    )
     """Requests refused by their predicted wait (429 `predicted_wait`), by class."""
 
 

@@ -40,6 +40,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
+from typing import Annotated
 
 import msgspec
 
@@ -81,21 +82,21 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
 class LoadStats(msgspec.Struct):
     """Counters for metrics."""
 
-    admitted: int = 0
+    admitted: Annotated[int, "kvatlas_load_admitted_total"] = 0
     """Requests placed on an engine, retries included."""
-    admitted_silent: int = 0
+    admitted_silent: Annotated[int, "kvatlas_load_admitted_silent_total"] = 0
     """Requests placed on an engine whose polls timed out, since no other one of its model was up."""
-    first_tokens: int = 0
+    first_tokens: Annotated[int, "kvatlas_load_first_tokens_total"] = 0
     """Streams that delivered a first token."""
-    finished: int = 0
+    finished: Annotated[int, "kvatlas_load_finished_total"] = 0
     """Placed requests that ended with an answer, or whose client left."""
-    failed: int = 0
+    failed: Annotated[int, "kvatlas_load_failed_total"] = 0
     """Placed requests that the engine refused or broke off."""
-    overdue: int = 0
+    overdue: Annotated[int, "kvatlas_load_overdue_total"] = 0
     """Streamed prompts whose first token came later than ``LoadSettings`` waits for."""
-    ended_by_gauges: int = 0
+    ended_by_gauges: Annotated[int, "kvatlas_load_ended_by_gauges_total"] = 0
     """Requests whose answers were not seen and which the engine's own numbers showed to have ended."""
-    overflow: int = 0
+    overflow: Annotated[int, "kvatlas_load_overflow_total"] = 0
     """Prompts dropped from the account by ``awaited_max``."""
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ from router.admission.tenants import TenantStats
 from router.api.admin_auth import AdminStats
 from router.api.metrics_page import ReloadStats, Sources, page_steps
 from router.api.metrics_page import families as all_families
-from router.api.metrics_tables import GAUGES, exported
+from router.api.metrics_tables import metrics_of
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import DesiredState
@@ -49,24 +49,13 @@ from router.replication.settings import IndexSettings
 from router.replication.write_queue import MirrorStats
 
 IDS = ("http://a:1", 'http://b:1/"quoted"\\')
-PARTS: dict[str, type[msgspec.Struct]] = {
-    "feed": FeedStats,
-    "proxy": ProxyStats,
-    "listen": ListenStats,
-    "prompts": PromptStats,
-    "inflight": InflightStats,
-    "affinity": AffinityStats,
-    "shadow": ShadowStats,
-    "load": LoadStats,
-    "lease": LeaseStats,
-    "shared_index": LookupStats,
-    "peer_inflight": GossipStats,
-    "mirror": MirrorStats,
-    "source": SourceStats,
-    "admin": AdminStats,
-    "epp": EppStats,
-    "pd": PdStats,
-}
+STATS: tuple[tuple[type[msgspec.Struct], str], ...] = (
+    *((kind, "") for kind in (FeedStats, ProxyStats, PromptStats, InflightStats, AffinityStats, ShadowStats)),
+    *((kind, "") for kind in (LoadStats, LeaseStats, LookupStats, GossipStats, MirrorStats, SourceStats)),
+    *((AdminStats, ""), (PdStats, ""), (ListenStats, "listen"), (EppStats, "epp")),
+)
+"""Structs on the page of ``sources``, and the part that stands for ``*`` in their metrics' names."""
+EVERY_STATS = (*(kind for kind, _ in STATS), TenantStats, QueueStats, ReloadStats)
 
 
 def engine_of(fleet: Fleet[Engine], number: int) -> Engine:
@@ -135,22 +124,26 @@ def receipt(engine_id: str, predicted: int, actual: int) -> Receipt:
     )
 
 
-def test_every_number_of_every_part_is_exported(sources: Sources) -> None:
+def test_every_metric_of_every_part_is_exported(sources: Sources) -> None:
     found = families(sources)
-    missing = [
-        exported(part, name)
-        for part, struct in PARTS.items()
-        for name in struct.__struct_fields__
-        if exported(part, name) not in found
-        and not isinstance(getattr(struct(), name), str)  # words are for /kvatlas/engines
-    ]
+    missing = [m.name for kind, part in STATS for m in metrics_of(kind, part) if m.name not in found]
     assert missing == []
+
+
+@pytest.mark.parametrize("kind", EVERY_STATS)
+def test_every_number_of_a_part_names_its_metric(kind: type[msgspec.Struct]) -> None:
+    named = {metric.field for metric in metrics_of(kind)}
+    unnamed = [
+        name
+        for name in kind.__struct_fields__
+        if name not in named and not isinstance(getattr(kind(), name), str)  # text is on /kvatlas/engines
+    ]
+    assert unnamed == []
 
 
 def test_every_metric_says_what_it_is(sources: Sources) -> None:
     words = {family.name: family.documentation for family in families(sources).values()}
-    made_up = [name for name, text in words.items() if re.fullmatch(r"[a-z_]+: [a-z_ ]+", text)]
-    assert made_up == []  # the name once more, for want of a text below the field
+    assert [name for name, text in words.items() if text == name] == []  # no text below the field
     assert min(len(text) for text in words.values()) > 9
 
 
@@ -159,10 +152,12 @@ def test_units_are_spelled_out(sources: Sources) -> None:
     assert short == []
 
 
-def test_gauges_are_numbers_that_exist() -> None:
-    parts = PARTS | {"tenant": TenantStats, "queue": QueueStats, "config": ReloadStats}
-    known = {f"{part}_{name}" for part, struct in parts.items() for name in struct.__struct_fields__}
-    assert known >= GAUGES
+def test_a_field_with_another_annotation_is_an_error() -> None:
+    class Odd(msgspec.Struct):
+        count: Annotated[int, "requests_total"] = 0
+
+    with pytest.raises(TypeError, match=r"Odd\.count: not the name of a metric: requests_total"):
+        metrics_of(Odd)
 
 
 def test_labels_are_kept_apart_and_escaped(sources: Sources) -> None:
