@@ -254,6 +254,8 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     model: str
     tenant: str
+    session: str = ""
+    agent: str = ""
     engine: str
     stage: str
     age_s: float
@@ -271,6 +273,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     model: str
     tenant: str
+    session: str = ""
+    agent: str = ""
     engine: str
     status: str
     attempts: int

@@ -21,7 +21,7 @@ import structlog
 
 from router.observe.receipts import Histogram
 from router.observe.traces import RequestTrace, Traces
-from router.openai.request import Usage
+from router.openai.request import Session, Usage
 
 # Throttles log lines that clients can cause: at most one per key and interval. Pure; clock injected.
 
@@ -208,6 +208,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     """Whose key it came with, where clients have keys."""
     key_id: str = ""
     """Which key: the first digits of its SHA-256."""
+    session: Session | None = None
     charged_tokens: int | None = None
     """Prompt tokens that its tenant was charged."""
     streams: bool = False
@@ -301,8 +302,17 @@ class RequestRecord(msgspec.Struct, eq=False):
             "kvatlas.hit_tokens": None if usage is None else usage.cached_tokens,
             "kvatlas.outcome": self.outcome,
             "kvatlas.tenant": self.tenant or None,
+            "gen_ai.conversation.id": None if self.session is None else self.session.id,
+            "gen_ai.agent.id": None if self.session is None else self.session.agent or None,
             "kvatlas.request_id": self.request_id,
         }
+
+    def session_fields(self) -> dict[str, str]:
+        """The session and the sub-agent that it belongs to, where its client names them."""
+        session = self.session
+        if session is None:
+            return {}
+        return {"session": session.id, "agent": session.agent} if session.agent else {"session": session.id}
 
     def log_fields(self, now: float) -> dict[str, Any]:
         """The fields of the log line."""
@@ -312,6 +322,7 @@ class RequestRecord(msgspec.Struct, eq=False):
             "path": self.path[:_TEXT_MAX],
             "model": self.model[:_TEXT_MAX],
             **({"tenant": self.tenant} if self.tenant else {}),
+            **self.session_fields(),
             "engine": self.engine,
             "status": self.status,
             "outcome": self.outcome,

@@ -190,6 +190,10 @@ class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """First digits of the SHA-256 of the client's key, as ``kvatlas keys list`` shows them."""
     tenant: str
+    session: str = ""
+    """As its client names it; "": it does not."""
+    agent: str = ""
+    """The sub-agent within it."""
     model: str
     method: str
     path: str
@@ -428,6 +432,7 @@ def usage_line(
         request_id=record.request_id,
         key=record.key_id,
         tenant=record.tenant,
+        **record.session_fields(),
         model=record.model,
         method=record.method,
         path=record.path,

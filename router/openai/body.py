@@ -15,6 +15,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from router.openai.errors import ApiError, bad_request
 from router.openai.members import has_any, run_cooperatively
+from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
 #
@@ -241,10 +243,13 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     """It has something there, which an engine may take for a number."""
     prompt: object | None = None
     """What its prompt is made of, where that was decoded with the rest."""
+    session: Session | None = None
+    """The session that its body names."""
 
 
 _ABSENT = msgspec.Raw(b"null")
 _SEEN = ("model", "stream", "previous_response_id", "priority", "request_id")
+_ALL_SEEN = (*_SEEN, *SESSION_MEMBERS)
 _WHOLE = re.compile(rb"-?[0-9]{1,18}")
 _PRIORITY_END = 10**18
 
@@ -261,8 +266,16 @@ class _Peek(msgspec.Struct, gc=False):
     previous_response_id: msgspec.Raw = _ABSENT
     request_id: msgspec.Raw = _ABSENT
     priority: msgspec.Raw = _ABSENT
+    session_id: msgspec.Raw = _ABSENT
+    metadata: msgspec.Raw = _ABSENT
+    prompt_cache_key: msgspec.Raw = _ABSENT
 
 
+class _Metadata(msgspec.Struct, gc=False):
+    user_id: msgspec.Raw = _ABSENT
+
+
+_METADATA = msgspec.json.Decoder(_Metadata)
 _PEEK = msgspec.json.Decoder(_Peek)
 _TEXT = msgspec.json.Decoder(str)
 
@@ -272,11 +285,12 @@ async def peek_any_size(body: bytes) -> Peek:
     if len(body) <= _INLINE_BYTES_MAX:
         return peek(body)
     try:
-        found = await asyncio.to_thread(top_level, body, _SEEN)
+        found = await asyncio.to_thread(top_level, body, _ALL_SEEN)
     except OutlineError as error:
         raise invalid_json(error) from None
     guarded = await run_cooperatively(has_any(body, _HINTS))
-    return _read(*(found.get(name, b"") for name in _SEEN), guarded=guarded)
+    session = named_session(*(found.get(name, b"") for name in SESSION_MEMBERS))
+    return _read(*(found.get(name, b"") for name in _SEEN), guarded=guarded, session=session)
 
 
 def peek(body: bytes) -> Peek:
@@ -293,12 +307,16 @@ def peek(body: bytes) -> Peek:
             _plain_text(found.get("request_id")),
             _whole(found.get("priority")),
             found.get("priority") is not None,
+            session=_session_of(found),
         )
     unset = msgspec.UNSET
     guarded = any(getattr(seen, name) is not unset for name in _GUARDED)
     rest = (seen.previous_response_id, seen.priority, seen.request_id)
     others = (b"" if raw is _ABSENT else bytes(raw) for raw in rest)
-    return _read(bytes(seen.model), bytes(seen.stream), *others, guarded=guarded)
+    session = None
+    if not seen.session_id is seen.metadata is seen.prompt_cache_key is _ABSENT:
+        session = named_session(bytes(seen.session_id), bytes(seen.prompt_cache_key), bytes(seen.metadata))
+    return _read(bytes(seen.model), bytes(seen.stream), *others, guarded=guarded, session=session)
 
 
 def _plain_text(value: Any) -> str | None:
@@ -306,8 +324,38 @@ def _plain_text(value: Any) -> str | None:
     return value.encode(errors="replace").decode() if isinstance(value, str) else None
 
 
+def named_session(session_id: bytes, cache_key: bytes, metadata: bytes = b"") -> Session | None:
+    """The session named by the raw values of these members. A value that cannot be read names none: engines
+    judge it."""
+    user_id = b""
+    if b"session" in metadata:
+        with suppress(msgspec.MsgspecError, RecursionError):
+            user_id = bytes(_METADATA.decode(metadata).user_id)
+    return session_in_body(*map(_lenient_text, (session_id, user_id, cache_key)))
+
+
+def _session_of(found: dict[str, Any]) -> Session | None:
+    metadata, (own, cache_key) = found.get("metadata"), map(found.get, SESSION_MEMBERS)
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return session_in_body(*map(_plain_text, (own, user_id, cache_key)))
+
+
+def _lenient_text(raw: bytes) -> str | None:
+    try:
+        return _text(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def _read(
-    model: bytes, stream: bytes, previous: bytes, priority: bytes, request_id: bytes, *, guarded: bool
+    model: bytes,
+    stream: bytes,
+    previous: bytes,
+    priority: bytes,
+    request_id: bytes,
+    *,
+    guarded: bool,
+    session: Session | None,
 ) -> Peek:
     try:
         name, earlier, own = map(_text, (model, previous, request_id))
@@ -315,7 +363,7 @@ def _read(
         raise invalid_json(error) from None
     number = int(priority) if priority and _WHOLE.fullmatch(priority) else None
     prioritized = priority not in (b"", b"null")
-    return Peek(name, stream == b"true", guarded, earlier, own, number, prioritized)
+    return Peek(name, stream == b"true", guarded, earlier, own, number, prioritized, session=session)
 
 
 def _text(raw: bytes) -> str | None:

@@ -1,11 +1,13 @@
-"""A client's request as it is handed on, read whole, and what an engine reports of its answer."""
+"""A client's request as it is handed on, read whole; its session; what an engine reports of its answer."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
+import xxhash
 
 from router.openai.errors import ApiError
 
@@ -40,6 +42,16 @@ Carried = Literal["", "gateway", "sidecar"]
 first."""
 
 
+class Session(msgspec.Struct, frozen=True, gc=False):
+    """The conversation or agent run that a request belongs to, as its client names it. Printable and bounded;
+    clients choose it, so it allows nothing, and two tenants may use the same name for sessions of their own.
+    """
+
+    id: str
+    agent: str = ""
+    """The sub-agent within it; "" for the session's own requests."""
+
+
 class InboundRequest(msgspec.Struct, gc=False):
     """One client request, read whole. ``model`` and ``stream`` are peeked from the body where it is JSON.
 
@@ -66,6 +78,7 @@ class InboundRequest(msgspec.Struct, gc=False):
     carried: Carried = ""
     tenant: str = ""
     """Whose key it came with; "" where clients have none."""
+    session: Session | None = None
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""
     read_s: float | None = None
@@ -86,6 +99,66 @@ class Usage(msgspec.Struct, gc=False):
 
 FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
 """Why an engine did not answer whole."""
+
+
+# Where clients name their sessions: the first entry that a request has counts, header fields before the body.
+
+
+class _SessionFields(NamedTuple):
+    """Header fields of one client. ``agent`` names a sub-agent within the session, ``parent`` the session
+    that the named one is a sub-agent of."""
+
+    session: bytes
+    agent: bytes = b""
+    parent: bytes = b""
+
+
+_SESSION_FIELDS: Final = (
+    # vLLM (entrypoints/generate/base/serving.py, 0.33) and OpenCode, which has a session for each sub-agent
+    _SessionFields(b"x-session-id", parent=b"x-parent-session-id"),
+    _SessionFields(b"x-claude-code-session-id", agent=b"x-claude-code-agent-id"),
+    # Codex: the main thread has the id of its session
+    _SessionFields(b"session-id", agent=b"thread-id"),
+    _SessionFields(b"session_id", agent=b"thread-id"),
+    _SessionFields(b"x-session-affinity", parent=b"x-parent-session-id"),
+)
+_SESSION_NAMES: Final = frozenset(fields.session for fields in _SESSION_FIELDS)
+SESSION_MEMBERS: Final = ("session_id", "prompt_cache_key")
+"""Of the body; ``metadata.user_id`` comes between them."""
+_IN_USER_ID: Final = re.compile(r'(?:_session_|"session_id" ?: ?")([0-9A-Za-z-]{1,64})')
+"""Claude Code's ``metadata.user_id`` ends in the session's UUID, or is a JSON text that has it."""
+SESSION_CHARS_MAX: Final = 128
+_PRINTABLE: Final = re.compile(rb"[!-~](?:[ -~]{0,%d}[!-~])?" % (SESSION_CHARS_MAX - 2))
+
+
+def session_in_headers(told: Mapping[bytes, bytes]) -> Session | None:
+    """The session that header fields name."""
+    if told.keys().isdisjoint(_SESSION_NAMES):
+        return None
+    for fields in _SESSION_FIELDS:
+        if name := _printable(told.get(fields.session, b"")):
+            if parent := _printable(told.get(fields.parent, b"")):
+                return Session(parent, "" if parent == name else name)
+            agent = _printable(told.get(fields.agent, b""))
+            return Session(name, "" if agent == name else agent)
+    return None
+
+
+def session_in_body(session_id: str | None, user_id: str | None, cache_key: str | None) -> Session | None:
+    """The session that these members of a body name."""
+    found = None if session_id or not user_id else _IN_USER_ID.search(user_id)
+    text = session_id or (found[1] if found else cache_key)
+    name = _printable(text.encode(errors="replace")) if text else ""
+    return Session(name) if name else None
+
+
+def _printable(value: bytes) -> str:
+    """A client's name for a session. Where it is too long or has other characters, its digest stands for
+    it."""
+    value = value.strip()
+    if not value or _PRINTABLE.fullmatch(value):
+        return value.decode("ascii")
+    return f"xxh3-{xxhash.xxh3_128_hexdigest(value)}"
 
 
 # The APIs whose requests carry a prompt, by path: what the proxy and the prompt reader tell apart.

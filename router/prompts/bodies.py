@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from router.openai import request
-from router.openai.body import Peek, whole_number
+from router.openai.body import Peek, named_session, whole_number
 from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
 from router.prompts.chat.cohere import CohereBody, decode_cohere
@@ -64,6 +64,9 @@ class _Chat(ChatBody, gc=False, kw_only=True):
     vllm_xargs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     sampling_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     priority: msgspec.Raw = NULL
+    session_id: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+    prompt_cache_key: msgspec.Raw = NULL
 
 
 _CHAT: Final = msgspec.json.Decoder(_Chat)
@@ -85,7 +88,11 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
     chat.kv_transfer_params = None
     priority = None if chat.priority is NULL else whole_number(chat.priority)
     prioritized = chat.priority is not NULL and bytes(chat.priority) != b"null"
-    return Peek(chat.model, chat.stream is True, priority=priority, prioritized=prioritized, prompt=chat)
+    look = Peek(chat.model, chat.stream is True, priority=priority, prioritized=prioritized, prompt=chat)
+    if chat.session_id is chat.metadata is chat.prompt_cache_key is NULL:
+        return look
+    session = named_session(bytes(chat.session_id), bytes(chat.prompt_cache_key), bytes(chat.metadata))
+    return msgspec.structs.replace(look, session=session)
 
 
 def answer_tokens_max(parsed: Parsed) -> int:

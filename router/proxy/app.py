@@ -156,7 +156,7 @@ class ProxyApp:
                 self.requests.trace(record, sent)
             head = read_request_headers(scope["headers"], client[0] if client else None, scope.get(TOLD))
             request_id = head.request_id
-            record.request_id = request_id.decode("latin-1")
+            record.request_id, record.session = request_id.decode("latin-1"), head.session
             if self._gate is not None:
                 tenant, record.key_id = self._gate.owner_of(sent)
                 record.tenant = tenant.name
@@ -250,6 +250,7 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
+        request.session = record.session = head.session or look.session
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(

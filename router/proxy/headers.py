@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from router.openai.request import PROMPT_APIS, RESPONSES
+from router.openai.request import PROMPT_APIS, RESPONSES, Session, session_in_headers
 from router.pd.settings import PREFILLED, PREFILLERS
 
 Header = tuple[bytes, bytes]
@@ -62,6 +62,7 @@ class RequestHead(msgspec.Struct, gc=False):
     forwarded_for: bytes
     """Addresses on the way here, the latest last; a client may have made up all but those that a trusted
     gateway and this hop added."""
+    session: Session | None
 
 
 def read_request_headers(
@@ -92,7 +93,14 @@ def read_request_headers(
         forwarded_for = forwarded_for + b", " + host if forwarded_for else host
     if forwarded_for:
         kept.append((b"x-forwarded-for", forwarded_for))
-    return RequestHead(kept, request_id, None if length is None else int(length), encoding, forwarded_for)
+    return RequestHead(
+        kept,
+        request_id,
+        None if length is None else int(length),
+        encoding,
+        forwarded_for,
+        session_in_headers(told),
+    )
 
 
 def _values(headers: list[Header], name: bytes) -> list[bytes]:

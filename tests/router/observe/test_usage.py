@@ -24,7 +24,7 @@ from router.observe.usage import (
     rotated_files,
     usage_line,
 )
-from router.openai.request import Usage
+from router.openai.request import Session, Usage
 from tests.support.waiting import wait_until
 
 KEY = bytes(32)
@@ -81,7 +81,17 @@ def numbers(*files: Path) -> list[int]:
 def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
     log = UsageLog(settings(tmp_path / "a.jsonl"))
     known = facts(host_tokens=128, store_tokens=64)
-    write(log, record(known, tenant="acme", key_id="0123456789ab", request_id="r-1", waited_s=0.1))
+    write(
+        log,
+        record(
+            known,
+            tenant="acme",
+            key_id="0123456789ab",
+            request_id="r-1",
+            session=Session("s-1", "a-1"),
+            waited_s=0.1,
+        ),
+    )
     (line,) = written(tmp_path / "a.jsonl")
     assert len(line.pop("hash_ids")) == 2
     assert line.pop("arrived_s") > 1e9
@@ -89,6 +99,8 @@ def test_a_line_has_who_what_where_tokens_and_times(tmp_path: Path) -> None:
         "request_id": "r-1",
         "key": "0123456789ab",
         "tenant": "acme",
+        "session": "s-1",
+        "agent": "a-1",
         "model": "m",
         "method": "POST",
         "path": "/v1/chat/completions",
