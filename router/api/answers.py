@@ -244,6 +244,7 @@ class EngineView(msgspec.Struct, frozen=True):
     drifting: bool
     contradicting: list[Contradiction]
     first_tokens: FirstTokenSummary
+    cache_worth_s_per_minute: float
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -174,6 +174,12 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
             lambda e: e.load.at(now, others_at(e.engine_id, others)).queue_s,
         ),
         gauge(
+            "cache_worth_seconds_per_minute",
+            "Prefill work per minute of the last minutes that only this engine's cache could save: hits "
+            "beyond the longest of any other engine",
+            lambda e: e.receipts.worth.per_minute(now),
+        ),
+        gauge(
             "prefill_seconds_per_token",
             "Seconds the engine needs per prompt token that it computes, learned from its first tokens",
             lambda e: e.rates.prefill_s_per_token(now),

@@ -129,6 +129,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         drifting=status.receipts.drifting,
         contradicting=status.receipts.contradicting,
         first_tokens=status.receipts.first_tokens.summary(),
+        cache_worth_s_per_minute=status.receipts.worth.per_minute(now),
     )
 
 

@@ -12,6 +12,7 @@ and delivered, and why the rest was missed. Pure and bounded.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -296,6 +297,35 @@ class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None
 
 
+WORTH_HALF_LIFE_S = 600.0
+"""As that of hot prefixes: the order of engines for scale-down should outlast the pauses of a session."""
+
+
+class CacheWorth(msgspec.Struct):
+    """Prefill work that one engine's cache alone can save, as a decaying sum.
+
+    Every prompt adds the seconds that its hit there is longer than on any other engine that could have taken
+    it, whichever engine was chosen: what the fleet would compute again if this cache were lost.
+    """
+
+    seconds: float = 0.0
+    at_s: float = 0.0
+    """Monotonic time of ``seconds``."""
+
+    def add(self, seconds: float, now: float) -> None:
+        """Count one prompt."""
+        self.seconds = self.seconds * math.exp2((self.at_s - now) / WORTH_HALF_LIFE_S) + seconds
+        self.at_s = now
+
+    def per_minute(self, now: float) -> float:
+        """Seconds of prefill per minute.
+
+        A steady rate r per second gives a sum of r * half-life / ln 2.
+        """
+        decayed = self.seconds * math.exp2((self.at_s - now) / WORTH_HALF_LIFE_S)
+        return decayed * 60.0 * math.log(2.0) / WORTH_HALF_LIFE_S
+
+
 class EngineReceipts(msgspec.Struct):
     """Sums over one engine's receipts."""
 
@@ -319,6 +349,7 @@ class EngineReceipts(msgspec.Struct):
     """The latest receipts that can contradict the engine: the kind, or ""."""
     evidence: deque[Contradiction] = msgspec.field(default_factory=lambda: deque(maxlen=EVIDENCE_KEPT))
     first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
+    worth: CacheWorth = msgspec.field(default_factory=CacheWorth)
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""

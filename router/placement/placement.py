@@ -97,6 +97,20 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
             return most, "pages"
         return most, "load" if holder.queue_s > chosen.queue_s else "choice"
 
+    def sole_hit(self) -> tuple[Engine, float] | None:
+        """Return the engine with the longest hit, and the seconds of prefill that no other engine saves.
+
+        None where another engine has as long a hit.
+        """
+        tokens = [candidate.hit.whole_tokens for candidate in self.candidates]
+        most = max(tokens)
+        index = tokens.index(most)
+        tokens[index] = 0
+        only = most - max(tokens)
+        if not only:
+            return None
+        return self.engines[index], self.candidates[index].prefill_s_per_token * only
+
     def wait_s(self) -> float:
         """Return the predicted wait for an engine: where the prompt is computed apart, that for the engines
         which compute it and that for those which answer, whichever is longer."""
@@ -362,6 +376,8 @@ class Placement(Attempt):
         engine = self.engine
         engine.receipts.add(receipt)
         self._accounts.receipts.add(receipt)
+        if receipt.held_tokens and (sole := self.decision.sole_hit()) is not None:
+            sole[0].receipts.worth.add(sole[1], self.now())
         if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
             engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
         predicted, reported = receipt.predicted_tokens, receipt.reported_prompt_tokens

@@ -306,7 +306,9 @@ async def send_error(send: Any, error: ApiError) -> None:
 
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
-_OWN = frozenset({"load", "receipts", "drifting", "contradicting", "first_tokens"})
+_OWN = frozenset(
+    {"load", "receipts", "drifting", "contradicting", "first_tokens", "cache_worth_s_per_minute"}
+)
 """Of an engine: counted by each worker for its own requests."""
 
 
@@ -426,6 +428,7 @@ def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
         view["receipts"][outcome] = view["receipts"].get(outcome, 0) + count
     view["drifting"] = view["drifting"] or other["drifting"]
     view["contradicting"] = [*view["contradicting"], *other["contradicting"]][-EVIDENCE_KEPT:]
+    view["cache_worth_s_per_minute"] += other["cache_worth_s_per_minute"]
     view["first_tokens"] = _joined(view["first_tokens"], other["first_tokens"])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import pytest
+
 from publisher.engine import SimulatedEngine
-from router.observe.receipts import FunnelCounts
+from router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
 from router.proxy.settings import ProxySettings
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.looking import look
@@ -107,3 +110,33 @@ def test_what_a_busy_engine_holds_is_missed_for_its_load_and_the_doctor_says_wha
             assert "a store that engines share, or a pull" in finding.remedy
 
     run(main())
+
+
+def test_the_worth_of_a_cache_is_what_no_other_engine_holds() -> None:
+    async def main() -> None:
+        async with running({}, {}) as engines, routing(configure(*engines, **PINNING)) as rig:
+            await rig.ready()
+            holder, other = engines
+            for _ in range(2):
+                await chat(rig, LONG, holder, *engines)
+            latest = rig.router.accounts.receipts.latest[-1]
+            shown = {one["engine"]: one for one in (await rig.ask("GET", "/kvatlas/engines"))[1]}
+            worth = shown[holder.base_url]["cache_worth_s_per_minute"]
+            half_lives_per_minute = 60 / WORTH_HALF_LIFE_S
+            seconds = latest.held_tokens / 8000  # both engines' prefill rate before any has been learned
+            assert worth == pytest.approx(seconds * math.log(2) * half_lives_per_minute, rel=0.1)
+            assert shown[other.base_url]["cache_worth_s_per_minute"] == 0
+            page = (await rig.ask("GET", "/metrics"))[1]
+            assert f'kvatlas_cache_worth_seconds_per_minute{{engine="{holder.base_url}"}} ' in page
+            await chat(rig, LONG, other, *engines)  # the holder's hit is still the longest
+            before = worth_of(rig, holder)
+            await chat(rig, LONG, other, *engines)  # both hold it now
+            assert worth_of(rig, holder) <= before
+
+    run(main())
+
+
+def worth_of(rig: Rig, engine: SimulatedEngine) -> float:
+    status = rig.router.fleet.get(engine.base_url)
+    assert status is not None
+    return status.receipts.worth.per_minute(rig.router.clock())

@@ -18,7 +18,9 @@ from router.observe.receipts import (
     OTHER,
     RECEIPTS_KEPT,
     WINDOW,
+    WORTH_HALF_LIFE_S,
     CacheFunnel,
+    CacheWorth,
     Contradiction,
     EngineReceipts,
     Outcome,
@@ -263,3 +265,13 @@ def test_what_was_missed_adds_up(held: int, chosen: int, delivered: int, seen: i
     assert counts.prompt >= counts.held >= counts.chosen
     assert sum(counts.missed.values()) == 1000 - min(chosen, delivered)
     assert all(count >= 0 for count in counts.missed.values())
+
+
+@given(st.floats(0.01, 5.0), st.floats(0.5, 20.0))
+def test_the_worth_of_a_steady_rate_is_that_rate(seconds: float, interval_s: float) -> None:
+    worth, now = CacheWorth(), 0.0
+    while now < 12 * WORTH_HALF_LIFE_S:
+        now += interval_s
+        worth.add(seconds, now)
+    assert worth.per_minute(now) == pytest.approx(60 * seconds / interval_s, rel=0.02)
+    assert worth.per_minute(now + WORTH_HALF_LIFE_S) == pytest.approx(worth.per_minute(now) / 2)
