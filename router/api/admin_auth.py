@@ -34,8 +34,8 @@ _log = structlog.get_logger()
 _LENGTH_MIN = 16
 _TOKENS_MAX = 64
 _FILE_BYTES_MAX = 64 * 1024
+# The name of a token that stands alone.
 UNNAMED = "admin"
-"""The name of a token that stands alone."""
 
 
 class AdminFileError(ValueError):
@@ -106,8 +106,8 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
 _ROUNDING = 1e-6
 TURN_S = 0.25
 WAITING_MAX = 8
+# Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again.
 _NAMES_MAX = 256
-"""Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again."""
 
 
 class RateLimit:
@@ -155,8 +155,8 @@ class Turns:
         return at - now
 
 
+# Where the listener puts the common name of a client certificate into the ASGI scope.
 PEER = "kvatlas.peer"
-"""Where the listener puts the common name of a client certificate into the ASGI scope."""
 _FAILED = ""
 
 

@@ -61,8 +61,8 @@ from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsE
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
 from router.placement.decide import Planner
 
+# Where the ASGI scope has the ``Tenant`` whose key a request came with.
 TENANT = "kvatlas.tenant"
-"""Where the ASGI scope has the ``Tenant`` whose key a request came with."""
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]

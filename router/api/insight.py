@@ -21,8 +21,8 @@ from router.placement.engine import Engine
 T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
+# Of a request id that is recognised inside a longer text.
 _ID_CHARS_MIN = 8
-"""Of a request id that is recognised inside a longer text."""
 
 
 def live_requests(tracker: RequestTracker) -> list[LiveRequest]:

@@ -60,8 +60,8 @@ class ReloadStats(msgspec.Struct):
 
 
 T = TypeVar("T")
+# Of the page, between two pauses.
 _TURN_S = 0.005
-"""Of the page, between two pauses."""
 
 
 class Sources(msgspec.Struct):

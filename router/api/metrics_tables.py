@@ -192,6 +192,7 @@ def _feed_states(engine: Engine) -> dict[str, float] | None:
     return None if feed is None else {str(state): feed.state == state for state in FeedState}
 
 
+# The index of a model.
 INDEX: tuple[Column[IndexStats], ...] = (
     gauge(
         "index_blocks",
@@ -219,8 +220,8 @@ INDEX: tuple[Column[IndexStats], ...] = (
         lambda i: i.unknown_removals,
     ),
 )
-"""The index of a model."""
 
+# What the index learned of an engine from its events.
 RESIDENCY: tuple[Column[EngineResidency], ...] = (
     counter(
         "index_rejected_events",
@@ -258,8 +259,8 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
         lambda r: r.removals.re_reports_suspected,
     ),
 )
-"""What the index learned of an engine from its events."""
 
+# Predictions for an engine beside what it reported.
 RECEIPTS: tuple[Column[EngineReceipts], ...] = (
     counter(
         "receipts",
@@ -324,4 +325,3 @@ RECEIPTS: tuple[Column[EngineReceipts], ...] = (
         lambda r: r.first_tokens.margin_s,
     ),
 )
-"""Predictions for an engine beside what it reported."""

@@ -30,8 +30,8 @@ from router.openai.request import PROMPT_APIS
 from router.proxy.headers import without_trailing_slashes
 
 _PORT = re.compile(r":[0-9]*$")
+# Needs no token; the page has nothing to show without one.
 _OPEN = frozenset({"/health", "/ready", "/version", "/", CONTROL_PREFIX.rstrip("/"), CONTROL_PREFIX})
-"""Needs no token; the page has nothing to show without one."""
 
 
 class OpsPort:

@@ -46,11 +46,11 @@ from router.tools.ops_client import output_console
 
 
 KvConnector = Literal["nixl", "mooncake", "offloading"]
+# The setting of a prefill engine, and that of the router.
 _PORTS = {
     "mooncake": ("bootstrap_port", "mooncake_bootstrap_port"),
     "offloading": ("side_channel_port", "offloading_port"),
 }
-"""The setting of a prefill engine, and that of the router."""
 
 
 def apart(
@@ -73,6 +73,7 @@ def apart(
     return engines, msgspec.structs.replace(PdSettings(connector=connector), **{ours: port})
 
 
+# About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token.
 ENGINE = EngineSettings(
     groups="gptoss-like",
     num_blocks=1500,
@@ -80,15 +81,14 @@ ENGINE = EngineSettings(
     decode_s_per_token=0.015,
     max_num_batched_tokens=2048,
 )
-"""About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token."""
 _NO_PD = PdSettings()
 _USERS_PER_ENGINE = 8
+# With prefill and decode apart: where nobody is being answered, prompts are best computed at home.
 _LONG_ANSWER_TOKENS = (40, 120)
-"""With prefill and decode apart: where nobody is being answered, prompts are best computed at home."""
 _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
+# Longer than a router alone would wait: routers, load and round-robin share one thread here.
 _LOOKUP_S = 0.05
-"""Longer than a router alone would wait: routers, load and round-robin share one thread here."""
 
 
 def run_demo(

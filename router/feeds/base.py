@@ -22,9 +22,9 @@ from publisher.events import DecodedBatch, EventDecodeError
 # that is too large or cannot be decoded still yields a frame, since its seq is spent.
 
 
+# Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Finding where its events
+# begin takes up to 3 ms per megabyte, at once.
 PAYLOAD_BYTES_MAX = 16 << 20
-"""Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Finding where its events
-begin takes up to 3 ms per megabyte, at once."""
 
 FRAME_COUNT = "frame_count"
 SEQ_LENGTH = "seq_length"

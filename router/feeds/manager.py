@@ -147,12 +147,12 @@ class _Followed:
 
 
 _DETECTION_TICK_S = 0.05
+# Of the event loop's time, for seed searches.
 _SEARCH_SHARE = 0.25
-"""Of the event loop's time, for seed searches."""
 _AFTER_FAULT_S = 1.0
 _AUDIT_S = 5.0
+# Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy.
 _PHANTOM_PAUSE_S = 60.0
-"""Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy."""
 
 
 class ResidencyAudit:

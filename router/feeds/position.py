@@ -122,8 +122,8 @@ class RecentBatches:
         self._seqs = [-1] * len(self._seqs)
 
 
+# ``next_seq`` before anything is known of the stream.
 NOWHERE = -1
-"""``next_seq`` before anything is known of the stream."""
 
 
 class Position:
@@ -324,8 +324,8 @@ class Position:
 # is confirmed: an engine that restarts loses its cache, and its next event may be long in coming.
 
 
+# Reasons that come without a number.
 DOUBTS = frozenset({"phantom", "unverified"})
-"""Reasons that come without a number."""
 
 
 def expected_share(stats: FeedStats) -> float:

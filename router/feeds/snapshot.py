@@ -28,8 +28,8 @@ from router.feeds.recovery import Recovery, RepairKind
 from router.feeds.sockets import MessageReader, Slice, receive
 
 _END_SEQ = b"\xff" * 8
+# Of up to 1024 blocks each: about a millisecond of the sink's time.
 _EVENTS_PER_PIECE = 4
-"""Of up to 1024 blocks each: about a millisecond of the sink's time."""
 
 
 class SnapshotClient:

@@ -17,13 +17,13 @@ from router.feeds.base import FeedSettings, ResyncError
 
 _Result = TypeVar("_Result")
 _RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
+# A dead peer is noticed within a minute, where the system's default is two hours.
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
     zmq.TCP_KEEPALIVE_INTVL: 10,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-"""A dead peer is noticed within a minute, where the system's default is two hours."""
 
 
 def live_socket(

@@ -42,8 +42,8 @@ from router.feeds.sockets import MessageReader, Slice, live_socket
 _log = structlog.get_logger()
 
 
+# A larger batch is handed to the sink in pieces: events are applied one by one anyway.
 _EVENTS_AT_ONCE = 64
-"""A larger batch is handed to the sink in pieces: events are applied one by one anyway."""
 
 
 class Feed:

@@ -87,15 +87,15 @@ class _Source(msgspec.Struct):
     topic: str = ""
 
 
+# Statuses that say for good that this server has no such endpoint for us.
 _ABSENT = frozenset({401, 403, 404, 405, 501})
-"""Statuses that say for good that this server has no such endpoint for us."""
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
 _UNTIMED = aiohttp.ClientTimeout(total=None)
+# So often it is said that an engine does not answer.
 _SILENT_EVERY_S = 60.0
-"""So often it is said that an engine does not answer."""
 _T = TypeVar("_T")
 
 

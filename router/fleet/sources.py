@@ -174,10 +174,10 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
 
 
 _log = structlog.get_logger()
+# What fits every path without fragments; a longer answer comes by TCP.
 _UDP_BYTES_MAX = 1232
-"""What fits every path without fragments; a longer answer comes by TCP."""
+# Of ``resolv.conf``, as the system's own resolver has it.
 _SERVERS_MAX = 3
-"""Of ``resolv.conf``, as the system's own resolver has it."""
 
 
 class ResolveError(Exception):

@@ -35,8 +35,8 @@ from publisher.events import MEDIA, BlockHash
 
 GPU, CPU, STORAGE = MEDIA
 
+# How events name the engine's own pool.
 ON_GPU = frozenset({None, "", GPU, "gpu"})
-"""How events name the engine's own pool."""
 
 OWNER_CHARS_MAX = 64
 TURNS = (0, 1)
@@ -49,12 +49,12 @@ _NAMED = {
     "DISK": STORAGE,
     "EXTERNAL": STORAGE,
 }
+# SGLang's host cache is one tree with the GPU's: when that is reset, both are empty.
 _CLEARED_WITH_GPU = frozenset({"CPU_PINNED"})
-"""SGLang's host cache is one tree with the GPU's: when that is reset, both are empty."""
 
 _REMOTE = "REMOTE"
+# Secondary tiers that vLLM's own offloading looks up together with its host memory.
 _JOINED_OWNERS = frozenset({"kvcr"})
-"""Secondary tiers that vLLM's own offloading looks up together with its host memory."""
 
 
 def medium_named(name: str | None) -> str | None:

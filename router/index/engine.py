@@ -31,14 +31,14 @@ from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.root_events import RemovalEvidence, Removals, root_event
 from router.index.offloaded import OffloadedBlocks
 
+# Ends the index's name of a picture under construction; no engine id holds a NUL.
 _STAGED = "\x00staged"
-"""Ends the index's name of a picture under construction; no engine id holds a NUL."""
 
+# Distinct (group, block size) remembered; engines have a handful.
 _SETTLED_MAX = 1024
-"""Distinct (group, block size) remembered; engines have a handful."""
 
+# Events in a row that could not be used before an engine whose events could be is said to have none.
 _UNUSABLE_IN_ROW = 64
-"""Events in a row that could not be used before an engine whose events could be is said to have none."""
 
 
 class EngineResidency(EngineKnowledge):

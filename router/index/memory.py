@@ -37,8 +37,8 @@ from router.index.base import WORD_BITS, IndexStats, Plane, Rows, Runs, Slot, Wo
 # compared by content wherever it matters).
 
 
+# Rows kept as lists too; prompts of minutes meet a few hundred.
 _WORDS_MAX: Final = 4096
-"""Rows kept as lists too; prompts of minutes meet a few hundred."""
 
 
 class Steps(dict[int, int]):
@@ -181,11 +181,11 @@ def slot_position(slot: int) -> tuple[int, int]:
 # Always true: ``rows`` gives what a plain look-up would (tests/router/index/store/test_recall.py).
 
 
+# Of 4 bytes. Of a conversation that comes back after a million changes two thirds are looked up again.
 _PLACES = 1 << 20
-"""Of 4 bytes. Of a conversation that comes back after a million changes two thirds are looked up again."""
 _LOOKUPS_MAX = (1 << 32) - 1
+# Of fewer, looking all of them up costs less.
 HASHES_MIN = 128
-"""Of fewer, looking all of them up costs less."""
 
 Numbers = npt.NDArray[np.int32]
 Find = Callable[[Sequence[Any]], Numbers]
@@ -256,18 +256,18 @@ class LookupCache:
         return numbers
 
 
+# Blocks looked at per write while leftovers are being swept: about 50 us.
 _SWEEP_SLICE = 512
-"""Blocks looked at per write while leftovers are being swept: about 50 us."""
 
+# Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million).
 _ROWS_MAX = 1 << 16
-"""Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million)."""
 
+# Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows.
 _STEPS_MAX = 1 << 20
-"""Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows."""
 
 
+# Stretches of equal rows that are told of; beyond it arrays are faster.
 _RUNS_MAX = 32
-"""Stretches of equal rows that are told of; beyond it arrays are faster."""
 
 
 class _Lane:

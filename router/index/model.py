@@ -21,8 +21,8 @@ from router.index.memory import MemoryIndex
 from router.index.seats import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, seat_hits
 
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
+# Sets of engines asked about that are remembered; a model has few: all, and all but one that failed.
 _SEATINGS_MAX = 16
-"""Sets of engines asked about that are remembered; a model has few: all, and all but one that failed."""
 
 
 class HashedPrompt(Protocol):

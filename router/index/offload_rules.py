@@ -29,8 +29,8 @@ from router.index.base import GPU, Plane, Rows, Words, connector_of, is_shared, 
 from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout
 
+# Word numbers from here down are of other replicas' rows; -1 is nobody's (``predict.NOWHERE``).
 _ELSEWHERE = -2
-"""Word numbers from here down are of other replicas' rows; -1 is nobody's (``predict.NOWHERE``)."""
 
 
 class Tier(NamedTuple):

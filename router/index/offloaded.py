@@ -28,8 +28,8 @@ from router.index.base import (
     place,
 )
 
+# Per engine, outside its GPU. An engine with host memory and one shared store has three.
 PLACES_MAX = 8
-"""Per engine, outside its GPU. An engine with host memory and one shared store has three."""
 _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 
 _Key = tuple[str | None, int | None, str | None, str | None]

@@ -81,8 +81,8 @@ class EngineQuery(NamedTuple):
         return self.proven and self.learned is None and self.slot is not NOWHERE
 
 
+# A word no column has: the rows of an engine that stored nothing yet are empty.
 NOWHERE = Slot(-1, 0)
-"""A word no column has: the rows of an engine that stored nothing yet are empty."""
 
 
 class _Row:

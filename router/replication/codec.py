@@ -24,8 +24,8 @@ from router.index.base import WORD_BITS, Plane, Rows, Words
 
 Bytes = npt.NDArray[np.uint8]
 
+# Planes of one scope; blocks in further ones are not shown to other replicas.
 PLANES_MAX = 64
-"""Planes of one scope; blocks in further ones are not shown to other replicas."""
 
 
 def codes_max(code_bytes: int) -> int:
@@ -123,8 +123,8 @@ class Decoder:
 # it.
 
 
+# Of keys and values; another number in the same namespace is refused.
 SCHEMA = 1
-"""Of keys and values; another number in the same namespace is refused."""
 
 EPOCH_BYTES = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"

@@ -21,8 +21,8 @@ from router.replication.redis.topology import ScriptCall
 from router.replication.registry import Codes, EngineSlot, EpochChanged, LeaseLost, Scope
 from router.replication.write_queue import Batch, PendingEngine, WriteQueue
 
+# Blocks of one engine written before the next engine gets its turn.
 _SLICE = 2048
-"""Blocks of one engine written before the next engine gets its turn."""
 
 
 class Flush:

@@ -25,8 +25,8 @@ from router.placement.inflight import InflightPrefixes, InflightPrompt
 from router.placement.load.others import OthersLoad
 from router.replication.heartbeat import HeartbeatMonitor
 
+# Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192
-"""Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match."""
 _OTHERS_MAX = 8192
 _AGE_S_MAX = 60.0
 

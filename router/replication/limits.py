@@ -26,11 +26,11 @@ from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.topology import Script, ScriptCall
 
 EXCHANGE_S = 0.1
+# A field that has not changed for so long is taken out, by whoever sees it.
 GONE_S = 60.0
-"""A field that has not changed for so long is taken out, by whoever sees it."""
 _KEPT_S = 120
+# More than any replica writes.
 _FIELD_BYTES_MAX = 1 << 20
-"""More than any replica writes."""
 
 
 class LimitStats(msgspec.Struct):

@@ -42,8 +42,8 @@ _LOG = structlog.get_logger()
 
 SLOTS_MAX = 4096
 _CLUSTER_PARTITIONS = 16
+# Of what Redis holds instead of a schema, which may be of any length.
 _SCHEMA_SHOWN_BYTES = 40
-"""Of what Redis holds instead of a schema, which may be of any length."""
 _CHECK_NAMESPACE_S = 60.0
 
 

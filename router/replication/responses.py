@@ -22,8 +22,8 @@ from router.replication.codec import response_key
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, pack
 
+# How long a response can be found by replicas that did not see it made.
 KEPT_S = 3600
-"""How long a response can be found by replicas that did not see it made."""
 _WAITING_MAX = 4096
 _SEND_S = 0.5
 _ENTRY_BYTES_MAX = 4096

@@ -40,14 +40,14 @@ from router.replication.settings import IndexSettings
 from router.replication.write_queue import MirrorStats
 
 _log = structlog.get_logger()
+# Delay until other replicas are told a feed's new state or an engine's new layout.
 _DESCRIBE_S = 0.02
-"""Delay until other replicas are told a feed's new state or an engine's new layout."""
 _REFRESH_S = 0.5
 _SHUTDOWN_S_MAX = 2.0
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
+# Shortest pause between two reports of this replica's load to the others.
 _LOAD_INTERVAL_S = 0.05
-"""Shortest pause between two reports of this replica's load to the others."""
 
 
 class _Scope(NamedTuple):

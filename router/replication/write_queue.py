@@ -240,10 +240,10 @@ __all__ = ["IDLE_S", "MirrorStats", "WriteQueue"]
 
 _LOG = structlog.get_logger()
 
+# Blocks of one engine written before the next engine gets its turn.
 _SLICE = 2048
-"""Blocks of one engine written before the next engine gets its turn."""
+# How often a writer checks that the registry has not been replaced.
 IDLE_S = 0.25
-"""How often a writer checks that the registry has not been replaced."""
 AUDIT_S = 60.0
 
 

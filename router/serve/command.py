@@ -125,9 +125,9 @@ def configure_logging(level: str, log_format: str, worker: int | None = None) ->
 
 
 _log = structlog.get_logger()
+# How long it waits for workers beyond their drain. The chart's grace period is as much longer than the drain,
+# so what is said of it is said before the pod is killed.
 _STOP_S = 10.0
-"""How long it waits for workers beyond their drain. The chart's grace period is as much longer than the
-drain, so what is said of it is said before the pod is killed."""
 
 
 class Parent:

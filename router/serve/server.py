@@ -86,8 +86,8 @@ def _threads() -> Iterator[str]:
             yield f"{thread.name} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+# How long a process may take to end beyond its drain.
 STOP_S = 8.0
-"""How long a process may take to end beyond its drain."""
 TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 

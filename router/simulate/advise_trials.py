@@ -34,14 +34,14 @@ Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "ap
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
 HOST = "400%"
+# Memory outside the GPUs to try, as ``--host-memory`` and ``--store`` take it.
 STORES = ("400%:gbit_s=25", "400%:gbit_s=100")
-"""Memory outside the GPUs to try, as ``--host-memory`` and ``--store`` take it."""
 ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
 PREFILL_SHARES = (0.25, 0.5, 0.75)
 ALIKE = "all alike"
 BLIND = ("least-load", "power-of-two")
+# (beta, eviction_premium) to try beside the settings as they are.
 KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
-"""(beta, eviction_premium) to try beside the settings as they are."""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,8 +249,8 @@ GAIN_MIN = 0.03
 ROUTING_GAIN_MIN = 0.05
 MEMORY_GAIN_MIN = 0.10
 AS_GOOD = 0.02
+# Fewer requests are too few for advice: differences between runs are then mostly chance.
 REQUESTS_MIN = 200
-"""Fewer requests are too few for advice: differences between runs are then mostly chance."""
 BUSY_MAX = 0.9
 
 

@@ -31,8 +31,8 @@ from router.simulate.study import (
     speed_for,
 )
 
+# Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom; 2 beyond.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
-"""Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom; 2 beyond."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,8 +157,8 @@ def _job(plan: Plan, retention: int | None, factor: float, name: str, seed: int,
 # group.
 
 
+# Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of Mooncake's unit.
 BLOCK_TOKENS = 64
-"""Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of Mooncake's unit."""
 
 
 class ModelError(ValueError):

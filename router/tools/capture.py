@@ -1,10 +1,9 @@
-"""Captures: what engines published, frame by frame, in a file.
+"""Captures: the event messages that engines published, recorded frame by frame in a file.
 
 ``.jsonl`` or ``.jsonl.gz``, one object per line: ``source`` (the engine), ``recv_ts`` (seconds since the
-epoch), ``topic``, ``seq`` and ``payload_b64`` (the exact bytes of the batch, base64). The pieces of a
-rotated capture are read one after the other. Recorded truth (``verify.traces``) is read too, as one
-engine named ``recorded``. Always true: reading yields frames or raises ``CaptureError``, which names file,
-line and reason.
+epoch), ``topic``, ``seq`` and ``payload_b64`` (the exact bytes of the batch, base64). The pieces of a rotated
+capture are read one after the other. Verification traces are read too, as one engine named ``recorded``.
+Reading yields frames or raises ``CaptureError``, which names file, line and reason.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColum
 
 from router.tools.trace_verification import TraceError, read_trace
 
+# Longest line that is read: fits the largest payload a feed decodes, in base64.
 LINE_BYTES_MAX = 128 << 20
-"""Longest line that is read: the largest payload a feed decodes, in base64, fits."""
 TRACE_SOURCE = "recorded"
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -39,7 +38,7 @@ class CaptureError(Exception):
 
 
 class CapturedFrame(NamedTuple):
-    """One message of one engine. ``path`` and ``line`` say where it stands."""
+    """One message of one engine. ``path`` and ``line`` are its position in the capture."""
 
     path: Path
     line: int
@@ -51,7 +50,7 @@ class CapturedFrame(NamedTuple):
 
 
 class CaptureLine(msgspec.Struct, frozen=True, gc=False):
-    """One line to be written; the payload is as it was on the wire."""
+    """One line to write; the payload is the bytes received."""
 
     source: str
     recv_ts: float
@@ -76,28 +75,31 @@ _BAD_FILE = (OSError, EOFError, zlib.error)
 
 
 def is_capture_name(path: Path) -> bool:
-    """Whether a capture may be called that."""
+    """Whether the file name has a capture's extension."""
     return path.name.endswith(_SUFFIXES)
 
 
 def encode_lines(lines: Sequence[CaptureLine]) -> bytes:
-    """The lines, each with its newline."""
+    """Encode lines, each with its newline."""
     return _JSON.encode_lines(lines)
 
 
 def encode_line(source: str, recv_ts: float, topic: str, seq: int, payload: bytes) -> bytes:
-    """One line, newline included."""
+    """Encode one line, newline included."""
     return encode_lines([CaptureLine(source, recv_ts, topic, seq, payload)])
 
 
 def read_capture(paths: Sequence[Path]) -> Iterator[CapturedFrame]:
-    """All frames of one capture, its pieces in the order given. Raises ``CaptureError``."""
+    """Yield all frames of one capture, its pieces in the given order. Raises ``CaptureError``."""
     for path in paths:
         yield from _read_trace(path) if is_trace(path) else _read_frames(path)
 
 
 def is_trace(path: Path) -> bool:
-    """Whether this is recorded truth, by its first line. Raises ``CaptureError`` for no JSON lines at all."""
+    """Whether the file is a verification trace, by its first line.
+
+    Raises ``CaptureError`` if it is not JSON lines.
+    """
     for number, text in _lines(path):
         try:
             return "header" in _FIRST.decode(text)
@@ -107,7 +109,7 @@ def is_trace(path: Path) -> bool:
 
 
 def sources(frames: Iterable[CapturedFrame]) -> list[str]:
-    """The engines of a capture, in the order of their first frame."""
+    """The engines of a capture, ordered by their first frame."""
     return list(dict.fromkeys(frame.source for frame in frames))
 
 
@@ -139,7 +141,7 @@ def _read_trace(path: Path) -> Iterator[CapturedFrame]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, text) of every line that is not blank."""
+    """Yield (number, text) of every non-blank line."""
     number = 0
     try:
         with _open(path) as lines:
@@ -157,14 +159,14 @@ def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-# How far a long reading of a capture has come, on a terminal; nothing anywhere else.
+# Progress of reading a long capture, shown on a terminal only.
 
 
 _EVERY_FRAMES = 256
 
 
-def shown(frames: Iterable[CapturedFrame], label: str, *, quiet: bool) -> Iterator[CapturedFrame]:
-    """The same frames, counted on the terminal that standard error is, if it is one and not ``quiet``."""
+def with_progress(frames: Iterable[CapturedFrame], label: str, *, quiet: bool) -> Iterator[CapturedFrame]:
+    """Yield the same frames and count them on standard error, if that is a terminal and not ``quiet``."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     disable = quiet or not console.is_terminal
@@ -176,13 +178,10 @@ def shown(frames: Iterable[CapturedFrame], label: str, *, quiet: bool) -> Iterat
             yield frame
 
 
-# Takes what users wrote out of a batch, and leaves all that residency needs: hashes, sizes, groups,
-# parents.
-#
-# Token ids become as many zeros, look-ahead tokens too, and cache salts become ``redacted``; every other
-# byte of every field stays, unknown ones included. Of an event of an unknown type only the type stays.
-# Block hashes are not computed from the result again, so a redacted capture replays to the same residency;
-# only the hash scheme can no longer be detected from it.
+# Redaction: removes user content from a batch and keeps what residency needs: hashes, sizes, groups, parents.
+# Token ids and look-ahead tokens become zeros, cache salts become ``redacted``; all other fields stay,
+# unknown ones included. Of an event of an unknown type only the type stays. Block hashes are not recomputed,
+# so a redacted capture replays to the same residency; only the hash scheme can no longer be detected from it.
 
 
 _MSGPACK = msgspec.msgpack.Encoder()
@@ -199,7 +198,7 @@ _ARRAY_TOKENS, _ARRAY_LORA, _ARRAY_KEYS = 3, 7, 8
 
 
 def redact(payload: bytes) -> bytes | None:
-    """The batch without token ids; None where it cannot be told what in it is a token id."""
+    """Return the batch without token ids; None if its token ids cannot be located."""
     try:
         ts, events, *rest = _BATCH.decode(payload)
         redacted = [_event(raw) for raw in _BATCH.decode(events)]
@@ -209,7 +208,7 @@ def redact(payload: bytes) -> bytes | None:
 
 
 def _event(raw: msgspec.Raw) -> Any:
-    """One event, redacted. Raises ``ValueError`` for one without a type."""
+    """Redact one event. Raises ``ValueError`` if it has no type."""
     first = memoryview(raw)[0]
     if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
         return _array(_BATCH.decode(raw))
@@ -252,7 +251,7 @@ def _replace(fields: dict[str, msgspec.Raw], name: str, change: Any) -> None:
 
 
 def _zeros(tokens: Any) -> Any:
-    """The same shape with every number 0; None stays."""
+    """Return the same shape with every number 0; None stays."""
     if isinstance(tokens, list):
         return [_zeros(item) for item in tokens]
     if tokens is None:
@@ -263,8 +262,11 @@ def _zeros(tokens: Any) -> Any:
 
 
 def _keys(keys: Any, lora_name: Any) -> Any:
-    """Extra keys with every salt replaced: a text that is neither the adapter's name nor in a pair with a
-    number (a multimodal item: its content's hash, and its offset)."""
+    """Redact cache salts in extra keys.
+
+    A salt is a string that is neither the adapter's name nor part of a pair with a number (a multimodal item:
+    the hash of its content, and its offset).
+    """
     if not isinstance(keys, list):
         return keys
     return [
@@ -280,51 +282,51 @@ def _key(key: Any, lora_name: Any) -> Any:
     return key
 
 
-# Writes a capture in a thread of its own, so that compression and disks never hold up the sockets.
-#
-# A bounded queue lies between: what does not fit is counted, never waited for. Lines go out in pieces of
-# some megabytes, each encoded in one call and a complete gzip member, so that a file is readable to the
-# last member whatever happens to the process. The fuller the queue, the less is compressed: files grow
-# where frames would be lost.
+# Writing: a capture is written by a thread of its own, so that compression and disks never block the sockets.
+# A bounded queue decouples the two: frames that do not fit are counted, never waited for. Lines are written
+# in pieces of some megabytes, each encoded in one call and a complete gzip member, so that a file stays
+# readable up to its last member after a crash. The fuller the queue, the lower the compression level: files
+# grow before frames are lost.
 
 
 QUEUE_BYTES_MAX = 256 << 20
 
 _PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 64 << 10, 4 << 20
-"""Payload of a piece. Large ones make the writer ask less often for the interpreter's lock."""
+"""Payload bytes of a piece. Larger pieces make the writer thread request the GIL less often."""
+# (Fill level of the queue up to which it applies, zlib level). Measured on a capture of vLLM events: level 4
+# leaves 12 % of the size in half the time of level 6, level 1 leaves 14 % in two thirds of the time of level
+# 4, level 0 takes almost no time.
 _LEVELS = ((1 / 64, 4), (1 / 8, 1), (1.0, 0))
-"""How full the queue may be, and how hard is compressed then. Of a capture of vLLM's events 4 leaves
-12 % and takes half the time of 6, 1 leaves 14 % and takes two thirds of that; 0 takes almost none."""
+# Lines encoded and compressed in one call: few enough that the allocator reuses their buffers.
 _LINES_AT_ONCE = 64
-"""Encoded and compressed in one call: few enough that their buffers are used again, not mapped anew."""
+# Longest time in seconds a line waits for others to share its gzip member.
 _FLUSH_S = 1.0
-"""Longest a line waits for others to share its gzip member."""
+# Cost of a queued frame besides its payload; also bounds the queue for empty payloads.
 _FRAME_OVERHEAD_BYTES = 400
-"""What a queued frame costs besides its payload; also bounds the queue for empty payloads."""
 
 
 class WriterStats(msgspec.Struct):
-    """Plain counters; bytes are as they lie on disk."""
+    """Counters of the writer; bytes are sizes on disk."""
 
     frames: int = 0
     bytes_written: int = 0
     files: int = 0
     deleted_files: int = 0
     overflowed_frames: int = 0
-    """Did not fit into the queue, or came after the writing had failed."""
+    """Frames that did not fit into the queue, or arrived after writing had failed."""
     unredactable_frames: int = 0
-    """Could not be redacted: written without their payload."""
+    """Frames that could not be redacted and are written without their payload."""
     full: bool = False
-    """``total_bytes_max`` was reached, nothing more is written."""
+    """Whether ``total_bytes_max`` was reached: nothing more is written."""
     failure: str = ""
 
 
 class CaptureWriter:
-    """Writes ``path``, or with ``rotate_bytes`` pieces of about that size named after it.
+    """Writer of ``path``, or with ``rotate_bytes`` of pieces of about that size named after it.
 
-    Beyond ``total_bytes_max`` a rotated capture loses its oldest piece, any other ends (``stats.full``).
-    Raises ``CaptureError`` for a file that cannot be made or is there already. ``put`` is for one thread;
-    ``close`` must be called.
+    Beyond ``total_bytes_max`` a rotated capture deletes its oldest piece; any other capture ends
+    (``stats.full``). Raises ``CaptureError`` if a file exists already or cannot be created. ``put`` may be
+    called from one thread only; ``close`` must be called.
     """
 
     def __init__(
@@ -359,11 +361,11 @@ class CaptureWriter:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will be written: full, or failed."""
+        """Whether writing has stopped: the size limit was reached, or a write failed."""
         return self.stats.full or bool(self.stats.failure)
 
     def put(self, frames: list[CaptureLine]) -> int:
-        """Queue frames, in order; returns how many. Those after them had to be left out, and are counted."""
+        """Queue frames in order. Returns how many were queued; the rest are dropped and counted."""
         with self._changed:
             if self.stats.full:
                 return 0
@@ -376,7 +378,7 @@ class CaptureWriter:
         return taken
 
     def _fitting(self, frames: list[CaptureLine]) -> tuple[int, int]:
-        """How many of the first frames there is room for, and their bytes."""
+        """Return how many of the first frames fit into the queue, and their size in bytes."""
         if self.stats.failure or self._closing:
             return 0, 0
         room = self._queue_bytes_max - self._queued_bytes
@@ -391,7 +393,7 @@ class CaptureWriter:
         return len(frames), size
 
     def close(self) -> None:
-        """Write what is queued and close the file; a second call does nothing."""
+        """Write the queued frames and close the file; a second call does nothing."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -414,7 +416,9 @@ class CaptureWriter:
                 self._queue.clear()
 
     def _take(self) -> list[CaptureLine] | None:
-        """The frames of the next piece: a full one, or what came within ``_FLUSH_S``; None at the end."""
+        """Return the frames of the next piece: a full one, or those of the last ``_FLUSH_S``; None at the
+        end.
+        """
         with self._changed:
             while not self._queue and not self._closing:
                 self._changed.wait()
@@ -460,7 +464,7 @@ class CaptureWriter:
         return msgspec.structs.replace(frame, payload=kept or b"")
 
     def _encoded(self, frames: list[CaptureLine]) -> list[bytes]:
-        """The bytes of a piece: lines, or one gzip member."""
+        """Encode a piece: lines, or one gzip member."""
         slices = range(0, len(frames), _LINES_AT_ONCE)
         lines = (encode_lines(frames[start : start + _LINES_AT_ONCE]) for start in slices)
         if self._path.suffix != ".gz":

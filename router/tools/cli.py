@@ -1,5 +1,7 @@
-"""The arguments of the commands that need no room of their own, above all of those about captures. Light to
-import: the work is loaded when it runs."""
+"""Command-line arguments of the capture, trace, key, usage and index commands.
+
+Light to import: each command imports its implementation when it runs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def record(
         list[str] | None,
         Parameter(
             name="--engine",
-            help="URL[,events=..][,replay=..][,topic=..][,dp-rank=N], or without a server "
+            help="URL[,events=..][,replay=..][,topic=..][,dp-rank=N], or, without a server, "
             "events=tcp://..[,replay=tcp://..][,topic=..][,source=NAME]; repeat for more.",
             negative="",
         ),
@@ -34,12 +36,12 @@ def record(
         float | None, Parameter(help="Stop after this many seconds; otherwise at Ctrl-C.")
     ] = None,
     rotate_mb: Annotated[
-        float | None, Parameter(help="Start a new file (NAME.00000.jsonl.gz, ..) after this many MB.")
+        float | None, Parameter(help="Start another file (NAME.00000.jsonl.gz, ..) after this many MB.")
     ] = None,
     max_mb: Annotated[
         float | None,
         Parameter(
-            help="Most MB of all files: the oldest rotated files are deleted; a single file ends there."
+            help="Maximum MB of all files: the oldest rotated files are deleted; a single file ends there."
         ),
     ] = None,
     redact: Annotated[
@@ -51,7 +53,7 @@ def record(
     ] = False,
     json: Json = False,
 ) -> int:
-    """Record what engines publish, history first, into a capture; status 1 if anything is missing in it."""
+    """Record the events that engines publish, history first; status 1 if the capture is incomplete."""
     from router.tools.record import RecordOptions, run_record
 
     options = RecordOptions(output, seconds, rotate_mb, max_mb, redact)
@@ -64,7 +66,9 @@ def replay(
     source: Annotated[str | None, Parameter(help="Only this engine of the capture.")] = None,
     speed: Annotated[
         float | None,
-        Parameter(help="Multiple of the recorded pace; 0: at once (the default; with --publish 1)."),
+        Parameter(
+            help="Multiple of the recorded pace; 0: as fast as possible (the default; with --publish 1)."
+        ),
     ] = None,
     publish: Annotated[
         list[str] | None,
@@ -76,7 +80,7 @@ def replay(
     stay: Annotated[
         float | None, Parameter(help="Seconds to serve replay after the last frame; otherwise until Ctrl-C.")
     ] = None,
-    samples: Annotated[int, Parameter(help="Number of moments at which residency is shown.")] = 10,
+    samples: Annotated[int, Parameter(help="Number of points in time at which residency is shown.")] = 10,
     diff: Annotated[
         Path | None, Parameter(help="Compare with this capture; status 1 if they differ.")
     ] = None,
@@ -87,9 +91,10 @@ def replay(
     index_file: IndexFileFlag = None,
     json: Json = False,
 ) -> int:
-    """Play a capture: residency per engine, group and medium over time, as a live feed again, or a diff.
+    """Play a capture: show residency per engine, group and medium over time, publish it again, or compare.
 
-    With --index also into a shared index, in a namespace of its own; status 1 if it then shows otherwise.
+    With --index also write it into a shared index, in a separate namespace; status 1 if the index then
+    differs.
     """
     from router.tools.replay import ReplayOptions, run_replay
 
@@ -106,10 +111,12 @@ def explain(
     request: Annotated[Path, Parameter(help="JSON: the body of a request, or an object with token_ids.")],
     api: Annotated[
         str | None,
-        Parameter(help="Its API: chat, completions, messages, responses, batch, generate, cohere."),
+        Parameter(
+            help="API of the request: chat, completions, messages, responses, batch, generate, cohere."
+        ),
     ] = None,
     router: Annotated[
-        str | None, Parameter(help="Ask the running router with this ops port (URL) instead of a capture.")
+        str | None, Parameter(help="Query a running router at this ops port URL instead of a capture.")
     ] = None,
     at: Annotated[int | None, Parameter(help="Explain the state after this sequence number.")] = None,
     tokenizer: Annotated[
@@ -122,7 +129,9 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Why a prompt hits as far as it does at each engine: the class and block that ended the match."""
+    """Explain why a prompt hits as far as it does on each engine: the spec class and block that ended the
+    match.
+    """
     from router.tools.explain import ExplainOptions, run_explain
 
     options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api)
@@ -137,15 +146,15 @@ def verify(
     cold: Annotated[
         bool,
         Parameter(
-            help="Predict each prompt from the events before it only; where nothing is known yet, nothing "
-            "need be predicted. Without it groups and hashes are learned from the whole trace first.",
+            help="Predict each prompt from the events before it only; no prediction is required while "
+            "nothing is known. Without it, groups and hashes are first learned from the whole trace.",
             negative="",
         ),
     ] = False,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
-    """Replay recorded truth through the serving code; status 0 only if every prediction is exact."""
+    """Replay recorded traces through the serving code; status 0 only if every prediction is exact."""
     from router.tools.verify import run_verify
 
     shared = None if index is None and index_file is None else index_settings(index, index_file)
@@ -155,7 +164,7 @@ def verify(
 def engine(
     *,
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Parameter(help="HTTP port; 0 takes a free one.")] = 0,
+    port: Annotated[int, Parameter(help="HTTP port; 0 picks a free one.")] = 0,
     set_: Annotated[
         list[str] | None,
         Parameter(
@@ -165,18 +174,17 @@ def engine(
         ),
     ] = None,
 ) -> int:
-    """Run one simulated engine: OpenAI HTTP, vLLM metrics and real KV events, without GPU or model."""
+    """Run one simulated engine: OpenAI HTTP API, vLLM metrics and real KV events, without GPU or model."""
     from router.tools.ops_client import run_engine
 
     return run_engine(host, port, set_ or [])
 
 
-keys_app = App(
-    name="keys", help="Keys of clients: make one, look at the file that has them (docs/tenants.md)."
-)
+keys_app = App(name="keys", help="Client API keys: create one, or list a key file (docs/tenants.md).")
 
 _KeyFileFlag = Annotated[
-    Path, Parameter(name="--file", help="The key file (keys.file of the routers); made if it is not there.")
+    Path,
+    Parameter(name="--file", help="The key file (keys.file of the routers); created if it does not exist."),
 ]
 
 
@@ -184,13 +192,11 @@ _KeyFileFlag = Annotated[
 def keys_add(
     *,
     file: _KeyFileFlag,
-    tenant: Annotated[str, Parameter(help="Whose key it is; a new tenant has no limits yet.")],
-    name: Annotated[str, Parameter(help="What the key is for; people read it in the file.")] = "",
-    stdin: Annotated[
-        bool, Parameter(help="Take a key that exists already from standard input.", negative="")
-    ] = False,
+    tenant: Annotated[str, Parameter(help="Tenant of the key; a new tenant has no limits.")],
+    name: Annotated[str, Parameter(help="Description of the key, stored in the file.")] = "",
+    stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.", negative="")] = False,
 ) -> int:
-    """Make a key and enter it; it is printed once and stored nowhere."""
+    """Create a key and add it to the file; the key is printed once and not stored."""
     from router.tools.keys import run_add
 
     return run_add(file, tenant=tenant, name=name, stdin=stdin)
@@ -198,7 +204,9 @@ def keys_add(
 
 @keys_app.command(name="list")
 def keys_list(*, file: _KeyFileFlag) -> int:
-    """Tenants, their limits and their keys' digests; status 2 if a router would refuse the file."""
+    """List tenants, their limits and the digests of their keys; status 2 if a router would refuse the
+    file.
+    """
     from router.tools.keys import run_list
 
     return run_list(file)
@@ -207,51 +215,45 @@ def keys_list(*, file: _KeyFileFlag) -> int:
 def invoice(
     *paths: Annotated[
         Path,
-        Parameter(help="usage.path of each router; rotated and workers' files are read with it."),
+        Parameter(help="usage.path of each router; rotated files and files of workers are read too."),
     ],
     price: Annotated[
         list[str] | None,
         Parameter(
-            help="NAME=PRICE of a million tokens; NAME: computed, device, host, store (prompt tokens, by "
-            "where they came from) or generated. Repeat for more.",
+            help="NAME=PRICE per million tokens; NAME: computed, device, host, store (prompt tokens by "
+            "source) or generated. Repeat for more.",
             negative="",
         ),
     ] = None,
     since: Annotated[
-        str | None, Parameter(help="Only requests that arrived then or later: 2026-11-01, UTC.")
+        str | None, Parameter(help="Only requests that arrived at or after this date, e.g. 2026-11-01 (UTC).")
     ] = None,
-    until: Annotated[str | None, Parameter(help="Only requests that arrived before.")] = None,
-    by: Annotated[str, Parameter(help="Rows for each of: tenant, key, model, engine.")] = "tenant",
+    until: Annotated[str | None, Parameter(help="Only requests that arrived before this date.")] = None,
+    by: Annotated[str, Parameter(help="Group rows by: tenant, key, model, engine.")] = "tenant",
     json: Json = False,
 ) -> int:
-    """Requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
+    """Show requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
     from router.tools.invoice import InvoiceOptions, run_invoice
 
     return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)
-
-
-# The ``top`` subcommand's arguments. Light to import: the work is loaded when it runs.
 
 
 def top(
     *,
     router: Annotated[str, Parameter(help="URL of the router's ops port.")] = "http://127.0.0.1:9001",
     interval: Annotated[float, Parameter(help="Seconds between two refreshes.")] = 1.0,
-    once: Annotated[bool, Parameter(help="Print one picture and stop.", negative="")] = False,
+    once: Annotated[bool, Parameter(help="Print one snapshot and stop.", negative="")] = False,
     json: Annotated[
         bool, Parameter(help="Print one JSON object per refresh, one per line.", negative="")
     ] = False,
 ) -> int:
-    """Watch a running router, engine by engine; q or Ctrl-C ends. Not on a terminal: one picture."""
+    """Watch a running router, engine by engine; q or Ctrl-C quits. Without a terminal: print one snapshot."""
     from router.tools.top import run_top
 
     return run_top(router, interval_s=interval, once=once, as_json=json)
 
 
-# The arguments of ``kvatlas index``. Light to import: the work is loaded when it runs.
-
-
-index_app = App(name="index", help="Look at an index that several routers share.")
+index_app = App(name="index", help="Inspect an index that several routers share.")
 
 _ModelFlag = Annotated[str | None, Parameter(help="Base model; all models if not given.")]
 _NamespaceFlag = Annotated[
@@ -268,7 +270,7 @@ def stats(
     model: _ModelFlag = None,
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
-    """Blocks, bytes per block, engines with their generations, lease holders and feed states."""
+    """Show blocks, bytes per block, engines with their generations, lease holders and feed states."""
     from router.tools.index import run_stats
 
     return run_stats(index_settings(index, index_file, namespace), model=model, as_json=json)
@@ -281,9 +283,9 @@ def dump(
     index_file: IndexFileFlag = None,
     namespace: _NamespaceFlag = None,
     model: _ModelFlag = None,
-    limit: Annotated[int, Parameter(help="Most blocks to list per model; -1 for all.")] = -1,
+    limit: Annotated[int, Parameter(help="Maximum number of blocks to list per model; -1: all.")] = -1,
 ) -> int:
-    """One JSON line per block: its hash, and which engine holds it where (medium/group)."""
+    """Print one JSON line per block: its hash, and the engines that hold it (medium/group)."""
     from router.tools.index import run_dump
 
     return run_dump(index_settings(index, index_file, namespace), model=model, limit=limit)
@@ -300,7 +302,7 @@ def index_verify(
         list[str] | None,
         Parameter(
             name="--engine",
-            help="Event addresses of an engine where the index has none or others: "
+            help="Event addresses of an engine, if the index has none or wrong ones: "
             "URL,events=tcp://..[,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more.",
             negative="",
         ),
@@ -310,7 +312,7 @@ def index_verify(
     ] = 5.0,
     json: Annotated[bool, Parameter(help="As JSON.", negative="")] = False,
 ) -> int:
-    """Recompute residency from the live feeds and compare; status 0 only if the index is exact."""
+    """Recompute residency from the live feeds and compare it with the index; status 0 only if both agree."""
     from router.tools.index import run_index_verify
 
     return run_index_verify(

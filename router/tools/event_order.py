@@ -1,10 +1,10 @@
-"""In which order the frames of one stream go into a capture, without sockets or clock.
+"""Ordering of the frames of one stream for a capture, without sockets or clock.
 
-The live stream is the backbone: it comes in order, so what is missing in it is exactly what lies before the
-next live frame. While that is asked for at the replay socket, live frames wait; an answer is used up to the
-first of them and no further, however far ahead of a slow reader it runs. A seq that goes back is a restarted
-engine unless the frame is known. Always true: frames leave in rising seqs from restart to restart, none
-twice, and what is left out between two of them is counted as lost.
+The live stream is in order, so what is missing in it lies exactly before the next live frame. While the
+missing frames are requested from the replay socket, live frames are held back; the response is used only up
+to the first held frame, even if it contains more. A seq that goes back is a restarted engine unless the frame
+is known. Invariant: frames leave in rising seqs between restarts, none twice, and frames missing between two
+of them are counted as lost.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import xxhash
 from router.feeds.position import RecentBatches
 from router.tools.capture import CaptureLine
 
+# Digests kept, to distinguish a frame received both live and by replay from one of a restarted engine.
 _RECENT_MAX = 16_384
-"""Digests kept, to tell a frame that came both live and from history from one of a restarted engine."""
 HOLD_BYTES_MAX = 64 << 20
 
 
 class RecordStats(msgspec.Struct):
-    """Plain counters of one source."""
+    """Counters of one source."""
 
     source: str
     connected: bool = False
     frames: int = 0
-    """Handed to the writer, history included."""
+    """Passed to the writer, history included."""
     history_frames: int = 0
-    """Of those, from the replay socket."""
+    """Number of those that came from the replay socket."""
     first_seq: int | None = None
     last_seq: int | None = None
     gaps: int = 0
     lost_frames: int = 0
-    """Seqs that neither the live stream nor the replay socket gave, after the first frame."""
+    """Seqs after the first frame that neither the live stream nor the replay socket provided."""
     duplicates: int = 0
     restarts: int = 0
     malformed: int = 0
@@ -43,15 +43,18 @@ class RecordStats(msgspec.Struct):
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, eq=False):
-    """Frames from ``from_seq`` on are wanted from the replay socket."""
+    """A request to the replay socket for frames from ``from_seq`` on."""
 
     from_seq: int
     for_gap: bool
-    """A live frame has shown that they exist; else it is what history there may be."""
+    """True: a live frame has shown that they exist. False: any available history."""
 
 
 class CaptureOrder:
-    """See the module's docstring. ``request`` is what is to be fetched now; another one makes it void."""
+    """Ordering state of one source.
+
+    ``request`` is the fetch to perform now; a new value cancels the previous one.
+    """
 
     def __init__(self, stats: RecordStats, *, has_replay: bool, hold_bytes_max: int = HOLD_BYTES_MAX) -> None:
         self.request = ReplayRequest(0, for_gap=False) if has_replay else None
@@ -60,8 +63,8 @@ class CaptureOrder:
         self._hold_bytes_max = hold_bytes_max
         self._next = 0 if has_replay else None
         self._begun = False
-        self._answered = False  # the answer to ``request`` has begun
-        self._hopeless: int | None = None  # seq that the replay socket is known not to have
+        self._response_started = False  # the response to ``request`` has begun
+        self._unavailable: int | None = None  # seq known to be unavailable from the replay socket
         self._recent = RecentBatches(_RECENT_MAX)
         self._held: deque[CaptureLine] = deque()
         self._held_bytes = 0
@@ -69,37 +72,41 @@ class CaptureOrder:
 
     @property
     def holds(self) -> bool:
-        """A live frame is held back: an answer is known to be of use up to there only. Take live frames
-        before the first of an answer, or the answer may go past live frames that wait to be read."""
+        """Whether a live frame is held back: a response is useful only up to that frame.
+
+        Read live frames before the first frame of a response; otherwise the response may overtake live frames
+        that are waiting to be read.
+        """
         return bool(self._held)
 
     @property
     def settled(self) -> bool:
-        """Nothing is asked for or held back."""
+        """Whether nothing is requested or held back."""
         return self.request is None and not self._held
 
     def take(self) -> list[CaptureLine]:
-        """The frames to be written since the last call, in order."""
+        """Return the frames to write since the last call, in order."""
         out, self._out = self._out, []
         return out
 
     def live(self, frame: CaptureLine) -> None:
-        """The next frame of the live stream."""
+        """Process the next frame of the live stream."""
         if self.request is None:
             self._accept(frame)
             return
         if self._held and frame.seq <= self._held[-1].seq:
-            # Restarted meanwhile: the answer may be the new process's, and what is held is the old one's.
-            self.give_up()
+            # Restarted meanwhile: the response may be from the new process, while the held frames are from
+            # the old one.
+            self.abandon()
             if self.request is None:
                 self._accept(frame)
                 return
         if self._held_bytes + len(frame.payload) <= self._hold_bytes_max:
             self._hold(frame)
-        # One that cannot be held shows as a gap after what is held, and is asked for again then.
+        # A frame that cannot be held appears as a gap after the held frames, and is then requested again.
 
     def replayed(self, request: ReplayRequest, frame: CaptureLine) -> bool:
-        """A frame of the answer to ``request``; False once no more of this answer is of use."""
+        """Process a frame of the response to ``request``; False once the rest of the response is useless."""
         if request is not self.request or self._next is None:
             return False
         if self._held and frame.seq >= self._held[0].seq:
@@ -107,28 +114,28 @@ class CaptureOrder:
         if frame.seq < self._next:
             return True
         if frame.seq > self._next:
-            if self._answered:
-                return False  # a hole: it is asked for again, as long as there is progress
-            self._lose(frame.seq)
-        self._answered = True
+            if self._response_started:
+                return False  # a hole: it is requested again, as long as there is progress
+            self._skip_to(frame.seq)
+        self._response_started = True
         self._stats.history_frames += 1
         self._write(frame)
         return True
 
-    def answered(self, request: ReplayRequest) -> None:
-        """The answer to ``request`` has ended, or failed."""
+    def response_ended(self, request: ReplayRequest) -> None:
+        """Handle the end or failure of the response to ``request``."""
         if request is self.request:
             if request.for_gap and self._next == request.from_seq:
-                self._hopeless = request.from_seq
+                self._unavailable = request.from_seq
             self._release()
 
-    def give_up(self) -> None:
-        """What is missing before the held frames will not be had."""
-        self._hopeless = self._next
+    def abandon(self) -> None:
+        """Stop waiting for the frames missing before the held ones."""
+        self._unavailable = self._next
         self._release()
 
     def _accept(self, frame: CaptureLine) -> None:
-        """Write one live frame, or begin to ask for what is missing before it."""
+        """Write one live frame, or begin to request the frames missing before it."""
         if self._next is None:
             self._next = frame.seq
         if frame.seq < self._next:
@@ -137,22 +144,24 @@ class CaptureOrder:
                 return
             self._stats.restarts += 1
             self._recent.clear()
-            self._next, self._hopeless = 0, None
+            self._next, self._unavailable = 0, None
         if frame.seq > self._next:
-            if self._has_replay and self._hopeless != self._next:
+            if self._has_replay and self._unavailable != self._next:
                 self._stats.gaps += self._begun
                 self._hold(frame)
-                self.request, self._answered = ReplayRequest(self._next, for_gap=True), False
+                self.request, self._response_started = ReplayRequest(self._next, for_gap=True), False
                 return
-            self._lose(frame.seq)
+            self._skip_to(frame.seq)
         self._write(frame)
 
     def _hold(self, frame: CaptureLine) -> None:
         self._held.append(frame)
         self._held_bytes += len(frame.payload)
 
-    def _lose(self, seq: int) -> None:
-        """Go on at ``seq``; what was missing before the very first frame is history that nobody has."""
+    def _skip_to(self, seq: int) -> None:
+        """Continue at ``seq``; frames missing before the very first frame are unavailable history, not
+        losses.
+        """
         if self._begun and self._next is not None:
             self._stats.gaps += not self._has_replay
             self._stats.lost_frames += seq - self._next
@@ -165,7 +174,7 @@ class CaptureOrder:
         self._out.append(frame)
 
     def _release(self) -> None:
-        """Write what was held; stops where a new gap is being asked for."""
+        """Write the held frames; stops where a new gap is requested."""
         self.request = None
         held, self._held, self._held_bytes = self._held, deque(), 0
         while held and self.request is None:

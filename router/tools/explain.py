@@ -1,4 +1,4 @@
-"""What ``kvatlas explain`` does: a prompt, a capture or a running router, and why it hits no further."""
+"""``kvatlas explain``: why a prompt hits no further, from a capture or a running router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.openai.body import peek
 from router.placement.candidate import Candidate, Confidence, Hit, PlacementRequest, PolicySettings, ask
 from router.placement.policies import ArmState, policy
 from router.prompts.settings import ANY_MODEL
-from router.tools.capture import CaptureError, is_trace, read_capture, shown
+from router.tools.capture import CaptureError, is_trace, read_capture, with_progress
 from router.tools.explain_state import (
     PATHS,
     Boundary,
@@ -38,15 +38,15 @@ from router.tools.ops_client import ops_headers, output_console, reason
 from router.tools.replay_player import Player, up_to
 from router.tools.trace_verification import TraceError, trace_facts
 
-# Where a prompt would have gone, by what a capture says of the engines; their load is not in it, so all are
-# idle.
+# The engine that would be selected, from the state in a capture. A capture has no load, so all engines count
+# as idle.
 
 
 _CONFIDENCE: dict[str, Confidence] = {"native": "exact", "learned": "learned", "assumed": "assumed"}
 
 
-class ChoiceMade(msgspec.Struct, frozen=True):
-    """The engine chosen among idle ones."""
+class Selection(msgspec.Struct, frozen=True):
+    """The engine selected among idle ones."""
 
     engine: str
     reason: str
@@ -54,13 +54,13 @@ class ChoiceMade(msgspec.Struct, frozen=True):
     uncached_tokens: int
 
 
-def choice(
+def select_engine(
     engines: Sequence[EngineExplanation],
     prompt: HashedPrompt,
     scheme: HashScheme | None,
     settings: PolicySettings,
-) -> ChoiceMade:
-    """What the policy says. ``scheme`` gives the keys that settle ties."""
+) -> Selection:
+    """Select an engine by the policy. ``scheme`` gives the keys that break ties."""
     candidates = [
         Candidate(
             e.engine,
@@ -77,7 +77,7 @@ def choice(
     hashes = prompt.hashes(scheme) if scheme is not None else ()
     question: PlacementRequest = ask(prompt.num_tokens, hashes, prefix_blocks=settings.prefix_blocks)
     made = policy(settings.policy)(candidates, question, settings, ArmState())
-    return ChoiceMade(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
+    return Selection(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
 
 
 _TIMEOUT_S = 30.0
@@ -86,7 +86,7 @@ _SCHEME_KEYS = {"seed", "size", "lookahead", "tagged"}
 
 
 class ExplainOptions(msgspec.Struct, frozen=True):
-    """What is asked, and of whom: of ``paths`` (a capture) or of ``router`` (its URL)."""
+    """Arguments of ``kvatlas explain``; the source is ``paths`` (a capture) or ``router`` (its URL)."""
 
     request: Path
     paths: tuple[Path, ...] = ()
@@ -99,13 +99,13 @@ class ExplainOptions(msgspec.Struct, frozen=True):
 
 
 def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
-    """0 explained, 1 if no engine's hit can be predicted or the router refuses, 2 for unusable input."""
+    """Returns 0 if explained, 1 if no hit can be predicted or the router refuses, 2 for unusable input."""
     try:
         _check(options)
         body = read_body(options.request)
         if options.router is not None:
             asked = router_body(options.request, body, options.api)
-            return _ask_router(options, options.router, asked, as_json=as_json)
+            return _query_router(options, options.router, asked, as_json=as_json)
         return _explain(options, body, as_json=as_json)
     except (CaptureError, ConfigError, PromptError, TraceError) as error:
         print(f"kvatlas explain: {error}", file=sys.stderr)
@@ -113,7 +113,7 @@ def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
 
 
 def parse_scheme(text: str) -> HashScheme:
-    """``ALGO[,seed=..][,size=N][,lookahead=N][,tagged=true|false]``. Raises ``ConfigError``."""
+    """Parse ``ALGO[,seed=..][,size=N][,lookahead=N][,tagged=true|false]``. Raises ``ConfigError``."""
     algo, *options = text.split(",")
     values: dict[str, Any] = {"algo": algo}
     for option in options:
@@ -150,13 +150,13 @@ def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
     config = load(options.config, models=models).config
     prompt = read_prompt(options.request, body, config, options.api)
     player = Player(_facts(options, body, config))
-    player.learn(shown(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
-    player.play_all(shown(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
+    player.learn(with_progress(read_capture(options.paths), "learning groups and hash scheme", quiet=as_json))
+    player.play_all(with_progress(up_to(read_capture(options.paths), options.at), "playing", quiet=as_json))
     if not player.runs:
         raise CaptureError(f"{options.paths[0]}: no frames up to that seq")
     engines = [_hinted(player, explain_engine(player, run.source, prompt, scheme)) for run in player.runs]
     used = scheme or next((s for s in (player.fleet.engine(e.engine).scheme for e in engines) if s), None)
-    made = choice(engines, prompt, used, config.policy)
+    made = select_engine(engines, prompt, used, config.policy)
     if as_json:
         print(msgspec.json.encode(_summary(options, prompt, engines, made)).decode())
     else:
@@ -171,7 +171,7 @@ def _facts(options: ExplainOptions, body: bytes, config: Config) -> ModelFacts:
 
 
 def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
-    """Say so where the hash scheme cannot be known because token ids were taken out."""
+    """Report that the hash scheme cannot be detected because token ids were redacted."""
     if not player.run_of(engine.engine).redacted or engine.mode == "native":
         return engine
     why = "token ids are redacted: give --hash-scheme, e.g. sha256,size=16"
@@ -181,7 +181,7 @@ def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
 
 
 def _summary(
-    options: ExplainOptions, prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade
+    options: ExplainOptions, prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection
 ) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt.num_tokens,
@@ -191,7 +191,7 @@ def _summary(
     }
 
 
-def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: ChoiceMade) -> None:
+def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection) -> None:
     table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
     table.add_column("engine", overflow="fold")
     for name in ("seq", "hit", "offloaded", "trunk"):
@@ -213,7 +213,7 @@ def _ended(engine: EngineExplanation) -> str:
     if engine.mode == "unknown":
         lines.append(engine.why_unknown)
     elif engine.whole_prompt:
-        lines.append("nowhere: all but the last tokens, which are always computed")
+        lines.append("complete hit: only the last tokens, which are always computed, are missing")
     else:
         boundaries = (engine.next_boundary, engine.trunk_boundary)
         lines += [_boundary(boundary) for boundary in boundaries if boundary is not None]
@@ -225,9 +225,7 @@ def _ended(engine: EngineExplanation) -> str:
 def _boundary(boundary: Boundary) -> str:
     first = boundary.first
     if first is None:
-        return (
-            f"{boundary.tokens} tokens: every block is there, but no order of the classes' search reaches it"
-        )
+        return f"{boundary.tokens} tokens: every block is present, but the engine's search does not get there"
     more = f" (and {boundary.missing_blocks - 1} more)" if boundary.missing_blocks > 1 else ""
     where = f"group {first.group} block {first.block} [{first.tokens[0]}..{first.tokens[1]})"
     return f"{boundary.tokens} tokens need {first.spec_class}, {where}{more}: {_why(first)}"
@@ -240,7 +238,7 @@ def _why(block: MissingBlock) -> str:
     return f"{block.why}{at}{stored}{offloaded}"
 
 
-def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
+def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json: bool) -> int:
     url = f"{router.rstrip('/')}/kvatlas/explain"
     if options.api is not None:
         url += f"?path={PATHS[options.api]}"
@@ -252,31 +250,31 @@ def _ask_router(options: ExplainOptions, router: str, body: bytes, *, as_json: b
     except urllib.error.HTTPError as error:
         with error:
             refused = error.read(4096)
-            told = reason(refused) or refused[:200].decode(errors="replace")
-            print(f"kvatlas explain: {url}: {error.code}: {told}", file=sys.stderr)
+            message = reason(refused) or refused[:200].decode(errors="replace")
+            print(f"kvatlas explain: {url}: {error.code}: {message}", file=sys.stderr)
         return 1
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise PromptError(f"{url}: {error}") from None
     try:
-        said = msgspec.json.decode(text, type=RouterAnswer)
+        response = msgspec.json.decode(text, type=RouterAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise PromptError(f"{url}: not the answer of a kvatlas router: {error}") from None
+        raise PromptError(f"{url}: not the response of a kvatlas router: {error}") from None
     if as_json:
         print(text.decode().rstrip())
     else:
-        output_console().print(_router_table(said))
+        output_console().print(_router_table(response))
     return 0
 
 
 class RouterHit(msgspec.Struct):
-    """Tokens by medium."""
+    """Hit in tokens by medium."""
 
     GPU: int = 0
     offloaded: int = 0
 
 
 class RouterEngine(msgspec.Struct):
-    """What is shown of one engine of a router's answer."""
+    """Fields shown of one engine in a router's response."""
 
     engine: str
     feed: str = ""
@@ -289,17 +287,17 @@ class RouterEngine(msgspec.Struct):
 
 
 class RouterAnswer(msgspec.Struct):
-    """``POST /kvatlas/explain`` (router/api/views.py)."""
+    """Response of ``POST /kvatlas/explain`` (router/api/views.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]
     engines: list[RouterEngine]
 
 
-def _router_table(said: RouterAnswer) -> Table:
-    chosen = said.choice.get("engine")
-    tokens = said.prompt.get("tokens", said.prompt.get("tokens_estimated"))
-    title = f"a prompt of {tokens} tokens: {chosen} ({said.choice.get('reason')})"
+def _router_table(response: RouterAnswer) -> Table:
+    chosen = response.choice.get("engine")
+    tokens = response.prompt.get("tokens", response.prompt.get("tokens_estimated"))
+    title = f"a prompt of {tokens} tokens: {chosen} ({response.choice.get('reason')})"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0))
     table.add_column("engine", overflow="fold")
     for name in ("feed", "mode"):
@@ -307,7 +305,7 @@ def _router_table(said: RouterAnswer) -> Table:
     for name in ("hit", "offloaded", "trunk", "cost ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("the match ended", overflow="fold")
-    for e in said.engines:
+    for e in response.engines:
         ended = e.why_unknown
         if e.ended_by is not None:
             ended = f"{e.ended_by.get('spec_class')} at {e.ended_by.get('at_token')}"

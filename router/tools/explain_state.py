@@ -1,8 +1,8 @@
-"""Why a prompt hits as far as it does at each engine of a played capture, block by block.
+"""Explanation of hits on the engines of a replayed capture, block by block.
 
-The hit is the serving code's own prediction. The first boundary beyond it, and the end of the full-attention
-prefix where that lies further, are then taken apart: which class lacks which block, and what the journal
-knows of that block (never stored, masked, evicted, cleared, lost in a restart).
+The hit is the serving code's own prediction. Two boundaries are then analysed: the first one beyond the hit,
+and the end of the full-attention prefix if that is longer. For each the explanation names the spec class, the
+missing block, and the block's last journal entry (never stored, masked, evicted, cleared, lost in a restart).
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ from router.prompts.settings import ANY_MODEL, ModelPrompts
 from router.tools.replay_player import EventPosition, MaskedSpan, Player
 from router.tools.trace_verification import TraceProbe
 
-# Which blocks a hit of a given length rests on, class by class: the hit rules of ``index.rules.hits`` read
-# backwards, for one engine and one boundary.
-#
-# Always true, where EAGLE windows do not make the order of the search matter: a boundary is valid for a
-# class if and only if every need of the class is met there.
+# The blocks that a hit of a given length needs, by spec class: the inverse of ``router/index/hit_rules.py``,
+# for one engine and one boundary. Invariant, unless EAGLE windows make the search order matter: a boundary is
+# valid for a class if and only if every need of the class is met.
 
 
 class Need(msgspec.Struct, frozen=True):
-    """One block of each group of a class. Any of the prefixes that end at ``ends`` (tokens) will do; there is
-    more than one only where a hit may end inside a block."""
+    """One needed block of each group of a class.
+
+    Any of the prefixes that end at ``ends`` (tokens) satisfies it; there are several only if a hit may end
+    inside a block.
+    """
 
     ends: tuple[int, ...]
     block_size: int
 
     @property
     def block(self) -> int:
-        """Number of the block in its group's table."""
+        """Number of the block in its group's block table."""
         return (self.ends[0] - 1) // self.block_size
 
 
 def needs(layout: CacheLayout, spec_class: SpecClass, boundary: int, num_tokens: int) -> list[Need]:
-    """What ``spec_class`` must hold for a hit of ``boundary`` tokens, in the order of the tokens."""
+    """Return what ``spec_class`` must hold for a hit of ``boundary`` tokens, in token order."""
     size, unit = spec_class.block_size, layout.hash_block_size
     eagle = int(spec_class.spec.is_eagle and not layout.lookahead)
     inside = size > layout.alignment
@@ -79,7 +80,9 @@ def _blocks(start: int, end: int, size: int) -> list[Need]:
 
 
 def _full_inside(end: int, size: int, unit: int, limit: int) -> list[Need]:
-    """Whole blocks before ``end``, and of the block it lies in that part or any longer one."""
+    """Return the whole blocks before ``end``, and the part of the last block up to ``end`` or any longer
+    part.
+    """
     whole = end // size * size
     found = _blocks(0, whole, size)
     if end > whole:
@@ -92,8 +95,11 @@ Why = Literal["never stored", "masked", "evicted", "cleared", "restarted", "beyo
 
 
 class MissingBlock(msgspec.Struct, frozen=True):
-    """A block that a longer hit would need. ``seq`` and ``event`` (its number in the batch) are of the event
-    that took it, or that masked it; ``stored_seq`` of the one that had stored it."""
+    """A block that a longer hit would need.
+
+    ``seq`` and ``event`` (its number in the batch) identify the event that removed or masked it;
+    ``stored_seq`` the event that had stored it.
+    """
 
     spec_class: str
     group: int
@@ -105,49 +111,50 @@ class MissingBlock(msgspec.Struct, frozen=True):
     event: int | None = None
     stored_seq: int | None = None
     offloaded: tuple[str, ...] = ()
-    """Places outside the GPU that hold it: medium, and owner where events name one."""
+    """Locations outside the GPU that hold it: medium, and owner if events name one."""
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """What a hit of ``tokens`` would need and the engine lacks: the first missing block, and how many there
-    are."""
+    """The blocks a hit of ``tokens`` needs and the engine lacks: the first missing block, and their
+    number.
+    """
 
     tokens: int
     missing_blocks: int
     first: MissingBlock | None
     by_class: dict[str, int]
-    """Missing blocks per spec class that lacks any."""
+    """Missing blocks by spec class, for classes that lack any."""
 
 
 class EngineExplanation(msgspec.Struct, frozen=True):
-    """One engine's answer for one prompt, at ``seq``."""
+    """Explanation for one engine and one prompt, at ``seq``."""
 
     engine: str
     seq: int | None
     mode: str
     hit_tokens: int
     offloaded_tokens: int
-    """The hit with all that would be loaded; ``storage_tokens`` of it come from storage."""
+    """The hit including all tokens that would be loaded; ``storage_tokens`` of it come from storage."""
     trunk_tokens: int
     by_class: tuple[ClassHit, ...]
     ended_by: MissingBlock | None
-    """None: the hit is as long as it can be, or nothing can be predicted."""
+    """None: the hit has its maximal length, or nothing can be predicted."""
     whole_prompt: bool
-    """The hit ends only because the last token is always computed."""
+    """Whether the hit ends only because the last token is always computed."""
     next_boundary: Boundary | None
     trunk_boundary: Boundary | None
     why_unknown: str = ""
     storage_tokens: int = 0
     history: str = ""
-    """What of the engine's history the capture does not hold; empty: everything since its start is known."""
+    """Part of the engine's history that the capture lacks; empty: complete since the engine's start."""
 
 
 def explain_engine(
     player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None = None
 ) -> EngineExplanation:
-    """Explain one engine. ``scheme`` overrules what was detected."""
+    """Explain one engine. ``scheme`` overrides the detected one."""
     run, hit = player.run_of(source), _hit(player, source, prompt, scheme)
-    known = _Known(player, source, prompt, scheme)
+    known = _PromptJournal(player, source, prompt, scheme)
     following = at_trunk = None
     last = 0
     if known.layout is not None and hit.mode != "unknown":
@@ -178,7 +185,7 @@ def explain_engine(
 
 
 def _hit(player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None) -> EngineHit:
-    """The serving code's prediction; under ``scheme`` computed with it instead of the detected one."""
+    """Predict with the serving code; with ``scheme``, use it instead of the detected one."""
     layout = _layout(player, source, scheme)
     if scheme is None or layout is None:
         return player.fleet.predict(prompt, [source], detail=True)[source]
@@ -208,23 +215,23 @@ def _layout(player: Player, source: str, scheme: HashScheme | None) -> CacheLayo
 
 def _history(player: Player, source: str) -> str:
     run = player.run_of(source)
-    said = []
+    parts = []
     if run.first_seq:
-        said.append(f"the capture begins at seq {run.first_seq}")
+        parts.append(f"the capture begins at seq {run.first_seq}")
     if run.missing_batches:
-        said.append(f"{run.missing_batches} batches are missing in {run.gaps} gaps")
+        parts.append(f"{run.missing_batches} batches are missing in {run.gaps} gaps")
     if run.undecodable or run.rejected_events:
-        said.append(f"{run.undecodable} batches and {run.rejected_events} events could not be read")
-    return ", ".join(said)
+        parts.append(f"{run.undecodable} batches and {run.rejected_events} events could not be decoded")
+    return ", ".join(parts)
 
 
 def _drops_whole_block(layout: CacheLayout) -> bool:
-    """A single group with EAGLE: the block it drops must itself lie before the prompt's last token."""
+    """Single group with EAGLE: the block it drops must itself lie before the prompt's last token."""
     return layout.single_group and not layout.lookahead and any(c.spec.is_eagle for c in layout.classes)
 
 
-class _Known:
-    """One engine and one prompt, and what the journal says of the prompt's blocks there."""
+class _PromptJournal:
+    """The journal's entries for the blocks of one prompt on one engine."""
 
     def __init__(self, player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme | None) -> None:
         self._player = player
@@ -240,10 +247,12 @@ class _Known:
             self._hashes = self._hashes[: (prompt.num_tokens - 1) // self.layout.hash_block_size]
 
     def boundary(self, tokens: int) -> Boundary:
-        """Everything missing for a hit of ``tokens``; full attention first, as the engine looks."""
+        """Return everything missing for a hit of ``tokens``; full attention first, like the engine's
+        search.
+        """
         layout = self.layout
         if layout is None:
-            raise AssertionError("asked only where the layout is known")
+            raise AssertionError("called only if the layout is known")
         first: MissingBlock | None = None
         counts: dict[str, int] = {}
         for spec_class in layout.classes:
@@ -264,7 +273,7 @@ class _Known:
         return log.copies if log is not None else 0
 
     def _hash(self, end: int) -> BlockHash | None:
-        """The hash of the prefix of ``end`` tokens; None beyond the prompt's last whole block."""
+        """Return the hash of the prefix of ``end`` tokens; None beyond the prompt's last full block."""
         number = end // (self.layout.hash_block_size if self.layout is not None else 1) - 1
         return self._hashes[number] if number < len(self._hashes) else None
 
@@ -283,17 +292,19 @@ class _Known:
             at.seq if at is not None else None,
             at.event if at is not None else None,
             stored.seq if stored is not None else None,
-            self._outside(end, group),
+            self._offloaded(end, group),
         )
 
-    def _outside(self, end: int, group: int) -> tuple[str, ...]:
-        """The places outside the GPU that hold the block that ends at ``end``."""
+    def _offloaded(self, end: int, group: int) -> tuple[str, ...]:
+        """Return the locations outside the GPU that hold the block that ends at ``end``."""
         planes = self._player.ledger.seen_planes(self._source)
         held = (p for p in planes if p.group_idx == group and p.medium != GPU and self._copies(end, p))
         return tuple(sorted(plane.medium for plane in held))
 
     def _why(self, end: int, group: int) -> tuple[Why, EventPosition | None, EventPosition | None]:
-        """What became of the block that ends at ``end``: word, event, and the event that had stored it."""
+        """Return the fate of the block that ends at ``end``: reason, event, and the event that had stored
+        it.
+        """
         block = self._hash(end)
         if block is None:
             return "beyond the prompt", None, None
@@ -306,7 +317,7 @@ class _Known:
         return ("never stored", None, None) if span is None else ("masked", span.at, None)
 
     def _masking_span(self, end: int, group: int) -> MaskedSpan | None:
-        """The latest stored event that covered this block of this prompt without listing it."""
+        """Return the latest stored event that covered this block of this prompt without listing it."""
         spans = self._player.masked.get((self._source, group), {})
         if not spans or self.layout is None:
             return None
@@ -321,8 +332,10 @@ class _Known:
         return max(found, key=lambda span: span.at, default=None)
 
     def _same_tokens(self, span: MaskedSpan, start: int, end: int) -> bool:
-        """Whether the span is of this prompt. Of redacted ones the parent alone tells, and any listed
-        hash."""
+        """Return whether the span belongs to this prompt.
+
+        For redacted captures, decided by the parent alone, or by any listed hash.
+        """
         if self._player.run_of(self._source).redacted:
             return start > 0 or any(block in span.listed for block in self._hashes)
         try:
@@ -332,18 +345,17 @@ class _Known:
         return tokens[: end - start] == list(self._prompt.token_ids[start:end])
 
 
-# The prompt that ``kvatlas explain`` is asked about: token ids as they stand, or a request read as the
-# router reads it.
+# The prompt to explain: token ids as given, or a request read as the router reads it.
 
 
 BODY_BYTES_MAX = 64 << 20
+# Values of ``--api``, and the path of each.
 PATHS: Final = {name: path for path, name in PROMPT_APIS.items()}
-"""What ``--api`` may say."""
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class PromptError(Exception):
-    """A request that cannot be asked about; the message names the file and the reason."""
+    """A request that cannot be explained; the message names the file and the reason."""
 
 
 class TokenPrompt:
@@ -362,7 +374,7 @@ class TokenPrompt:
 
 
 class _Fields(msgspec.Struct):
-    """What of a body decides how it is read."""
+    """The fields of a body that determine how it is read."""
 
     token_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -372,7 +384,7 @@ class _Fields(msgspec.Struct):
 
 
 def read_body(path: Path) -> bytes:
-    """The request's file. Raises ``PromptError``."""
+    """Read the request's file. Raises ``PromptError``."""
     try:
         with path.open("rb") as file:
             body = file.read(BODY_BYTES_MAX + 1)
@@ -384,8 +396,9 @@ def read_body(path: Path) -> bytes:
 
 
 def endpoint_of(path: Path, body: bytes, api: str | None) -> str:
-    """The path of ``api``; else that of a chat, completion or response, or ``tokens``, by the fields of the
-    body. Raises ``PromptError``."""
+    """Return the path of ``api``; without it that of a chat, completion or response, or ``tokens``, by the
+    body's fields. Raises ``PromptError``.
+    """
     if api is not None:
         return PATHS[api]
     fields = _fields(path, body)
@@ -401,7 +414,7 @@ def endpoint_of(path: Path, body: bytes, api: str | None) -> str:
 
 
 def router_body(path: Path, body: bytes, api: str | None) -> bytes:
-    """The body in a form that a router's explain endpoint takes: token ids become a completion prompt."""
+    """Convert the body for a router's explain endpoint: token ids become a completion prompt."""
     if endpoint_of(path, body, api) != "tokens":
         return body
     try:
@@ -413,7 +426,7 @@ def router_body(path: Path, body: bytes, api: str | None) -> bytes:
 
 
 def read_prompt(path: Path, body: bytes, config: Config, api: str | None) -> HashedPrompt:
-    """The prompt of a request. Raises ``PromptError``, for text also where no tokenizer is configured."""
+    """Read the prompt of a request. Raises ``PromptError``, for text also if no tokenizer is configured."""
     endpoint = endpoint_of(path, body, api)
     if endpoint == "tokens":
         return _tokens(path, body)
@@ -435,14 +448,14 @@ def _tokens(path: Path, body: bytes) -> HashedPrompt:
 
 def _checked(path: Path, token_ids: list[int], extras: PromptExtras) -> TokenPrompt:
     if not token_ids:
-        raise PromptError(f"{path}: no tokens in it")
+        raise PromptError(f"{path}: it contains no tokens")
     if min(token_ids) < 0 or max(token_ids) >= 1 << 32:
         raise PromptError(f"{path}: token ids must lie in 0..{(1 << 32) - 1}")
     return TokenPrompt(token_ids, extras)
 
 
 def _ids(raw: msgspec.Raw | msgspec.UnsetType) -> list[int] | None:
-    """The prompt if it is one list of token ids."""
+    """Return the prompt if it is one list of token ids."""
     if isinstance(raw, msgspec.UnsetType):
         return None
     try:
@@ -459,7 +472,10 @@ def _fields(path: Path, body: bytes) -> _Fields:
 
 
 async def _located(model: ModelConfig, locator: Locator) -> ModelPrompts:
-    """Without an engine there is no other source than a directory or a name. Raises ``TokenizerProblem``."""
+    """Locate the tokenizer by directory or name: without an engine there is no other source.
+
+    Raises ``TokenizerProblem``.
+    """
     source, prompts = parse_source(model.tokenizer), model.prompts()
     if source.kind != "repository":
         return prompts
@@ -469,7 +485,7 @@ async def _located(model: ModelConfig, locator: Locator) -> ModelPrompts:
 
 async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> HashedPrompt:
     async def nobody(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
-        raise OSError("there is no engine to ask")
+        raise OSError("no engine available")
 
     try:
         locator = Locator(config.prompts)

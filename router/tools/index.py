@@ -1,6 +1,6 @@
-"""``kvatlas index stats|dump|verify``: a shared index looked at from outside.
+"""``kvatlas index stats|dump|verify``: inspection of a shared index.
 
-Status 0 done (verify: exact), 1 the index cannot be asked or is not exact, 2 bad arguments.
+Status 0: done (verify: exact), 1: the index is unavailable or not exact, 2: bad arguments.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from router.tools.index_verify import EngineDiff, ScopeSnapshot, Verifier, block
 from router.tools.ops_client import output_console
 
 _CONNECT_S = 5.0
+# Number of blocks whose memory is measured: each costs one command.
 _SAMPLE = 200
-"""Blocks whose memory is asked for; all would cost one command each."""
 _PAGE = 10_000
 
 
@@ -43,7 +43,7 @@ class EngineLine(msgspec.Struct):
     generation: int
     holder: str
     lease_s: float
-    """Seconds until its lease runs out; not positive: nobody writes it."""
+    """Seconds until its lease expires; not positive: no writer."""
     token: int
     feed: str
     missing_batches: int
@@ -51,7 +51,7 @@ class EngineLine(msgspec.Struct):
 
 
 class ScopeLine(msgspec.Struct):
-    """One scope (model) in ``stats``. Bytes as the server counts them, keys and values with overhead."""
+    """One scope (model) in ``stats``. Bytes as counted by the server: keys and values with overhead."""
 
     model: str
     blocks: int
@@ -62,11 +62,11 @@ class ScopeLine(msgspec.Struct):
     retired_slots: int
     engines: list[EngineLine]
     replicas: dict[str, int]
-    """Live or lately live replicas, and how many engines each follows."""
+    """Replicas alive recently, and the number of engines each follows."""
 
 
 def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> int:
-    """Sizes, engines and their generations, lease holders, feed states."""
+    """Print sizes, engines and their generations, lease holders, feed states."""
 
     async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
         lines = [await scope_line(client, snapshot) for snapshot in scopes]
@@ -81,7 +81,7 @@ def run_stats(settings: IndexSettings, *, model: str | None, as_json: bool) -> i
 
 
 def run_dump(settings: IndexSettings, *, model: str | None, limit: int) -> int:
-    """One JSON line per block: its hash, and the planes each engine holds it in."""
+    """Print one JSON line per block: its hash, and the planes each engine holds it in."""
 
     async def show(client: Client, scopes: list[ScopeSnapshot]) -> int:
         for snapshot in scopes:
@@ -104,9 +104,9 @@ def run_index_verify(
     settle_s: float,
     as_json: bool,
 ) -> int:
-    """0 if the index says of every engine what its feed says.
+    """Returns 0 if the index agrees with every engine's feed.
 
-    ``engines`` add to the addresses that the index knows, or replace them; what they leave out stays.
+    ``engines`` add to the addresses stored in the index or override them; fields they leave out are kept.
     """
     given: dict[str, EngineAddress] = {engine.engine_id: engine for engine in engines}
 
@@ -126,7 +126,7 @@ def run_index_verify(
 async def verify_scope(
     client: Client, snapshot: ScopeSnapshot, given: Mapping[str, EngineAddress], settle_s: float
 ) -> list[EngineDiff]:
-    """Every engine of a scope compared; those whose addresses nobody knows have the feed ``unknown``."""
+    """Compare every engine of a scope; those with unknown addresses get the feed state ``unknown``."""
     known = {
         engine_id: addressed(snapshot.addresses.get(engine_id), given.get(engine_id))
         for engine_id in (snapshot.addresses | dict(given))
@@ -138,20 +138,22 @@ async def verify_scope(
 
 
 def addressed(known: EngineAddress | None, given: EngineAddress | None) -> EngineAddress:
-    """An engine with what was given on the command line, and what the index knows where nothing was."""
+    """Merge the address given on the command line with the one stored in the index; the former wins."""
     if known is None or given is None:
         found = given or known
         if found is None:
             raise AssertionError("one of them names the engine")
         return found
-    told = {name: getattr(given, name) for name in ("events", "replay") if getattr(given, name) is not None}
+    overrides = {
+        name: getattr(given, name) for name in ("events", "replay") if getattr(given, name) is not None
+    }
     if given.topic:
-        told["topic"] = given.topic
-    return msgspec.structs.replace(known, **told)
+        overrides["topic"] = given.topic
+    return msgspec.structs.replace(known, **overrides)
 
 
 async def scope_line(client: Client, snapshot: ScopeSnapshot) -> ScopeLine:
-    """The figures of one scope."""
+    """Compute the figures of one scope."""
     view, keys = snapshot.view, ScopeKeys(client.settings.namespace, snapshot.model)
     hashes = await block_hashes(client, keys, view.scope)
     sample = hashes[:: max(1, len(hashes) // _SAMPLE)][:_SAMPLE]
@@ -187,7 +189,9 @@ async def scope_line(client: Client, snapshot: ScopeSnapshot) -> ScopeLine:
 async def _bytes_per_block(
     client: Client, keys: ScopeKeys, snapshot: ScopeSnapshot, sample: list[int]
 ) -> float | None:
-    """Mean of what the server counts for a block's key and value; None without blocks or permission."""
+    """Return the mean size in bytes of a block's key and value on the server; None without blocks or
+    permission.
+    """
     sizes = []
     scope = snapshot.view.scope
     for value in sample:

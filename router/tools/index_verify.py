@@ -1,8 +1,8 @@
-"""``kvatlas index verify``: what the shared index says, against what the engines' feeds say now.
+"""``kvatlas index verify``: comparison of the shared index with the engines' feeds.
 
-Follows every engine of a scope itself (its events from the first one on, by replay), builds residency from
-that, and compares block by block. The index lags behind the feeds by a write, so a difference counts only if
-it stays: it is looked at again until it is gone or the time is up.
+Follows every engine of a scope itself (all events from the first one, by replay), builds residency from them,
+and compares block by block. The index lags the feeds by one write, so a difference counts only if it
+persists: the comparison is repeated until it is gone or the time is up.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from router.replication.redis.client import Client
 from router.replication.redis.connection import unavailable
 from router.replication.registry import Registry, Scope, ScopeView
 
-# Reads a shared index from outside: its scopes, lease holders, and every block key.
-#
-# For tools and tests only: it walks all keys (SCAN), which the router never does.
+# Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and
+# tests only: it walks all keys (SCAN), which the router never does.
 
 
 _SCAN_COUNT = 5000
@@ -53,12 +52,12 @@ class ScopeSnapshot(NamedTuple):
 
     @property
     def addresses(self) -> dict[str, EngineAddress]:
-        """The engines' addresses, as the replicas report them."""
+        """Addresses of the engines, as reported by the replicas."""
         return {e.engine_id: e for record in self.replicas.values() for e in record.wants}
 
 
 async def models_of(client: Client) -> list[str]:
-    """The models that have a scope in the client's namespace."""
+    """Return the models that have a scope in the client's namespace."""
     namespace = client.settings.namespace.encode()
     pattern = re.compile(re.escape(namespace) + rb":\{(.*)\}:scope")
     found = set()
@@ -68,7 +67,7 @@ async def models_of(client: Client) -> list[str]:
 
 
 async def read_scope(client: Client, model: str) -> ScopeSnapshot | None:
-    """Everything but the blocks; None where there is no such scope."""
+    """Read everything but the blocks; None if there is no such scope."""
     view = await Registry(client, model).fetch()
     if view is None:
         return None
@@ -80,9 +79,9 @@ async def read_scope(client: Client, model: str) -> ScopeSnapshot | None:
 
 
 async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[list[bytes]]:
-    """All keys that start with ``head`` and end in ``tail``, a page at a time.
+    """Yield all keys that start with ``head`` and end in ``tail``, page by page.
 
-    A key may come twice. Raises ``IndexUnavailable``.
+    A key may be returned twice. Raises ``IndexUnavailable``.
     """
     glob = _GLOB.sub(rb"\\\1", head) + b"*" + _GLOB.sub(rb"\\\1", tail)
     for master in client.masters():
@@ -100,7 +99,7 @@ async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[
 
 
 async def block_hashes(client: Client, keys: ScopeKeys, scope: Scope) -> Words:
-    """The hash of every block that has a key in this scope, in no order."""
+    """Return the hash of every block that has a key in this scope, unordered."""
     found: list[bytes] = []
     for partition in range(scope.partitions):
         prefix = keys.prefix(scope.epoch, partition, scope.partitions)
@@ -119,22 +118,22 @@ _KNOWN = frozenset({FeedState.READY, FeedState.DEGRADED})
 
 
 class EngineDiff(msgspec.Struct):
-    """One engine: (plane, block) pairs."""
+    """Comparison of one engine, in (plane, block) pairs."""
 
     engine: str
     feed: str
-    """State of this tool's own feed; differences mean something only if it is ``ready``."""
+    """State of this tool's own feed; differences are meaningful only if it is ``ready``."""
     holder: str = ""
     stale: bool = True
     resident: int = 0
-    """Pairs the engine holds, by its feed."""
+    """Pairs the engine holds according to its feed."""
     wrong: int = 0
-    """Pairs the index shows and the engine does not hold: hits would be predicted too long."""
+    """Pairs in the index that the engine does not hold: predicted hits are too long."""
     missing: int = 0
-    """Pairs the engine holds and the index does not show: hits would be predicted too short."""
+    """Pairs the engine holds that are not in the index: predicted hits are too short."""
 
     gone: bool = False
-    """No replica wants or writes it: what is left of it is shown to nobody and runs out."""
+    """No replica follows or writes it: its remaining blocks are not used and expire."""
 
     @property
     def exact(self) -> bool:
@@ -144,7 +143,7 @@ class EngineDiff(msgspec.Struct):
 
 
 class Verifier:
-    """Follows the engines of one scope for as long as its context lasts."""
+    """Follows the engines of one scope while its context is open."""
 
     def __init__(
         self, client: Client, snapshot: ScopeSnapshot, addresses: Mapping[str, EngineAddress]
@@ -173,12 +172,14 @@ class Verifier:
         await asyncio.gather(*self._running, return_exceptions=True)
 
     def others(self) -> list[EngineDiff]:
-        """Engines in the index whose event addresses nobody knows."""
+        """Return the engines in the index with unknown event addresses."""
         held = {engine_id for engine_id, lease in self._leases.items() if lease.held}
         return [EngineDiff(e, "unknown", gone=e not in held) for e in self._unknown]
 
     async def compare(self, settle_s: float) -> list[EngineDiff]:
-        """Differences that stay; returns as soon as there are none, else after ``settle_s``."""
+        """Return the persistent differences; returns as soon as there are none, otherwise after
+        ``settle_s``.
+        """
         end = time.monotonic() + settle_s
         found: list[EngineDiff] = []
         before: dict[str, _Difference] = {}
@@ -192,7 +193,7 @@ class Verifier:
     async def _compare_once(
         self, before: Mapping[str, _Difference]
     ) -> tuple[list[EngineDiff], dict[str, _Difference]]:
-        """The differences that were there before too, and all of now."""
+        """Return the differences also found before, and all current ones."""
         await self._reader.lookup((), self._model, timeout_s=_LOOKUP_S)
         engines = self._reader.engines(self._model)
         shown = await shown_pairs(self._client, self._reader, self._model)
@@ -219,7 +220,7 @@ class Verifier:
         return diffs, now
 
     def _held(self, engine_id: str) -> Pairs:
-        """What the engine holds, by its feed."""
+        """Return the pairs the engine holds according to its feed."""
         planes = self._memory.planes(engine_id)
         blocks = self._memory.blocks_of(engine_id)
         bits = self._memory.held_in(engine_id, planes, [BlockHash(value) for value in blocks.tolist()])
@@ -231,7 +232,7 @@ class Verifier:
 
 
 async def shown_pairs(client: Client, reader: SharedReader, model: str) -> dict[str, Pairs]:
-    """What a scope shows of each engine: (plane, block) pairs. Raises ``IndexUnavailable``."""
+    """Return the (plane, block) pairs of each engine in a scope. Raises ``IndexUnavailable``."""
     view = await Registry(client, model).fetch()
     if view is None:
         return {}

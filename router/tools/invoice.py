@@ -1,7 +1,7 @@
 """``kvatlas invoice``: tokens and prices by tenant, from usage records.
 
-Lines are read in one pass and summed as whole numbers; prices are decimal, per million tokens, and a total is
-the exact sum of its rows. Always true: each line counts once, also of a record that a router is writing.
+Lines are read in one pass and summed as integers; prices are decimal, per million tokens, and a total is the
+exact sum of its rows. Each line counts once, also in a record that a router is writing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from router.config.errors import ConfigError
 from router.observe.usage import UsageLine, all_files
 from router.tools.ops_client import output_console
 
+# Priced token kinds: prompt tokens computed, prompt tokens taken from each tier, and generated tokens.
 PRICED = ("computed", "device", "host", "store", "generated")
-"""Priced tokens: prompt tokens that were computed, those taken from each tier, and generated ones."""
 GROUPS = ("tenant", "key", "model", "engine")
 _MILLION = 1_000_000
 _decoder = msgspec.json.Decoder(UsageLine)
 
 
 class InvoiceOptions(msgspec.Struct, frozen=True):
-    """The arguments of ``kvatlas invoice``, as given."""
+    """Arguments of ``kvatlas invoice``, as given."""
 
     paths: Sequence[Path]
     prices: Sequence[str]
@@ -39,15 +39,15 @@ class InvoiceOptions(msgspec.Struct, frozen=True):
 
 
 class InvoiceRow(msgspec.Struct):
-    """The requests of one tenant, or of what ``--by`` names."""
+    """Sums over the requests of one tenant, or of the group selected by ``--by``."""
 
     requests: int = 0
-    """Requests that an engine answered with success, or was computing when the client left."""
+    """Requests that an engine answered successfully, or was computing when the client disconnected."""
     not_served: int = 0
     unreported: int = 0
-    """Of ``requests``, those whose engine reported no tokens."""
+    """Number of those whose engine reported no tokens."""
     contradicted: int = 0
-    """Of ``requests``, those whose reported cached tokens differ from what the index says."""
+    """Number of those whose reported cached tokens contradict the index."""
     tokens: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PRICED, 0))
 
     def add(self, line: UsageLine) -> None:
@@ -70,12 +70,12 @@ class InvoiceRow(msgspec.Struct):
             self.tokens[name] += count or 0
 
     def amount(self, prices: dict[str, Decimal]) -> Decimal:
-        """Price of its tokens."""
+        """Return the price of the tokens."""
         return sum((prices[name] * self.tokens[name] / _MILLION for name in prices), Decimal(0))
 
 
 def run_invoice(options: InvoiceOptions, *, as_json: bool) -> int:
-    """Raises ``ConfigError`` for arguments or lines that cannot be used."""
+    """Print the invoice. Raises ``ConfigError`` for unusable arguments or lines."""
     prices = _prices(options.prices)
     since_s, until_s = _moment("--since", options.since), _moment("--until", options.until)
     by = tuple(name.strip() for name in options.by.split(","))
@@ -128,7 +128,7 @@ def _lines(paths: Sequence[Path]) -> Iterator[UsageLine]:
             for file in _opened(path, stack):
                 for number, text in enumerate(file, 1):
                     if not text.endswith(b"\n"):
-                        break  # a router is writing it
+                        break  # incomplete: a router is writing it
                     try:
                         yield _decoder.decode(text)
                     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -137,7 +137,7 @@ def _lines(paths: Sequence[Path]) -> Iterator[UsageLine]:
 
 
 def _opened(path: Path, stack: ExitStack) -> list[BinaryIO]:
-    """All files of a record, opened between two rotations: they may be renamed from then on."""
+    """Open all files of a record between two rotations: once open, they may be renamed."""
     while True:
         with ExitStack() as tried:
             try:
@@ -165,7 +165,7 @@ def _prices(texts: Sequence[str]) -> dict[str, Decimal]:
             price = Decimal(-1)
         if name not in PRICED or not price.is_finite() or price < 0:
             raise ConfigError(
-                f"--price {text!r}: expected NAME=PRICE, a price of a million tokens, NAME one of "
+                f"--price {text!r}: expected NAME=PRICE, the price per million tokens, NAME one of "
                 f"{', '.join(PRICED)}"
             )
         prices[name] = price
@@ -173,7 +173,7 @@ def _prices(texts: Sequence[str]) -> dict[str, Decimal]:
 
 
 def _moment(flag: str, text: str | None) -> float | None:
-    """A date or time, UTC where it names no zone, in Unix time."""
+    """Parse a date or time, in UTC unless it names a zone, into Unix time."""
     if text is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""``kvatlas keys``: enter a key into a key file, and list what one has.
+"""``kvatlas keys``: add a key to a key file, and list the keys of one.
 
-A key is printed once, on standard output, and nowhere else; the file gets its digest. The file is replaced
-whole, readable by its owner only, so a router never reads half of it.
+A key is printed once, on standard output, and nowhere else; the file stores its digest. The file is replaced
+atomically and readable by its owner only, so a router never reads a partial file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEAD = """\
 
 
 def run_add(path: Path, *, tenant: str, name: str, stdin: bool) -> int:
-    """Raises ``ConfigError`` for a name, key or file of no use; the file is as it was then."""
+    """Add a key. Raises ``ConfigError`` for an unusable name, key or file; the file is then unchanged."""
     try:
         check_tenant_name(tenant, "--tenant")
         known = read_key_file(path, "--file") if path.exists() else None
@@ -44,7 +44,7 @@ def run_add(path: Path, *, tenant: str, name: str, stdin: bool) -> int:
     key = _given() if stdin else new_key()
     digest = digest_of(key)
     if known is not None and any(entry.sha256 == digest for entry in known.keys):
-        raise ConfigError(f"--file {path}: this key is in it already")
+        raise ConfigError(f"--file {path}: this key exists already")
     text = path.read_text(encoding="utf-8").rstrip() + "\n" if known is not None else _HEAD
     if known is None or tenant not in known.tenants:
         text += f"\n[tenants.{_quoted(tenant)}]\n"
@@ -52,24 +52,24 @@ def run_add(path: Path, *, tenant: str, name: str, stdin: bool) -> int:
     text += f"\n[[keys]]\ntenant = {_quoted(tenant)}\n{named}sha256 = {_quoted(digest)}\n"
     _replace(path, text)
     if stdin:
-        print(f"entered a key of {tenant} into {path}", file=sys.stderr)
+        print(f"added a key of {tenant} to {path}", file=sys.stderr)
     else:
         print(key)
-        print(f"entered a new key of {tenant} into {path}; it is shown only here", file=sys.stderr)
+        print(f"added a new key of {tenant} to {path}; it is shown only once", file=sys.stderr)
     return 0
 
 
 def run_list(path: Path) -> int:
-    """Raises ``ConfigError`` for a file that routers would refuse."""
+    """List the keys of a file. Raises ``ConfigError`` if routers would refuse it."""
     try:
         table = read_key_file(path, "--file")
     except KeyFileError as error:
         raise ConfigError(str(error)) from None
     for tenant, rules in sorted(table.tenants.items()):
         unset = msgspec.to_builtins(TenantRules())
-        said = msgspec.to_builtins(rules)
-        models = ", ".join(said.pop("models"))
-        limits = {key: value for key, value in said.items() if value != unset[key]}
+        fields = msgspec.to_builtins(rules)
+        models = ", ".join(fields.pop("models"))
+        limits = {key: value for key, value in fields.items() if value != unset[key]}
         shown = ", ".join(f"{key} = {value}" for key, value in limits.items()) or "no limits"
         print(f"{tenant}: models {models}; {shown}")
         for entry in table.keys:
@@ -88,7 +88,7 @@ def _given() -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a TOML string, which takes what JSON strings are."""
+    """Quote as a TOML string: JSON strings are valid TOML strings."""
     return msgspec.json.encode(text).decode()
 
 

@@ -1,4 +1,6 @@
-"""What every tool that asks a running router knows: where its ops port is, its token, what a refusal says."""
+"""Shared parts of the tools: access to a router's ops port, error messages, the simulated engine, table
+output.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,19 @@ from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import OPS_PORT
 
 OPS_URL = f"http://127.0.0.1:{OPS_PORT}"
+# Environment variable with the token of a router that requires one (``server.ops_token_file``).
 TOKEN_VARIABLE = "KVATLAS_OPS_TOKEN"  # noqa: S105  # its name
-"""The environment variable with the token of a router that wants one (``server.ops_token_file``)."""
 _TEXT_MAX = 300
 
 
 def ops_headers(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Headers for a router's ops port; to be sent to nobody else."""
+    """Return headers for a router's ops port; never send them anywhere else."""
     token = environ.get(TOKEN_VARIABLE, "").strip()
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def reason(body: bytes, code: str = "") -> str:
-    """The message of an error in OpenAI's shape (with this code, where given); "" where it is none."""
+    """Return the message of an OpenAI-style error (with this code, if given); "" if it is not one."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"])[:_TEXT_MAX] if code in {"", error.get("code")} else ""
@@ -33,11 +35,13 @@ def reason(body: bytes, code: str = "") -> str:
         return ""
 
 
-# What ``kvatlas engine`` does: settings from the command line, then one simulated engine until SIGTERM.
+# ``kvatlas engine``: settings from the command line, then one simulated engine until SIGTERM.
 
 
 def run_engine(host: str, port: int, assignments: list[str]) -> int:
-    """Run the engine. Raises ``ConfigError`` naming the setting at fault, ``OSError`` for a taken port."""
+    """Run the engine. Raises ``ConfigError`` naming the invalid setting, ``OSError`` if the port is in
+    use.
+    """
     settings = engine_settings(host, port, assignments)
     try:
         run(settings)
@@ -47,7 +51,7 @@ def run_engine(host: str, port: int, assignments: list[str]) -> int:
 
 
 def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSettings:
-    """Settings from ``KEY=VALUE`` texts; ``none`` stands for no value."""
+    """Parse settings from ``KEY=VALUE`` strings; ``none`` means no value."""
     values: dict[str, object] = {"host": host, "port": port}
     kinds = {field.name: field.type for field in msgspec.structs.fields(EngineSettings)}
     for text in assignments:
@@ -64,15 +68,15 @@ def engine_settings(host: str, port: int, assignments: list[str]) -> EngineSetti
     return EngineSettings(**values)  # type: ignore[arg-type]  # each was checked above
 
 
-# Where tables are printed: as wide as the terminal, and whole where output goes into a file or a pipe.
-
-
+# Wider than any table: lines are never folded, so that output can be grepped.
 WIDTH_PIPED = 1000
-"""Wider than any table here: nothing is folded for somebody who greps."""
 
 
 def output_console() -> Console:
-    """Standard output. ``COLUMNS`` in the environment sets another width."""
+    """Return a console on standard output: as wide as the terminal, or unfolded for files and pipes.
+
+    ``COLUMNS`` in the environment overrides the width.
+    """
     console = Console()
     if console.is_terminal or os.environ.get("COLUMNS"):
         return console

@@ -1,4 +1,4 @@
-"""What ``kvatlas record`` does: sources from the command line, a recording until told to stop, a summary."""
+"""``kvatlas record``: resolve sources, record until stopped, print a summary."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from router.tools.ops_client import output_console
 
-# Raw frames of live feeds, in order, into a ``CaptureWriter``.
-#
-# One ``SourceRecorder`` per engine: it subscribes first, asks the replay socket for the history, and goes
-# on with the live stream without a seam (``CaptureOrder``). What could not be had is counted, never papered
-# over. Nothing is decoded here, and frames are handed on by the turn, not one by one.
+# Records raw frames of live feeds, in order, into a ``CaptureWriter``. One ``SourceRecorder`` per engine
+# subscribes first, requests the history from the replay socket, and continues with the live stream without a
+# gap (``CaptureOrder``). Frames that are unavailable are counted. Nothing is decoded here, and frames are
+# passed on in batches.
 
 
 _END_SEQ = b"\xff" * 8
 _SEQ_MAX = (1 << 63) - 1
+# Messages ZMQ buffers for us: memory is cheaper than a lost frame.
 _RECEIVE_QUEUE_MAX = 100_000
-"""Messages ZMQ keeps for us: a recorder would rather spend memory than lose a frame."""
+# Messages read before yielding to the event loop: about two milliseconds (measured).
 _TURN_MESSAGES = 256
-"""Read before the event loop gets its turn: about two milliseconds."""
+# Seconds to sleep after a batch that emptied the socket: waking up for every few messages costs more than
+# processing them.
 _PAUSE_S = 0.002
-"""Slept after a turn that took all there was: waking up for every few messages costs more than they do."""
 
+# Thread switch interval in seconds while recording. With Python's default of 5 ms the writer thread, which
+# requests the GIL several times per piece, falls behind at half the frame rate (measured).
 _SWITCH_S = 0.0005
-"""How long the reading thread may keep the interpreter from the writing one. With Python's 5 ms the writer,
-which asks for it several times per piece, falls behind at half the rate."""
 
 
 class FrameSink(Protocol):
-    """Where recorded frames go."""
+    """Destination of recorded frames."""
 
     def put(self, frames: list[CaptureLine]) -> int:
-        """Take frames, in order; returns how many. Those after them had to be left out."""
+        """Queue frames in order. Returns how many were accepted; the rest are dropped."""
 
 
 class RecordSource(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class RecordSource(msgspec.Struct, frozen=True):
 
 
 class SourceRecorder:
-    """Records one source until it is told to ``finish``. ``wall`` gives seconds since the epoch."""
+    """Records one source until ``finish`` is called. ``wall`` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class SourceRecorder:
         self._finishing = asyncio.Event()
 
     async def run(self) -> None:
-        """Record until ``finish``. Raises ``zmq.ZMQError`` for an endpoint that is none."""
+        """Record until ``finish`` is called. Raises ``zmq.ZMQError`` for an invalid endpoint."""
         with contextlib.ExitStack() as stack:
             live = live_socket(self._context, self._source.topic, self._settings)
             self._live = reader = stack.enter_context(MessageReader(live))
             monitor = stack.enter_context(MessageReader(reader.socket.get_monitor_socket()))
             stack.callback(reader.socket.disable_monitor)
             reader.socket.connect(self._source.events)
-            self._hand_on()
+            self._forward()
             tasks = [
                 asyncio.create_task(self._read(reader)),
                 asyncio.create_task(self._watch(monitor)),
@@ -119,17 +119,17 @@ class SourceRecorder:
                     raise error
 
     def finish(self) -> None:
-        """Let ``run`` take what has arrived and return."""
+        """Make ``run`` record what has arrived and return."""
         self._finishing.set()
 
     async def _settle(self) -> None:
-        """Write what is held once the last answer is in; what is still missing then is lost."""
+        """Write the held frames once the last response is complete; frames still missing are lost."""
         while not self._order.settled:
             if self._fetching is not None:
                 await self._fetching
             else:
-                self._order.give_up()
-                self._hand_on()
+                self._order.abandon()
+                self._forward()
 
     async def _read(self, reader: MessageReader) -> None:
         while True:
@@ -142,7 +142,7 @@ class SourceRecorder:
                 await asyncio.sleep(0)
 
     def _turn(self, reader: MessageReader) -> int:
-        """Read and hand on what is here, up to ``_TURN_MESSAGES``; how many there were."""
+        """Read and pass on up to ``_TURN_MESSAGES`` available messages; returns their number."""
         messages = reader.take_many(_TURN_MESSAGES)
         order, now = self._order, self._wall()
         for message in messages:
@@ -150,7 +150,7 @@ class SourceRecorder:
             if frame is not None:
                 order.live(frame)
         if messages:
-            self._hand_on()
+            self._forward()
         return len(messages)
 
     async def _watch(self, monitor: MessageReader) -> None:
@@ -161,7 +161,7 @@ class SourceRecorder:
             await monitor.wait()
 
     def _frame(self, message: list[bytes], now: float) -> CaptureLine | None:
-        """The frame of ``[topic, seq, payload]``; None, and counted, for what is none."""
+        """Convert ``[topic, seq, payload]`` to a frame; None, and counted, if malformed."""
         if len(message) == 3:
             topic, seq_frame, payload = message
             seq = int.from_bytes(seq_frame[:8], "big")
@@ -173,8 +173,8 @@ class SourceRecorder:
         self.stats.malformed += 1
         return None
 
-    def _hand_on(self) -> None:
-        """Pass on what is in order, and fetch what is missing."""
+    def _forward(self) -> None:
+        """Pass on the frames that are in order, and fetch missing ones."""
         frames, stats = self._order.take(), self.stats
         if frames and (taken := self._sink.put(frames)):
             stats.frames += taken
@@ -192,11 +192,11 @@ class SourceRecorder:
             self.stats.replay_failures += 1
         finally:
             self._fetching = None
-            self._order.answered(request)
-            self._hand_on()
+            self._order.response_ended(request)
+            self._forward()
 
     async def _replay(self, endpoint: str, request: ReplayRequest) -> None:
-        """Take the answer of the replay socket. Raises ``TimeoutError`` where it falls silent."""
+        """Read the response of the replay socket. Raises ``TimeoutError`` if it falls silent."""
         with MessageReader(self._context.socket(zmq.DEALER)) as reader:
             reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
             reader.socket.set(zmq.MAXMSGSIZE, 4 * self._settings.payload_bytes_max)
@@ -211,20 +211,20 @@ class SourceRecorder:
                 if not self._order.holds and self._live is not None:
                     self._turn(self._live)
                 going_on = self._take_replayed(request, messages)
-                self._hand_on()
+                self._forward()
                 if not going_on:
                     return
                 await asyncio.sleep(0)
 
     def _take_replayed(self, request: ReplayRequest, messages: list[list[bytes]]) -> bool:
-        """Some messages of the answer; False at its end, or where no more of it is of use."""
+        """Process messages of the response; False at its end, or once the rest of it is useless."""
         now = self._wall()
         for message in messages:
             body = message[1:] if message and message[0] == b"" else message
             if len(body) in {2, 3} and body[-2] == _END_SEQ:
                 return False
             if len(body) == 2:
-                body = [self._source.topic.encode(), *body]  # older publishers leave the topic out
+                body = [self._source.topic.encode(), *body]  # older publishers omit the topic
             frame = self._frame(body, now)
             if frame is not None and not self._order.replayed(request, frame):
                 return False
@@ -232,8 +232,8 @@ class SourceRecorder:
 
 
 @contextlib.contextmanager
-def _sharing() -> Iterator[None]:
-    """Let the writer's thread have the interpreter soon."""
+def _short_switch_interval() -> Iterator[None]:
+    """Shorten the thread switch interval, so that the writer thread gets the GIL soon."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -249,11 +249,12 @@ async def record(
     seconds: float | None,
     ended: Callable[[], bool],
 ) -> None:
-    """Run all recorders until ``stop`` is set, ``seconds`` have passed, or ``ended`` says that there is no
-    use."""
+    """Run all recorders until ``stop`` is set, ``seconds`` have passed, or ``ended`` returns True (writing
+    has stopped).
+    """
     loop = asyncio.get_running_loop()
     deadline = float("inf") if seconds is None else loop.time() + seconds
-    with _sharing():
+    with _short_switch_interval():
         async with asyncio.TaskGroup() as tasks:
             for recorder in recorders:
                 tasks.create_task(recorder.run())
@@ -272,7 +273,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RecordOptions(msgspec.Struct, frozen=True):
-    """How a recording is kept."""
+    """Options of a recording."""
 
     path: Path
     seconds: float | None = None
@@ -282,7 +283,9 @@ class RecordOptions(msgspec.Struct, frozen=True):
 
 
 def run_record(engines: Sequence[str], options: RecordOptions, *, as_json: bool) -> int:
-    """0 if every frame was recorded, 1 if some were lost or an engine was not reached, 2 for bad input."""
+    """Returns 0 if every frame was recorded, 1 if some were lost or an engine was unreachable, 2 for bad
+    input.
+    """
     try:
         sources = resolve(engines)
         _check(options)
@@ -304,25 +307,25 @@ def run_record(engines: Sequence[str], options: RecordOptions, *, as_json: bool)
     finally:
         writer.close()
     if problem:
-        print(f"kvatlas record: not an address to record from: {problem}", file=sys.stderr)
+        print(f"kvatlas record: invalid address to record from: {problem}", file=sys.stderr)
         return 2
     summary = _summary(recorders, writer)
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
         output_console().print(_table([recorder.stats for recorder in recorders], writer))
-        print(_words(writer, options))
+        print(_describe(writer, options))
     return 0 if summary["complete"] else 1
 
 
 def resolve(engines: Sequence[str]) -> list[RecordSource]:
-    """Streams named by ``--engine``. Raises ``ConfigError`` for one that is none or publishes no events."""
+    """Resolve ``--engine`` to streams. Raises ``ConfigError`` for an invalid one, or one without events."""
     sources: list[RecordSource] = []
     for text in engines:
         if text.partition("=")[0] in _OPTIONS:
-            sources.append(_bare(text))
+            sources.append(_parse_stream(text))
         else:
-            found = _asked(parse_engine(text))
+            found = _with_events(parse_engine(text))
             sources += [RecordSource(e.engine_id, e.events or "", e.replay, e.topic) for e in found]
     if not sources:
         raise ConfigError("no engine: give --engine URL or --engine events=tcp://..[,replay=tcp://..]")
@@ -333,8 +336,8 @@ def resolve(engines: Sequence[str]) -> list[RecordSource]:
     return sources
 
 
-def _bare(text: str) -> RecordSource:
-    """``events=tcp://..[,replay=..][,topic=..][,source=NAME]``: a stream without a server to ask."""
+def _parse_stream(text: str) -> RecordSource:
+    """Parse ``events=tcp://..[,replay=..][,topic=..][,source=NAME]``: a stream without an HTTP server."""
     values: dict[str, str] = {}
     for option in text.split(","):
         name, separator, value = option.partition("=")
@@ -351,8 +354,8 @@ def _bare(text: str) -> RecordSource:
     return RecordSource(source, **values)
 
 
-def _asked(engine: EngineAddress) -> list[EngineAddress]:
-    """The engine with its event endpoints, asked from the server where they were not given."""
+def _with_events(engine: EngineAddress) -> list[EngineAddress]:
+    """Return the engine with its event endpoints, read from the server if not given."""
     if engine.events is not None:
         return [engine]
     url = f"{engine.base_url}/kv_event_sources"
@@ -403,7 +406,10 @@ async def _record(
 
 
 def _summary(recorders: Sequence[SourceRecorder], writer: CaptureWriter) -> dict[str, Any]:
-    """``complete``: every engine was reached, and nothing is missing since its first frame."""
+    """Build the summary.
+
+    ``complete``: every engine was reached, and nothing is missing since its first frame.
+    """
     stats = [recorder.stats for recorder in recorders]
     written = writer.stats
     clean = not written.overflowed_frames and not written.failure and not written.unredactable_frames
@@ -433,23 +439,23 @@ def _table(stats: Sequence[RecordStats], writer: CaptureWriter) -> Table:
     return table
 
 
-def _words(writer: CaptureWriter, options: RecordOptions) -> str:
+def _describe(writer: CaptureWriter, options: RecordOptions) -> str:
     stats = writer.stats
-    said = [f"{stats.frames:,} frames in {', '.join(str(path) for path in writer.pieces)}"]
+    parts = [f"{stats.frames:,} frames in {', '.join(str(path) for path in writer.pieces)}"]
     if stats.deleted_files:
-        said.append(f"{stats.deleted_files} older files deleted to stay below --max-mb")
+        parts.append(f"{stats.deleted_files} older files deleted to stay below --max-mb")
     if stats.full:
-        said.append("stopped at --max-mb")
+        parts.append("stopped at --max-mb")
     if stats.overflowed_frames:
-        said.append(f"LOST {stats.overflowed_frames:,} frames: the disk or the processor could not keep up")
+        parts.append(f"LOST {stats.overflowed_frames:,} frames: the disk or the processor could not keep up")
     if stats.failure:
-        said.append(f"WRITING FAILED: {stats.failure}")
+        parts.append(f"WRITING FAILED: {stats.failure}")
     if stats.unredactable_frames:
-        said.append(
+        parts.append(
             f"{stats.unredactable_frames:,} frames written without payload: they could not be redacted"
         )
     if options.redact:
-        said.append(
+        parts.append(
             "token ids are zeros: the hash scheme cannot be detected from this capture (--hash-scheme)"
         )
-    return "\n".join(said)
+    return "\n".join(parts)

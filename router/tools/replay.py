@@ -1,4 +1,4 @@
-"""What ``kvatlas replay`` does: a capture played, shown, published again, or compared with another state."""
+"""``kvatlas replay``: play a capture, show it, publish it again, or compare it with another state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.index.learn.layout import ModelFacts
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.registry import IndexRefused
 from router.replication.settings import IndexSettings
-from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, shown
+from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, with_progress
 from router.tools.ops_client import output_console
 from router.tools.replay_player import (
     Player,
@@ -38,17 +38,14 @@ from router.tools.replay_player import (
     topics_of,
     up_to,
 )
-from router.tools.replay_shared import PlaneDiff, diff, opened
+from router.tools.replay_shared import PlaneDiff, diff, open_shared_replay
 from router.tools.trace_verification import TraceError, trace_facts
-
-# What ``kvatlas replay`` shows on a terminal: streams, residency over time, differences.
-
 
 _SHOWN_HASHES = 8
 
 
 def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against B") -> Table:
-    """What only one of two states holds, plane by plane."""
+    """Table of the blocks held in only one of two states, plane by plane."""
     table = Table(title=title, box=None, padding=(0, 1, 0, 0))
     table.add_column("engine", overflow="fold", min_width=12)
     for name in ("medium", "group", "in both", "only A", "only B", "copies"):
@@ -70,7 +67,7 @@ def diff_table(found: Sequence[PlaneDiff], *, title: str = "residency: A against
 
 
 def stream_table(runs: Sequence[SourceRun]) -> Table:
-    """One row per engine: what its stream was like."""
+    """Table of the streams, one row per engine."""
     table = Table(title="streams", box=None, padding=(0, 1, 0, 0))
     table.add_column("engine", overflow="fold", min_width=12)
     names = ("frames", "events", "seqs", "gaps", "missing", "restarts", "resets", "late", "bad")
@@ -91,7 +88,7 @@ def stream_table(runs: Sequence[SourceRun]) -> Table:
 
 
 def sample_table(samples: Sequence[Sample]) -> Table:
-    """One row per moment and plane; the engine has a column only where there are several."""
+    """Table with one row per time and plane; the engine has a column only if there are several."""
     engines = {p.source for taken in samples for p in taken.planes}
     table = Table(title="residency over time", box=None, padding=(0, 1, 0, 0))
     if len(engines) > 1:
@@ -118,25 +115,25 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """What of a capture is played, and how."""
+    """Arguments of ``kvatlas replay``."""
 
     paths: tuple[Path, ...]
     to_seq: int | None = None
     source: str | None = None
     speed: float | None = None
-    """Times the recorded pace; 0: at once. Default 0, with ``publish`` 1."""
+    """Multiple of the recorded pace; 0: as fast as possible. Default 0, with ``publish`` 1."""
     publish: tuple[str, ...] = ()
     stay_s: float | None = None
-    """How long a published capture stays to be replayed after its last frame; None: until a signal."""
+    """Seconds to serve replay after the last published frame; None: until a signal."""
     samples: int = 10
     diff: Path | None = None
     diff_seq: int | None = None
     index: IndexSettings | None = None
-    """A shared index that the capture is played into as well."""
+    """Shared index that the capture is also written to."""
 
 
 def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
-    """0 done, 1 for states that differ, 2 for input or an index that cannot be used."""
+    """Returns 0 when done, 1 if states differ, 2 for unusable input or index."""
     try:
         _check(options)
         if options.diff is not None or options.diff_seq is not None:
@@ -148,7 +145,7 @@ def run_replay(options: ReplayOptions, *, as_json: bool) -> int:
 
 
 def facts_of(paths: Sequence[Path]) -> ModelFacts:
-    """What a recorded trace says of its model besides events; nothing for a capture."""
+    """Return the model facts of a recorded trace; a capture has none."""
     return trace_facts(paths[0]) if is_trace(paths[0]) else ModelFacts()
 
 
@@ -218,7 +215,7 @@ def _play(options: ReplayOptions, *, as_json: bool) -> int:
 
 
 def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
-    """Which engine is published where: in the order of their first frames."""
+    """Return the endpoint of each published engine, in the order of their first frames."""
     if not options.publish:
         return {}
     try:
@@ -229,18 +226,18 @@ def _endpoints(options: ReplayOptions) -> dict[str, PublishEndpoint]:
     if len(given) != len(names):
         raise ConfigError(
             f"--publish: {len(given)} addresses for {len(names)} engines ({', '.join(names)}); "
-            "repeat it, or choose one engine with --source"
+            "repeat it, or select one engine with --source"
         )
     return dict(zip(names, given, strict=True))
 
 
 class _Done(NamedTuple):
-    """What came of a replay."""
+    """Result of a replay."""
 
     player: Player
     samples: Sequence[Sample]
     shared: Sequence[PlaneDiff] | None
-    """Memory against shared index; None without one."""
+    """Differences between memory and shared index; None without an index."""
 
     @property
     def same(self) -> bool:
@@ -250,7 +247,7 @@ class _Done(NamedTuple):
 async def _run(
     options: ReplayOptions, endpoints: dict[str, PublishEndpoint], *, total: int, quiet: bool
 ) -> _Done:
-    """Play all frames, into a shared index as well if there is one."""
+    """Play all frames, and write them into a shared index if there is one."""
     facts = facts_of(options.paths)
     if options.index is None:
         player = Player(facts)
@@ -258,7 +255,7 @@ async def _run(
         await _perform(player, sampler, options, endpoints, quiet=quiet)
         return _Done(player, sampler.taken, None)
     sources = topics_of(_frames(options, options.to_seq))
-    async with opened(options.index, facts, sources) as shared:
+    async with open_shared_replay(options.index, facts, sources) as shared:
         sampler = Sampler(shared.player, total=total, samples=options.samples)
         await _perform(shared.player, sampler, options, endpoints, quiet=quiet)
         return _Done(shared.player, sampler.taken, await shared.compare())
@@ -272,7 +269,7 @@ async def _perform(
     *,
     quiet: bool,
 ) -> None:
-    """Play all frames at their pace; with endpoints, publish them and stay."""
+    """Play all frames at their pace; with endpoints, publish them and then keep serving replay."""
     total = sampler.total
     speed = options.speed if options.speed is not None else 1.0 if endpoints else 0.0
     topics = topics_of(_frames(options, options.to_seq)) if endpoints else {}
@@ -292,7 +289,7 @@ async def _perform(
                 print(f"{source}: events {publisher.endpoint}{replay}", file=sys.stderr, flush=True)
         if live is not None:
             stack.enter_context(live)
-        frames = shown(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
+        frames = with_progress(_frames(options, options.to_seq), "playing", quiet=quiet or bool(speed))
         await _feed(sampler, paced(frames, speed), published, stop, live, player)
         if endpoints and not stop.is_set():
             print(f"all {total} frames sent; serving replay until Ctrl-C", file=sys.stderr, flush=True)
@@ -336,14 +333,14 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
 
 
 def _summary(done: _Done) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "sources": [msgspec.to_builtins(run) for run in done.player.runs],
         "samples": [msgspec.to_builtins(taken) for taken in done.samples],
     }
     if done.shared is not None:
         planes = [msgspec.to_builtins(plane) for plane in done.shared]
-        told["index"] = {"same": done.same, "planes": planes}
-    return told
+        report["index"] = {"same": done.same, "planes": planes}
+    return report
 
 
 def _show(done: _Done) -> None:
@@ -351,4 +348,4 @@ def _show(done: _Done) -> None:
     console.print(stream_table(done.player.runs))
     console.print(sample_table(done.samples))
     if done.shared is not None:
-        console.print(diff_table(done.shared, title="residency: A memory against B what the index shows"))
+        console.print(diff_table(done.shared, title="residency: A memory against B shared index"))

@@ -1,9 +1,9 @@
-"""Plays a capture through the serving code, event by event, without a clock: equal captures give equal
+"""Replay of a capture through the serving code, event by event, without a clock: equal captures give equal
 results.
 
 A capture holds each engine's frames in the order they were published. A seq that goes back is a restarted
-engine, unless the batch is older than the one before it: that came late and is left out. Missing seqs are
-counted and played across, as a feed does that has no replay socket.
+engine, unless the batch is older than the one before it: then it was late and is skipped. Missing seqs are
+counted and skipped, as by a feed without a replay socket.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
 from router.tools.capture import CapturedFrame
 
-# An index that also remembers: for every block of every plane what happened to it last, and when.
-#
-# It is the serving index with a journal, so what a replay counts is what the router would have held. ``at``
-# is the position of the event being applied; whoever plays a capture sets it. Memory grows with the
-# distinct blocks of the capture, nothing is ever dropped: for tools, not for serving.
+# A journaling index: for every block of every plane it records the last change and its position. It is the
+# serving index with a journal, so what a replay counts is what the router would have held. ``at`` is the
+# position of the event being applied, set by the player. Memory grows with the distinct blocks of the capture
+# and is never freed: for tools, not for serving.
 
 
 Gone = Literal["", "evicted", "cleared", "restarted"]
 
 
 class EventPosition(NamedTuple):
-    """One event of one engine: seq of its batch, and its number in the batch, from 0."""
+    """Position of one event of one engine: seq of its batch, and its index in the batch."""
 
     seq: int
     event: int
 
 
 class BlockLog(msgspec.Struct):
-    """One block in one plane: physical copies now, and the last change in either direction."""
+    """Journal of one block in one plane: physical copies now, and the last change in either direction."""
 
     copies: int = 0
     stored: EventPosition | None = None
@@ -60,21 +59,24 @@ class BlockLog(msgspec.Struct):
 
 
 class PlaneCounts(msgspec.Struct):
-    """One plane of one engine. ``stored`` to ``cleared`` count copies since the start of the capture."""
+    """Counts of one plane of one engine.
+
+    ``stored`` to ``cleared`` count copies since the start of the capture.
+    """
 
     blocks: int = 0
-    """Distinct blocks held now."""
+    """Number of distinct blocks held now."""
     copies: int = 0
     stored: int = 0
     removed: int = 0
     cleared: int = 0
-    """Dropped by a cache reset or a restart."""
+    """Copies dropped by a cache reset or a restart."""
     unknown_removals: int = 0
-    """Removals of blocks that were not there: history is missing."""
+    """Removals of blocks that were not present: history is missing."""
 
 
 class JournaledIndex(MemoryIndex):
-    """See ``router.index.base.Index`` for what the index does."""
+    """Memory index that journals the last change of every block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,20 +85,20 @@ class JournaledIndex(MemoryIndex):
         self.counts: dict[tuple[str, Plane], PlaneCounts] = {}
 
     def seen_planes(self, engine_id: str) -> list[Plane]:
-        """Every plane the engine ever stored a block in or removed one from."""
+        """Every plane in which the engine ever stored or removed a block."""
         return sorted(plane for engine, plane in self.counts if engine == engine_id)
 
     def log(self, engine_id: str, plane: Plane, block: BlockHash) -> BlockLog | None:
-        """What is remembered of a block; None where it was never there."""
+        """Return the journal of a block; None if it was never present."""
         return self.logs.get((engine_id, plane), {}).get(block)
 
     def held(self, engine_id: str, plane: Plane) -> dict[BlockHash, int]:
-        """Blocks held now, with their copies."""
+        """Blocks held now, with their number of copies."""
         logs = self.logs.get((engine_id, plane), {})
         return {block: log.copies for block, log in logs.items() if log.copies}
 
     def restart_journal(self) -> None:
-        """Forget what was remembered, the index itself excepted."""
+        """Clear the journal but not the index."""
         self.logs.clear()
         self.counts.clear()
 
@@ -169,7 +171,7 @@ _RECENT_MAX = 1024
 
 
 class SourceRun(msgspec.Struct):
-    """What happened to one engine's stream so far."""
+    """Counters of one engine's stream."""
 
     source: str
     frames: int = 0
@@ -186,7 +188,7 @@ class SourceRun(msgspec.Struct):
     rejected_events: int = 0
     unknown_events: int = 0
     redacted: bool = False
-    """No token id other than 0 was seen, and some were 0."""
+    """Whether no token id other than 0 was seen, and some were 0."""
 
 
 class MaskedSpan(msgspec.Struct, frozen=True):
@@ -198,7 +200,7 @@ class MaskedSpan(msgspec.Struct, frozen=True):
 
 
 class _Cursor:
-    """Where one engine's stream stands."""
+    """State of one engine's stream."""
 
     def __init__(self, source: str) -> None:
         self.run = SourceRun(source)
@@ -208,7 +210,10 @@ class _Cursor:
 
 
 class Player:
-    """Residency of all engines of a capture. ``index``: what writes go through, if not the ledger itself."""
+    """Residency of all engines of a capture.
+
+    ``index``: the index that writes go through, if not the journal itself.
+    """
 
     def __init__(
         self, facts: ModelFacts, *, ledger: JournaledIndex | None = None, index: Index | None = None
@@ -225,11 +230,11 @@ class Player:
         return [cursor.run for cursor in self._cursors.values()]
 
     def run_of(self, source: str) -> SourceRun:
-        """The entry of one engine that occurs in the capture."""
+        """Return the entry of one engine that occurs in the capture."""
         return self._cursors[source].run
 
     def play(self, frame: CapturedFrame) -> bool:
-        """Apply one frame; False for one that counts for nothing: it came late, or was there already."""
+        """Apply one frame; False if it is ignored: late, or a duplicate."""
         cursor = self._cursors.get(frame.source)
         if cursor is None:
             cursor = self._cursors[frame.source] = _Cursor(frame.source)
@@ -254,8 +259,10 @@ class Player:
             self.play(frame)
 
     def learn(self, frames: Iterable[CapturedFrame]) -> None:
-        """Play frames only to learn each engine's groups and hash scheme, then start from nothing again: as
-        if the engines had lived before the capture and restarted when it began."""
+        """Play frames only to learn each engine's groups and hash scheme, then reset.
+
+        Equivalent to engines that ran before the capture and restarted when it began.
+        """
         for frame in frames:
             if self.play(frame) and not self.run_of(frame.source).redacted:
                 self.fleet.engine(frame.source).finish_detection()
@@ -292,7 +299,7 @@ class Player:
         return True
 
     def _apply(self, cursor: _Cursor, frame: CapturedFrame, batch: DecodedBatch) -> None:
-        """One event at a time, so that the journal knows which did what."""
+        """Apply a batch one event at a time, so that the journal can attribute changes."""
         run, engine = cursor.run, self.fleet.engine(frame.source)
         run.rejected_events += len(batch.rejected)
         run.unknown_events += len(batch.unknown)
@@ -307,7 +314,7 @@ class Player:
             engine.apply(msgspec.structs.replace(batch, events=[]))
 
     def _look_at(self, cursor: _Cursor, event: BlockStored) -> None:
-        """Keep what a masked event covers, and notice token ids."""
+        """Record the span of a masked event, and detect token ids."""
         if not cursor.saw_tokens and event.num_tokens():
             try:
                 cursor.saw_tokens = any(event.tokens())
@@ -327,7 +334,7 @@ class Player:
 
 
 def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[CapturedFrame]:
-    """The frames of each engine before its first one beyond ``to_seq``."""
+    """Yield the frames of each engine before its first one beyond ``to_seq``."""
     ended: set[str] = set()
     for frame in frames:
         if to_seq is not None and frame.seq > to_seq:
@@ -337,7 +344,7 @@ def up_to(frames: Iterable[CapturedFrame], to_seq: int | None) -> Iterator[Captu
 
 
 class PlaneSample(msgspec.Struct, frozen=True):
-    """One plane of one engine at one moment; counts are totals since the start."""
+    """One plane of one engine at one point in time; counts are totals since the start."""
 
     source: str
     seq: int | None
@@ -353,7 +360,7 @@ class PlaneSample(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """All planes after ``frames`` frames; ``elapsed_s`` on the recorder's clock since the first frame."""
+    """All planes after ``frames`` frames; ``elapsed_s`` by the recorder's clock since the first frame."""
 
     frames: int
     elapsed_s: float
@@ -361,7 +368,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def sample(player: Player, frames: int, elapsed_s: float) -> Sample:
-    """The state of a player now."""
+    """Sample the current state of a player."""
     planes = []
     for run in player.runs:
         for plane in player.ledger.seen_planes(run.source):
@@ -374,8 +381,7 @@ def sample(player: Player, frames: int, elapsed_s: float) -> Sample:
 
 
 class Sampler:
-    """Plays ``total`` frames and looks at the state ``samples`` times, at even distances, at last at the
-    end."""
+    """Plays ``total`` frames and takes ``samples`` samples at equal distances, the last one at the end."""
 
     def __init__(self, player: Player, *, total: int, samples: int) -> None:
         self.taken: list[Sample] = []
@@ -386,7 +392,7 @@ class Sampler:
         self._first_ts: float | None = None
 
     def play(self, frame: CapturedFrame) -> None:
-        """Apply one frame, and take a sample if it is time."""
+        """Apply one frame, and take a sample if one is due."""
         self._player.play(frame)
         self.frames += 1
         if self._first_ts is None:
@@ -395,24 +401,23 @@ class Sampler:
             self.taken.append(sample(self._player, self.frames, frame.recv_ts - self._first_ts))
 
 
-# Publishes a capture again, as the engines did that it was recorded from: PUB sockets and replay ROUTERs.
-#
-# Seqs, topics and payloads are the recorded ones; an engine that restarted in the capture restarts here.
-# The pace is that of the recorder's clock times ``speed`` (0: no waiting).
+# Publishes a capture again as the recorded engines did: PUB sockets and replay ROUTERs. Seqs, topics and
+# payloads are the recorded ones; an engine that restarted in the capture restarts here. The pace is that of
+# the recorder's clock times ``speed`` (0: no waiting).
 
 
 _BREATHE_FRAMES = 64
 
 
 class PublishEndpoint(msgspec.Struct, frozen=True):
-    """Where one engine of a capture is published."""
+    """Addresses at which one engine of a capture is published."""
 
     events: str
     replay: str | None = None
 
 
 def parse_endpoint(text: str) -> PublishEndpoint:
-    """``tcp://..[,replay=tcp://..]``. Raises ``ValueError``."""
+    """Parse ``tcp://..[,replay=tcp://..]``. Raises ``ValueError``."""
     events, *options = text.split(",")
     replay = None
     for option in options:
@@ -433,7 +438,9 @@ def publishers(
     buffer_steps: int,
     context: zmq.Context[zmq.Socket[bytes]] | None = None,
 ) -> Iterator[dict[str, ZmqPublisher]]:
-    """One publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` for a taken address."""
+    """Open one publisher per engine, inside a running loop. Raises ``zmq.ZMQError`` if an address is in
+    use.
+    """
     opened: dict[str, ZmqPublisher] = {}
     try:
         for source, endpoint in endpoints.items():
@@ -452,7 +459,7 @@ def publishers(
 
 
 async def paced(frames: Iterator[CapturedFrame], speed: float) -> AsyncIterator[CapturedFrame]:
-    """Frames at the times they were received at, ``speed`` times as fast; 0 gives them all at once."""
+    """Yield frames at their recorded times, ``speed`` times as fast; 0: without waiting."""
     loop = asyncio.get_running_loop()
     began: float | None = None
     first_ts = 0.0
@@ -474,7 +481,7 @@ def publish_frame(publisher: ZmqPublisher, frame: CapturedFrame) -> None:
 
 
 def topics_of(frames: Iterable[CapturedFrame]) -> dict[str, str]:
-    """The topic of each engine's first frame."""
+    """Return the topic of each engine's first frame."""
     topics: dict[str, str] = {}
     for frame in frames:
         topics.setdefault(frame.source, frame.topic)

@@ -1,9 +1,9 @@
-"""``kvatlas replay --index``: the capture played into a shared index too, and read back from it.
+"""``kvatlas replay --index``: the capture is also written to a shared index and read back.
 
-A writer mirrors the ledger to the server as a router does while the capture plays; a reader with a connection
-of its own then tells what another replica would see. Each run uses a namespace of its own, which soon
-expires, so that a fleet on the same server notices nothing. Both sides are in one process: another one that
-writes is what ``kvatlas verify --index`` is for.
+A writer mirrors the residency to the server as a router does while the capture plays; a reader with a
+separate connection then reads what another replica would see. Each run uses a separate namespace that expires
+soon, so that a fleet on the same server is not affected. Both sides run in one process; ``kvatlas verify
+--index`` uses a separate writing process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from router.tools.index_verify import shown_pairs
 from router.tools.replay_player import JournaledIndex, Player
 from router.tools.trace_writer import CONNECT_S, trace_settings
 
-# What two states of residency differ in: two captures, or one capture at two points.
+# Differences between two states of residency: two captures, or one capture at two points.
 
 
 class PlaneDiff(msgspec.Struct, frozen=True):
-    """One plane of one engine, blocks as 16 hexadecimal digits; ``copies`` counts blocks held in both, but in
-    different numbers of copies."""
+    """Differences in one plane of one engine, blocks as 16 hexadecimal digits.
+
+    ``copies`` counts the blocks held in both states with different numbers of copies.
+    """
 
     source: str
     medium: str
@@ -49,8 +51,11 @@ class PlaneDiff(msgspec.Struct, frozen=True):
 
 
 def diff(a: Player, b: Player) -> list[PlaneDiff]:
-    """Every plane that either state knows. Engines are paired by name; where each state has one, they are a
-    pair whatever their names."""
+    """Compare every plane that either state has.
+
+    Engines are paired by name; if each state has a single engine, the two are paired regardless of their
+    names.
+    """
     names_a, names_b = ([run.source for run in player.runs] for player in (a, b))
     pairs = [(name, name) for name in dict.fromkeys([*names_a, *names_b])]
     if len(names_a) == len(names_b) == 1:
@@ -78,15 +83,18 @@ def _plane(label: str, plane: Plane, a: Player, name_a: str, b: Player, name_b: 
 
 
 def hex_blocks(blocks: Iterable[int]) -> list[str]:
-    """Blocks as 16 hexadecimal digits, sorted."""
+    """Format blocks as 16 hexadecimal digits, sorted."""
     return [f"{block:016x}" for block in sorted(blocks)]
 
 
 _MODEL = "capture"
 
 
-class SharedPlay:
-    """A player whose residency is mirrored, and the reader of it. Use as ``async with opened(..)``."""
+class SharedReplay:
+    """A player whose residency is mirrored to the shared index, and its reader.
+
+    Use ``async with open_shared_replay(..)``.
+    """
 
     def __init__(self, writing: Client, reading: Client, facts: ModelFacts) -> None:
         ledger = JournaledIndex()
@@ -95,25 +103,25 @@ class SharedPlay:
         self._reading = reading
         self.player = Player(facts, ledger=ledger, index=self._mirror)
 
-    async def take(self, sources: Iterable[str]) -> None:
-        """Become the writer of every engine of the capture. Raises ``IndexUnavailable``, ``IndexRefused``."""
+    async def acquire(self, sources: Iterable[str]) -> None:
+        """Acquire the lease of every engine of the capture. Raises ``IndexUnavailable``, ``IndexRefused``."""
         for source in sources:
             token = await self._leases.acquire(source)
             if token is None:
-                raise IndexUnavailable("lease", "held by somebody else")
+                raise IndexUnavailable("lease", "held by another replica")
             await self._mirror.take_over(source, token)
 
-    async def keep(self) -> None:
-        """Write as the capture plays, and renew the leases, until cancelled."""
+    async def run(self) -> None:
+        """Write while the capture plays, and renew the leases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._mirror.run())
             while True:
                 await asyncio.sleep(self._reading.settings.renew_s)
-                with contextlib.suppress(IndexUnavailable):  # a lease lost for long is seen as a difference
+                with contextlib.suppress(IndexUnavailable):  # a lease lost for long appears as a difference
                     await self._leases.renew(self._mirror.mirrored())
 
     async def compare(self) -> list[PlaneDiff]:
-        """Every plane, A the memory replay and B what the reader sees, once all is written.
+        """Compare every plane once all is written: A is the memory replay, B what the reader sees.
 
         Raises ``IndexUnavailable`` or ``IndexRefused``.
         """
@@ -134,10 +142,10 @@ class SharedPlay:
 
 
 @contextlib.asynccontextmanager
-async def opened(
+async def open_shared_replay(
     index: IndexSettings, facts: ModelFacts, sources: Iterable[str]
-) -> AsyncIterator[SharedPlay]:
-    """Both connections, and the writer at work. Raises ``IndexUnavailable`` or ``IndexRefused``."""
+) -> AsyncIterator[SharedReplay]:
+    """Open both connections and start the writer. Raises ``IndexUnavailable`` or ``IndexRefused``."""
     settings = trace_settings(index.url, f"replay-{secrets.token_hex(6)}")
     async with contextlib.AsyncExitStack() as stack:
         writing, reading = Client(settings), Client(settings)
@@ -145,9 +153,9 @@ async def opened(
             stack.push_async_callback(client.close)
             if not await client.start(CONNECT_S):
                 raise IndexUnavailable("connection", client.last_error or "no connection in time")
-        play = SharedPlay(writing, reading, facts)
-        await play.take(sources)
-        keeping = asyncio.create_task(play.keep())
+        play = SharedReplay(writing, reading, facts)
+        await play.acquire(sources)
+        keeping = asyncio.create_task(play.run())
         try:
             yield play
         finally:

@@ -1,4 +1,4 @@
-"""``kvatlas top``: asks a running router again and again and shows it; survives the router's restarts."""
+"""``kvatlas top``: polls a running router and shows its state; survives restarts of the router."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from router.tools.doctor.command import router_url
 from router.tools.doctor.gather.http import Http, HttpAnswer, series
 from router.tools.ops_client import ops_headers, output_console
 
-# One picture of a running router: its own endpoints' answers turned into rows and totals.
-#
-# Pure: takes what ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics`` answered. Fields that are
-# missing or of another type (an older or newer router) are left out; nothing raises because of an answer.
+# Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of
+# the responses of ``/kvatlas/engines``, ``/kvatlas/receipts`` and ``/metrics``. Fields that are missing or of
+# an unexpected type (older or newer router) are left out; no response raises an exception.
 
 
 _COMPARED = ("exact", "over", "under")
 
 
 class EngineRow(msgspec.Struct, kw_only=True):
-    """One engine. None: not known. Shares are 0..1; ``requests`` counts finished ones."""
+    """One engine. None: unknown. Shares are 0..1; ``requests`` counts finished ones."""
 
     engine: str
     up: bool
@@ -43,33 +42,33 @@ class EngineRow(msgspec.Struct, kw_only=True):
     requests: int = 0
     requests_per_s: float | None = None
     hit_share: float | None = None
-    """Reported cached tokens over prompt tokens, of the latest receipts."""
+    """Reported cached tokens over prompt tokens, in the latest receipts."""
     exact_share: float | None = None
-    """Of all compared predictions."""
+    """Share of exact ones in all compared predictions."""
     queue_s: float | None = None
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
-    """Share of the KV blocks that running requests use."""
+    """Share of KV blocks used by running requests."""
     kv_cached: float | None = None
-    """Share of the KV blocks that hold cached content, in use or not."""
+    """Share of KV blocks with cached content, in use or not."""
     feed: str = ""
     feed_reason: str = ""
     lag_s: float | None = None
     mode: str = ""
     predicted_ttft_s: float | None = None
-    """Median predicted time to first token of the latest streams, from asking the engine."""
+    """Median predicted time to first token of the latest streams, from the request to the engine on."""
     ttft_s: float | None = None
-    """The same, as measured."""
+    """Measured time to first token, over the same requests."""
     ttft_held: int = 0
-    """Predictions that held (within 50 ms or 10 %), of ``ttft_compared``."""
+    """Number of accurate predictions (within 50 ms or 10 %), of ``ttft_compared``."""
     ttft_compared: int = 0
     drifting: bool = False
     problem: str = ""
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """The whole router; sums over engines, and figures of the proxy."""
+    """Totals of the router: sums over engines, and proxy counters."""
 
     engines: int
     up: int
@@ -80,15 +79,15 @@ class Totals(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     active: int | None = None
-    """Requests in the proxy now."""
+    """Number of requests in the proxy now."""
     errors: int | None = None
     retries: int | None = None
     ttft_held_share: float | None = None
-    """Of all engines' latest predicted times to first token, those that held."""
+    """Share of accurate predictions in all engines' latest predicted times to first token."""
 
 
 class RouterSnapshot(msgspec.Struct, kw_only=True):
-    """All of it; ``problem`` says why there are no rows."""
+    """State of the router; ``problem`` is the reason if there are no rows."""
 
     router: str
     problem: str = ""
@@ -96,7 +95,7 @@ class RouterSnapshot(msgspec.Struct, kw_only=True):
     totals: Totals | None = None
 
 
-def make_picture(
+def make_snapshot(
     router: str,
     engines: list[Any],
     receipts: list[Any],
@@ -105,7 +104,7 @@ def make_picture(
     before: RouterSnapshot | None = None,
     elapsed_s: float = 0.0,
 ) -> RouterSnapshot:
-    """The picture; rates are against ``before``, taken ``elapsed_s`` earlier."""
+    """Build the snapshot; rates are relative to ``before``, taken ``elapsed_s`` seconds earlier."""
     hits = _hit_tokens(receipts)
     earlier = {row.engine: row for row in before.engines} if before is not None else {}
     rows = [
@@ -173,7 +172,7 @@ def _totals(
         running=sum(row.running or 0 for row in rows),
         waiting=sum(row.waiting or 0 for row in rows),
         active=_whole(sums.get("kvatlas_proxy_requests_active")),
-        # A counter by reason has no sample before its first reason.
+        # A counter by reason has no sample before its first event.
         errors=_whole(sums.get("kvatlas_proxy_errors_total", 0.0)) if sums else None,
         retries=_whole(sums.get("kvatlas_proxy_retries_total", 0.0)) if sums else None,
         ttft_held_share=_share(sum(row.ttft_held for row in rows), sum(row.ttft_compared for row in rows)),
@@ -181,7 +180,7 @@ def _totals(
 
 
 def _hit_tokens(receipts: list[Any]) -> dict[str, tuple[int, int]]:
-    """Engine -> (cached tokens, prompt tokens) over the receipts that report both."""
+    """Return engine -> (cached tokens, prompt tokens) over the receipts that report both."""
     sums: dict[str, tuple[int, int]] = {}
     for receipt in receipts:
         fields = _dict(receipt)
@@ -195,7 +194,7 @@ def _hit_tokens(receipts: list[Any]) -> dict[str, tuple[int, int]]:
 
 
 def _sums(metrics: str) -> dict[str, float]:
-    """Each metric summed over its labels."""
+    """Sum each metric over its labels."""
     sums: dict[str, float] = {}
     for name, _, value in series(metrics):
         if name.startswith("kvatlas_proxy_"):
@@ -233,20 +232,19 @@ def _whole(value: Any) -> int | None:
     return None if number is None else int(number)
 
 
-# The table of ``kvatlas top``.
-
-
 _COLUMNS = ("reqs", "req/s", "hit", "exact", "queue", "run", "wait", "KV\nuse", "KV\nheld")
 _LAG_SHOWN_S = 0.1
 _FEED_STYLES = {"ready": "green", "none": "dim", "": "dim"}
 
 
-def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
-    """The picture as it is shown, in 80 columns: what is amiss stands under the table, and ``hint`` last."""
-    if picture.problem:
-        return Group(Text(f"{picture.router}: {picture.problem}", style="bold red"), Text(hint, style="dim"))
+def render(snapshot: RouterSnapshot, *, hint: str = "") -> RenderableType:
+    """Render a snapshot for 80 columns: problems below the table, and ``hint`` last."""
+    if snapshot.problem:
+        return Group(
+            Text(f"{snapshot.router}: {snapshot.problem}", style="bold red"), Text(hint, style="dim")
+        )
     table = Table(
-        title=f"kvatlas at {picture.router}",
+        title=f"kvatlas at {snapshot.router}",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
@@ -258,18 +256,18 @@ def render(picture: RouterSnapshot, *, hint: str = "") -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("feed", overflow="fold")
     table.add_column("state", overflow="fold")
-    for row in picture.engines:
+    for row in snapshot.engines:
         feed = Text(row.feed or "-", style=_FEED_STYLES.get(row.feed, "yellow"))
         table.add_row(_name(row), *_figures(row), feed, _state(row))
     parts: list[RenderableType] = [table]
-    if picture.totals is not None:
+    if snapshot.totals is not None:
         table.add_section()
-        table.add_row("total", *_figures(picture.totals), "", f"{picture.totals.up} up", style="bold")
-        parts.append(Text(_proxy(picture.totals)))
-        if picture.totals.ttft_held_share is not None:
-            parts.append(_first_tokens(picture))
+        table.add_row("total", *_figures(snapshot.totals), "", f"{snapshot.totals.up} up", style="bold")
+        parts.append(Text(_proxy(snapshot.totals)))
+        if snapshot.totals.ttft_held_share is not None:
+            parts.append(_first_tokens(snapshot))
     parts += [
-        Text(f"{_name(row)}: {said}", style="yellow") for row in picture.engines if (said := _amiss(row))
+        Text(f"{_name(row)}: {text}", style="yellow") for row in snapshot.engines if (text := _problems(row))
     ]
     return Group(*parts, Text(hint, style="dim"))
 
@@ -296,7 +294,7 @@ def _figures(row: EngineRow | Totals) -> list[str]:
 
 
 def _state(row: EngineRow) -> Text:
-    """One word; ``_amiss`` has the rest."""
+    """Return a one-word state; ``_problems`` has the details."""
     if not row.up:
         return Text("down", style="bold red")
     if row.breaker_open:
@@ -304,12 +302,14 @@ def _state(row: EngineRow) -> Text:
     return Text("drift", style="yellow") if row.drifting else Text(row.mode or "up")
 
 
-def _amiss(row: EngineRow) -> str:
-    """What is not as it should be with an engine, in words; "" where all is well."""
+def _problems(row: EngineRow) -> str:
+    """Describe what is wrong with an engine; "" if nothing is."""
     words = []
     if not row.up:
         words.append(f"down: {row.problem}" if row.problem else "down")
-    words += [word for word, said in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if said]
+    words += [
+        word for word, holds in (("breaker open", row.breaker_open), ("drifting", row.drifting)) if holds
+    ]
     if row.feed_reason or (row.lag_s is not None and row.lag_s >= _LAG_SHOWN_S):
         reason = f" ({row.feed_reason})" if row.feed_reason else ""
         lag = "" if row.lag_s is None else f" {row.lag_s * 1000:.0f} ms"
@@ -322,13 +322,13 @@ def _proxy(totals: Totals) -> str:
     return "requests: " + ", ".join(f"{_count(value)} {name}" for name, value in figures)
 
 
-def _first_tokens(picture: RouterSnapshot) -> Table:
-    """Predicted against measured time to first token of the latest streams, engine by engine."""
+def _first_tokens(snapshot: RouterSnapshot) -> Table:
+    """Table of predicted and measured time to first token of the latest streams, by engine."""
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("first token", overflow="fold", min_width=14)
     for name in ("predicted", "measured", "held"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in picture.engines:
+    for row in snapshot.engines:
         if row.ttft_compared:
             held = f"{_percent(row.ttft_held / row.ttft_compared)} of {row.ttft_compared}"
             table.add_row(_name(row), _seconds(row.predicted_ttft_s), _seconds(row.ttft_s), held)
@@ -348,11 +348,11 @@ def _count(count: int | None) -> str:
 
 
 _TIMEOUT_S = 3.0
-_HINT = "q ends"
+_HINT = "q quits"
 
 
 def run_top(router: str, *, interval_s: float, once: bool, as_json: bool) -> int:
-    """0; 1 where a single picture could not be had. Raises ``ConfigError`` for arguments of no sense."""
+    """Returns 0, or 1 if a single snapshot is unavailable. Raises ``ConfigError`` for invalid arguments."""
     if not 0.05 <= interval_s <= 3600:
         raise ConfigError(f"--interval: {interval_s} is not in 0.05..3600")
     url = router_url(router)
@@ -371,23 +371,23 @@ def run_top(router: str, *, interval_s: float, once: bool, as_json: bool) -> int
 
 
 async def _single(url: str, *, as_json: bool) -> int:
-    async with contextlib.aclosing(pictures(url, 1.0)) as stream:
-        picture = await anext(stream)
+    async with contextlib.aclosing(snapshots(url, 1.0)) as stream:
+        snapshot = await anext(stream)
     if as_json:
-        _print_json(picture)
+        _print_json(snapshot)
     else:
-        output_console().print(render(picture))
-    return 1 if picture.problem else 0
+        output_console().print(render(snapshot))
+    return 1 if snapshot.problem else 0
 
 
 async def _lines(url: str, interval_s: float) -> None:
-    async with contextlib.aclosing(pictures(url, interval_s)) as stream:
-        async for picture in stream:
-            _print_json(picture)
+    async with contextlib.aclosing(snapshots(url, interval_s)) as stream:
+        async for snapshot in stream:
+            _print_json(snapshot)
 
 
 async def _watch(url: str, interval_s: float, terminal: int) -> None:
-    """Show pictures until q is pressed on this terminal (its file descriptor)."""
+    """Show snapshots until q is pressed on this terminal (its file descriptor)."""
     loop, quit_ = asyncio.get_running_loop(), asyncio.Event()
 
     def pressed() -> None:
@@ -407,13 +407,15 @@ async def _watch(url: str, interval_s: float, terminal: int) -> None:
 
 
 async def _show(url: str, interval_s: float, live: Live) -> None:
-    async with contextlib.aclosing(pictures(url, interval_s)) as stream:
-        async for picture in stream:
-            live.update(render(picture, hint=_HINT), refresh=True)
+    async with contextlib.aclosing(snapshots(url, interval_s)) as stream:
+        async for snapshot in stream:
+            live.update(render(snapshot, hint=_HINT), refresh=True)
 
 
-async def pictures(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot, None]:
-    """A picture every ``interval_s``, for ever; one with a ``problem`` while the router does not answer."""
+async def snapshots(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot, None]:
+    """Yield a snapshot every ``interval_s`` seconds; one with a ``problem`` while the router does not
+    respond.
+    """
     loop = asyncio.get_running_loop()
     async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
         http = Http(session, _TIMEOUT_S)
@@ -421,39 +423,39 @@ async def pictures(url: str, interval_s: float) -> AsyncGenerator[RouterSnapshot
         taken_s = 0.0
         while True:
             now = loop.time()
-            picture = await take(http, url, before, now - taken_s)
-            before, taken_s = (None if picture.problem else picture), now
-            yield picture
+            snapshot = await take_snapshot(http, url, before, now - taken_s)
+            before, taken_s = (None if snapshot.problem else snapshot), now
+            yield snapshot
             await asyncio.sleep(max(0.0, now + interval_s - loop.time()))
 
 
-async def take(
+async def take_snapshot(
     http: Http, url: str, before: RouterSnapshot | None = None, elapsed_s: float = 0.0
 ) -> RouterSnapshot:
-    """One picture. Never raises for what the router answers, or does not."""
+    """Take one snapshot. Never raises because of a response or its absence."""
     paths = ("/kvatlas/engines", "/kvatlas/receipts", "/metrics")
     engines, receipts, metrics = await asyncio.gather(
         *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = _listed(engines)
     if listed is None:
-        told = engines.what if not engines.ok else "an answer that is not a router's"
-        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {told}")
+        why = engines.description if not engines.ok else "a response that is not a kvatlas router's"
+        return RouterSnapshot(router=url, problem=f"GET /kvatlas/engines: {why}")
     page = metrics.body.decode("utf-8", "replace") if metrics.ok else ""
-    return make_picture(url, listed, _listed(receipts) or [], page, before=before, elapsed_s=elapsed_s)
+    return make_snapshot(url, listed, _listed(receipts) or [], page, before=before, elapsed_s=elapsed_s)
 
 
 def _listed(answer: HttpAnswer) -> list[Any] | None:
     return answer.json(list[Any]) if answer.ok else None
 
 
-def _print_json(picture: RouterSnapshot) -> None:
-    print(msgspec.json.encode(picture).decode(), flush=True)
+def _print_json(snapshot: RouterSnapshot) -> None:
+    print(msgspec.json.encode(snapshot).decode(), flush=True)
 
 
 @contextlib.contextmanager
 def _single_keys(terminal: int) -> Iterator[None]:
-    """Keys come as they are pressed, unseen; the terminal is put back at the end."""
+    """Read keys unbuffered and without echo; restores the terminal at the end."""
     kept = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
     try:

@@ -1,11 +1,11 @@
-"""``kvatlas verify``: replay recorded truth through the serving code and compare every predicted hit.
+"""Replay of recorded traces through the serving code, to compare every predicted hit (``kvatlas verify``).
 
 A trace's events go through ``FleetResidency`` exactly as a feed's batches do; each probe is then predicted
-and compared with what the engine's scheduler found at that point. The events are played twice. The first
-time stands for the engine's life before the recording: groups, layout and hash scheme are learned from it,
-and from the prompts that were placed; the engine then restarts, so that residency starts empty. Only the
-second time are probes answered. A *cold* run leaves the first time out: each probe is predicted from what
-came before it, as of an engine nothing is known of; to say that nothing is known is not wrong then.
+and compared with the hit that the engine's scheduler found at that point. The events are played twice. The
+first pass represents the engine's life before the recording: groups, layout and hash scheme are learned from
+it and from the prompts; the engine then restarts, so that residency starts empty. Probes are predicted in the
+second pass only. A *cold* run has no first pass: each probe is predicted from the events before it, and
+"unknown" is then a valid prediction.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from router.index.engine import EngineResidency
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 
-# Recorded truth: a stream of event batches and, between them, prompts with the hit the engine really found.
-#
-# A trace is ``.jsonl`` or ``.jsonl.gz``, one JSON object per line: a ``header`` first, then ``events``
-# (base64 of the exact payload, and its ``seq``), ``state`` (distinct hashes per group), ``probe`` (a prompt
-# and its true ``hit_tokens``) and ``note``. Every fault names file, line and reason (``TraceError``).
+# Traces: a stream of event batches and, between them, prompts with the hit the engine really found. A trace
+# is ``.jsonl`` or ``.jsonl.gz``, one JSON object per line: a ``header`` first, then ``events`` (base64 of the
+# exact payload, and its ``seq``), ``state`` (distinct hashes per group), ``probe`` (a prompt and its true
+# ``hit_tokens``) and ``note``. Every error names file, line and reason (``TraceError``).
 
 
 class TraceError(Exception):
@@ -39,20 +38,20 @@ class TraceError(Exception):
 
 
 class TraceGroup(msgspec.Struct):
-    """What of a group's description an operator would have to configure."""
+    """The facts of a group that an operator would have to configure."""
 
     group_idx: int
     attention_chunk_size: int | None = None
     mamba_cache_mode: str | None = None
     is_eagle: bool = False
     cacheable: bool = True
-    """False: a group that publishes nothing and is never looked up."""
+    """False: a group that publishes no events and is never looked up."""
     sliding_window: int | None = None
-    """Read of groups that publish nothing only: a window that is rebuilt by replay."""
+    """Used for groups without events only: a window that is rebuilt by replay."""
 
 
 class TraceHeader(msgspec.Struct):
-    """The part of a header a consumer may use; what events tell is deliberately not read."""
+    """The part of a header that may be used; facts carried by events are deliberately not read."""
 
     groups: list[TraceGroup]
     family: str = ""
@@ -70,7 +69,7 @@ class TraceProbe(msgspec.Struct):
     mm: list[tuple[str, int, int]] | None = None
 
     def extras(self) -> PromptExtras:
-        """What besides tokens enters the hashes of this prompt."""
+        """Return the inputs of this prompt's hashes besides its tokens."""
         items = tuple(MultimodalItem(*item) for item in self.mm or ())
         return PromptExtras(self.lora_name, self.lora_path, self.cache_salt, items)
 
@@ -91,7 +90,7 @@ class TraceLine(msgspec.Struct):
     note: Any = None
 
     def payload(self) -> bytes:
-        """The batch as it was on the wire."""
+        """Decode the exact bytes of the batch."""
         return base64.b64decode(self.events or "", validate=True)
 
 
@@ -99,7 +98,10 @@ _LINE = msgspec.json.Decoder(TraceLine)
 
 
 def trace_files(paths: list[Path]) -> list[Path]:
-    """Traces named by files and folders (searched recursively), sorted. Raises ``TraceError`` if none."""
+    """Find traces by files and folders (searched recursively), sorted.
+
+    Raises ``TraceError`` if there are none.
+    """
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -114,14 +116,16 @@ def trace_files(paths: list[Path]) -> list[Path]:
 
 
 def read_trace(path: Path) -> Iterator[tuple[int, TraceLine]]:
-    """(line number, line) of one trace, the header first."""
+    """Yield (line number, line) of one trace, the header first."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, text in enumerate(lines, 1):
                 line = _LINE.decode(text)
                 if (number == 1) != (line.header is not None):
-                    raise TraceError(f"{path}:{number}: the header must be the first line, and only that")
+                    raise TraceError(
+                        f"{path}:{number}: the header must be the first line, and only the first"
+                    )
                 if line.probe is not None and line.hit_tokens is None:
                     raise TraceError(f"{path}:{number}: probe without hit_tokens")
                 yield number, line
@@ -134,7 +138,9 @@ def read_trace(path: Path) -> Iterator[tuple[int, TraceLine]]:
 
 
 def trace_facts(path: Path) -> ModelFacts:
-    """What an operator would configure for the engine of this trace (LoRA paths come from its prompts)."""
+    """Return the facts an operator would configure for the engine of this trace (LoRA paths come from its
+    prompts).
+    """
     header = TraceHeader([])
     lora_paths: dict[str, str] = {}
     for _, line in read_trace(path):
@@ -156,8 +162,8 @@ def trace_facts(path: Path) -> ModelFacts:
     )
 
 
+# Id of the single engine of a trace.
 RECORDED = "recorded"
-"""The one engine of a trace."""
 _SUMMED = (
     "probes",
     "exact",
@@ -172,7 +178,7 @@ _SUMMED = (
 
 
 class TraceResult(msgspec.Struct):
-    """How the predictions for one trace (or for all of them) compare with its truth."""
+    """Comparison of the predictions for one trace (or for all traces) with the recorded hits."""
 
     trace: str
     family: str
@@ -185,7 +191,7 @@ class TraceResult(msgspec.Struct):
     states: int = 0
     states_exact: int = 0
     unknown: int = 0
-    """Probes of a cold run for which nothing was predicted."""
+    """Probes of a cold run without a prediction."""
     detected: dict[str, Any] | None = None
 
     def add(self, predicted: int, truth: int) -> None:
@@ -199,7 +205,7 @@ class TraceResult(msgspec.Struct):
 
     @property
     def all_exact(self) -> bool:
-        """Every prediction exact, and every recorded residency count reproduced."""
+        """Whether every prediction is exact and every recorded residency count is reproduced."""
         return self.probes == self.exact + self.unknown and self.states == self.states_exact
 
 
@@ -223,8 +229,7 @@ class ProbePrompt:
 
 
 def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
-    """Replay one trace; ``cold``: nothing is learned before. Raises ``TraceError`` naming file and line where
-    it cannot be read."""
+    """Replay one trace; ``cold``: learn nothing beforehand. Raises ``TraceError`` naming file and line."""
     fleet = FleetResidency(trace_facts(path))
     engine = fleet.engine(RECORDED)
     if not cold:
@@ -251,7 +256,7 @@ def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
 
 
 def learn_trace(fleet: FleetResidency, path: Path) -> None:
-    """Show the engine's events and prompts to find its groups and hash scheme; then nothing is held.
+    """Apply the events and prompts to find the engine's groups and hash scheme; then discard the residency.
 
     Raises ``TraceError``.
     """
@@ -265,16 +270,16 @@ def learn_trace(fleet: FleetResidency, path: Path) -> None:
 
 
 def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) -> None:
-    """One batch of a trace; a search for the hash scheme is brought to its end. Raises ``TraceError``."""
+    """Apply one batch of a trace and complete a pending search for the hash scheme. Raises ``TraceError``."""
     try:
         fleet.apply(RECORDED, decode_batch(line.payload()))
-    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or no batch (EventDecodeError)
+    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or not a batch (EventDecodeError)
         raise TraceError(f"{path}:{number}: {error}") from None
     fleet.engine(RECORDED).finish_detection()
 
 
 def detected(engine: EngineResidency) -> dict[str, Any]:
-    """What was found out about an engine."""
+    """Return what was detected about an engine."""
     layout = engine.layout
     return {
         "mode": str(engine.detection),
@@ -287,7 +292,7 @@ def detected(engine: EngineResidency) -> dict[str, Any]:
 
 
 def total(results: list[TraceResult]) -> TraceResult:
-    """All results added up."""
+    """Sum all results."""
     summed = TraceResult("total", "")
     for name in _SUMMED:
         setattr(summed, name, sum(getattr(result, name) for result in results))

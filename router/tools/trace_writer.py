@@ -1,8 +1,8 @@
-"""The writing process of ``kvatlas verify --index``: replays traces into a shared index as it is told to.
+"""The writing process of ``kvatlas verify --index``: replays traces into a shared index on command.
 
-Reads one JSON object per line from its input and answers each with one: ``{"url", "namespace"}`` first; then
-``{"trace", "model"}`` (play the trace once to learn, then start anew) and ``{"line"}`` (apply every event up
-to this line and see it written). Ends with its input.
+Reads one JSON object per line from its standard input and answers each with one line: ``{"url",
+"namespace"}`` first; then ``{"trace", "model"}`` (play the trace once to learn, then restart it) and
+``{"line"}`` (apply every event up to this line and write it). Exits at the end of its input.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CONNECT_S = 5.0
 _LEASE_S, _TTL_S = 900.0, 1800.0
 
 
-class Order(msgspec.Struct, omit_defaults=True):
-    """One line of input."""
+class WriterCommand(msgspec.Struct, omit_defaults=True):
+    """A command: one line of input."""
 
     url: str = ""
     namespace: str = ""
@@ -47,7 +47,7 @@ class Order(msgspec.Struct, omit_defaults=True):
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """One line of output. ``problem`` is the reason why the order could not be carried out."""
+    """One line of output. ``problem`` is the reason why the command failed."""
 
     problem: str = ""
     is_trace_fault: bool = False
@@ -55,14 +55,14 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 def trace_settings(url: str, namespace: str) -> IndexSettings:
-    """Settings for both sides: patient, since nothing here is to be timed, and soon forgotten."""
+    """Settings for both sides: long timeouts, since nothing here is timed, and a short block lifetime."""
     return IndexSettings(
         url=url, namespace=namespace, lease_s=_LEASE_S, block_ttl_s=_TTL_S, lookup_timeout_s=CONNECT_S
     )
 
 
 class _Play:
-    """One trace on its way into the index."""
+    """One trace being written into the index."""
 
     def __init__(self, client: Client, path: Path, model: str) -> None:
         self._path = path
@@ -75,7 +75,7 @@ class _Play:
         """Learn from the whole trace, then start with nothing resident."""
         token = await self._leases.acquire(RECORDED)
         if token is None:
-            raise IndexUnavailable("lease", "held by somebody else")
+            raise IndexUnavailable("lease", "held by another replica")
         self._fleet.engine(RECORDED)
         await self._mirror.take_over(RECORDED, token)
         learn_trace(self._fleet, self._path)
@@ -101,21 +101,21 @@ class _Play:
 
 
 async def _main() -> None:
-    orders = msgspec.json.Decoder(Order)
+    commands = msgspec.json.Decoder(WriterCommand)
     client: Client | None = None
     play: _Play | None = None
     while line := await asyncio.to_thread(sys.stdin.readline):
-        order, reply = orders.decode(line), Reply()
+        command, reply = commands.decode(line), Reply()
         try:
-            if order.url:
-                client = Client(trace_settings(order.url, order.namespace))
+            if command.url:
+                client = Client(trace_settings(command.url, command.namespace))
                 if not await client.start(CONNECT_S):
                     reply.problem = client.last_error or "no connection in time"
-            elif order.trace and client is not None:
-                play = _Play(client, Path(order.trace), order.model)
+            elif command.trace and client is not None:
+                play = _Play(client, Path(command.trace), command.model)
                 await play.begin()
-            elif order.line is not None and play is not None:
-                await play.advance(order.line)
+            elif command.line is not None and play is not None:
+                await play.advance(command.line)
                 reply.detected = play.detected()
         except (IndexUnavailable, TraceError) as error:
             reply.problem, reply.is_trace_fault = str(error), isinstance(error, TraceError)

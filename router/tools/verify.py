@@ -1,4 +1,4 @@
-"""What ``kvatlas verify`` prints: a table with a progress bar, or JSON lines."""
+"""``kvatlas verify``: verify traces and print a table with a progress bar, or JSON lines."""
 
 from __future__ import annotations
 
@@ -42,18 +42,16 @@ from router.tools.trace_verification import (
     trace_files,
     verify_trace,
 )
-from router.tools.trace_writer import CONNECT_S, Order, Reply, trace_settings
+from router.tools.trace_writer import CONNECT_S, Reply, WriterCommand, trace_settings
 
-# ``kvatlas verify --index``: recorded truth through a shared index, written by one process, read by
-# another.
-#
-# A process of its own (``trace_writer``) replays the events into the index; this one predicts every probe
-# from what it reads there, as a replica does for an engine that another one follows. Each run uses a
-# namespace of its own, which soon expires, so that a fleet on the same server notices nothing.
+# ``kvatlas verify --index``: verification through a shared index, written by one process and read by another.
+# A separate process (``trace_writer``) replays the events into the index; this one predicts every probe from
+# what it reads there, like a replica for an engine that another replica follows. Each run uses a separate
+# namespace that expires soon, so that a fleet on the same server is not affected.
 
 
-class _Nothing:
-    """Follows no engine itself (``router.replication.lookup.Ownership``)."""
+class _FollowsNone:
+    """Ownership of a replica that follows no engine (``router.replication.lookup.Ownership``)."""
 
     others_alive = True
 
@@ -65,7 +63,7 @@ class _Nothing:
 
 
 class SharedVerifier:
-    """Both processes, for as long as the context lasts. Raises ``IndexUnavailable``."""
+    """Both processes, while the context is open. Raises ``IndexUnavailable``."""
 
     def __init__(self, index: IndexSettings) -> None:
         self._settings = trace_settings(index.url, f"verify-{secrets.token_hex(6)}")
@@ -77,7 +75,7 @@ class SharedVerifier:
     def __enter__(self) -> SharedVerifier:
         command = [sys.executable, "-m", "router.tools.trace_writer"]
         self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
-        self._tell(Order(url=self._settings.url, namespace=self._settings.namespace))
+        self._send(WriterCommand(url=self._settings.url, namespace=self._settings.namespace))
         if not self._runner.run(self._client.start(CONNECT_S)):
             raise IndexUnavailable("connection", self._client.last_error or "no connection in time")
         return self
@@ -93,28 +91,28 @@ class SharedVerifier:
         self._runner.close()
 
     def verify_trace(self, path: Path) -> TraceResult:
-        """One trace in a scope of its own. Raises ``TraceError`` or ``IndexUnavailable``."""
+        """Verify one trace in a scope of its own. Raises ``TraceError`` or ``IndexUnavailable``."""
         self._traces += 1
         model = f"trace-{self._traces}"
-        self._tell(Order(trace=str(path), model=model))
+        self._send(WriterCommand(trace=str(path), model=model))
         return self._runner.run(self._verify(path, model))
 
     async def _verify(self, path: Path, model: str) -> TraceResult:
         result = TraceResult(path.name, "")
         exchange = LoadGossip("reader", lambda _: {}, started=0)
         reader = SharedReader(self._client)
-        lookup = IndexLookup(lambda: reader, _Nothing(), exchange, clock=time.monotonic)
+        lookup = IndexLookup(lambda: reader, _FollowsNone(), exchange, clock=time.monotonic)
         for number, line in read_trace(path):
             if line.header is not None:
                 result.family = line.header.family
             elif line.state is not None:
-                self._tell(Order(line=number))
+                self._send(WriterCommand(line=number))
                 result.states += 1
                 result.states_exact += (
                     await self._held(reader, model, len(line.state.keys)) == line.state.keys
                 )
             elif line.probe is not None and line.hit_tokens is not None:
-                reply = self._tell(Order(line=number))
+                reply = self._send(WriterCommand(line=number))
                 result.detected = msgspec.json.decode(reply.detected)
                 look = await lookup.look(ProbePrompt.of(line.probe), {RECORDED: model})
                 if look.problem:
@@ -123,7 +121,7 @@ class SharedVerifier:
         return result
 
     async def _held(self, reader: SharedReader, model: str, groups: int) -> list[int]:
-        """Distinct blocks the index shows in each group, on the GPU."""
+        """Number of distinct blocks the index shows in each group, on the GPU."""
         view = await Registry(self._client, model).fetch()
         if view is None:
             return []
@@ -136,16 +134,18 @@ class SharedVerifier:
             held.append(int(np.count_nonzero((column >> np.uint64(engine.slot.bit)) & np.uint64(1))))
         return held
 
-    def _tell(self, order: Order) -> Reply:
-        """Have the writer carry out an order. Raises ``TraceError`` or ``IndexUnavailable``."""
+    def _send(self, command: WriterCommand) -> Reply:
+        """Send a command to the writer and return its reply. Raises ``TraceError`` or
+        ``IndexUnavailable``.
+        """
         writer = self._writer
         if writer is None or writer.stdin is None or writer.stdout is None:
-            raise AssertionError("entered before")
-        writer.stdin.write(msgspec.json.encode(order) + b"\n")
+            raise AssertionError("used outside its context")
+        writer.stdin.write(msgspec.json.encode(command) + b"\n")
         writer.stdin.flush()
         line = writer.stdout.readline()
         if not line:
-            raise IndexUnavailable("writer", "the writing process ended; its error is above")
+            raise IndexUnavailable("writer", "the writing process ended; its error message is above")
         reply = msgspec.json.decode(line, type=Reply)
         if reply.problem:
             raise (
@@ -156,24 +156,24 @@ class SharedVerifier:
         return reply
 
 
+# Count columns, each with its minimal width; a cold run has one more.
 _NUMBERS = {"probes": 6, "exact": 6, "over": 4, "under": 5, "tokens": 9, "error": 5}
-"""Columns of counts, each with the width it keeps on a narrow terminal; a cold run has one more."""
 _WIDE = 120
 
 
 def run_verify(
     paths: list[Path], *, as_json: bool, index: IndexSettings | None = None, cold: bool = False
 ) -> int:
-    """0 if every prediction for every trace is exact, 1 if not, 2 for a trace that cannot be read.
+    """Return 0 if every prediction for every trace is exact, 1 if not, 2 for an unreadable trace.
 
     With a shared ``index`` another process writes the events to it, and this one predicts from it. A ``cold``
-    run predicts each probe from the events before it only.
+    run predicts each probe only from the events before it.
     """
     if not paths:
         print("kvatlas verify: give at least one trace file or folder", file=sys.stderr)
         return 2
     if cold and index is not None and index.is_shared:
-        print("kvatlas verify: --cold is of one process; leave --index out", file=sys.stderr)
+        print("kvatlas verify: --cold runs in one process; leave --index out", file=sys.stderr)
         return 2
     try:
         files = trace_files(paths)
@@ -190,7 +190,7 @@ def run_verify(
 
 @contextmanager
 def _verifier(index: IndexSettings | None, *, cold: bool) -> Iterator[Callable[[Path], TraceResult]]:
-    """What verifies one trace: from memory, or through a shared index."""
+    """Yield the function that verifies one trace: from memory, or through a shared index."""
     if index is None or not index.is_shared:
         yield partial(verify_trace, cold=cold)
     else:
@@ -221,7 +221,7 @@ def _with_progress(files: list[Path], verify_one: Callable[[Path], TraceResult])
 
 
 def _table(results: list[TraceResult], *, narrow: bool, cold: bool = False) -> Table:
-    """All counts have their place on a narrow terminal, at the cost of long names."""
+    """Table of the results; on a narrow terminal long names are truncated so that all counts fit."""
     table = Table(
         title="predicted hits against recorded truth", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )

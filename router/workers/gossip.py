@@ -30,16 +30,16 @@ from router.replication.gossip import GossipedInflight, LoadGossip
 from router.workers.seat import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
+# Shortest pause between two reports of load.
 _LOAD_S = 0.005
-"""Shortest pause between two reports of load."""
+# A pause is also at least so many times as long as making the last report took: at most 2 % of a core.
 _LOAD_TIMES = 50
-"""A pause is also at least so many times as long as making the last report took: at most 2 % of a core."""
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
+# Pause between messages with the totals of all tenants, which make up for lost ones.
 _WHOLE_S = 0.25
-"""Pause between messages with the totals of all tenants, which make up for lost ones."""
+# Tenants in one message, some 100 bytes each.
 _TENANTS_MAX = 512
-"""Tenants in one message, some 100 bytes each."""
 _KEYS_MAX = 4096
 DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 

@@ -20,8 +20,8 @@ import msgspec
 
 from router.http.reasons import reason_of
 
+# The worker that answers the ops port and the admin API, for all.
 LEAD = 0
-"""The worker that answers the ops port and the admin API, for all."""
 _BACKLOG = 2048
 _BUFFER_BYTES = 1 << 20
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -199,8 +199,8 @@ def cores(cpu_max: Path = _CPU_MAX) -> int:
 # message, never in parts.
 
 
+# Below the least buffer that Linux gives a socket by default (208 KiB).
 MESSAGE_BYTES_MAX = 192 << 10
-"""Below the least buffer that Linux gives a socket by default (208 KiB)."""
 _READ_AT_ONCE = 32
 
 

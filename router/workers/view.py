@@ -38,6 +38,7 @@ from router.workers.seat import LEAD, WorkerContext
 # answer counts), and what was last heard outlives the worker that merges (``CounterStore``).
 
 
+# Beginnings of the names of families of which every worker shows the same things.
 _ALIKE = (
     *("kvatlas_build_info", "kvatlas_tokenizer_info"),
     *("kvatlas_engine_", "kvatlas_feed_", "kvatlas_index_", "kvatlas_source_"),
@@ -51,11 +52,10 @@ _ALIKE = (
     *("kvatlas_inflight_prompts", "kvatlas_inflight_blocks", "kvatlas_lease_replicas"),
     *("kvatlas_lease_wanted", "process_max_fds", "process_start_time_seconds"),
 )
-"""Beginnings of the names of families of which every worker shows the same things."""
+# Of these each worker has a part where they share an index.
 _DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_extra_copies")
-"""Of these each worker has a part where they share an index."""
+# Kinds of families whose counts outlive the worker, and the ends of their samples' names.
 _ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-"""Kinds of families whose counts outlive the worker, and the ends of their samples' names."""
 
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]
@@ -196,8 +196,8 @@ def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
 ASK_S_MAX = 1.0
 _FORWARD_S_MAX = 30.0
 _NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
+# The address of a client whose request another worker passes on.
 PEER_HEADER = "x-kvatlas-peer"
-"""The address of a client whose request another worker passes on."""
 
 
 class SiblingCalls:
@@ -306,10 +306,10 @@ async def send_error(send: Any, error: ApiError) -> None:
 
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
+# Of an engine: counted by each worker for its own requests.
 _OWN = frozenset(
     {"load", "receipts", "drifting", "contradicting", "first_tokens", "cache_worth_s_per_minute"}
 )
-"""Of an engine: counted by each worker for its own requests."""
 
 
 class AggregateView:

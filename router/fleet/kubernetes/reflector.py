@@ -33,8 +33,8 @@ from router.http.reasons import reason_of
 
 
 T = TypeVar("T", Pod, EndpointSlice, InferencePool)
+# Deleted objects remembered until the next list.
 _DELETED_MAX = 4096
-"""Deleted objects remembered until the next list."""
 
 
 class _Known(NamedTuple, Generic[T]):
@@ -98,15 +98,15 @@ _log = structlog.get_logger()
 _Events = AsyncGenerator[tuple[str, Received], None]
 _GONE = 410
 _RETRY_S_MIN = 0.2
+# A watch that ends sooner without having told anything is not begun again at once.
 _SHORT_WATCH_S = 1.0
-"""A watch that ends sooner without having told anything is not begun again at once."""
+# Failures in a row after which to list anew: the history may be another one, as after a restored backup.
 _LIST_AFTER = 3
-"""Failures in a row after which to list anew: the history may be another one, as after a restored backup."""
 _PAGE = 250
+# Longest time of a list, all its pages and a login by plug-in included.
 _LIST_S = 120.0
-"""Longest time of a list, all its pages and a login by plug-in included."""
+# How much later than promised the end of a watch may come.
 _SILENCE_S = 15.0
-"""How much later than promised the end of a watch may come."""
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 

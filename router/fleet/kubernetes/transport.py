@@ -33,8 +33,8 @@ from router.openai.errors import retry_after_s
 
 _TOKEN_BYTES_MAX = 64 * 1024
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+# What lightkube does not know by name; the answer's place of the token is the same.
 _EXEC_VERSIONS = {"client.authentication.k8s.io/v1": "client.authentication.k8s.io/v1beta1"}
-"""What lightkube does not know by name; the answer's place of the token is the same."""
 
 
 class AccessError(CannotStartError):
@@ -133,8 +133,8 @@ _PAGE_BYTES_MAX = 64 << 20
 _LINE_BYTES_MAX = 8 << 20
 _ERROR_BYTES_MAX = 16 * 1024
 _RETRY_AFTER_S_MAX = 60.0
+# What httpx2 takes for the end of a line, and JSON does not: written as JSON can write it.
 _LINE_ENDS = {text.encode(): f"\\u{ord(text):04x}".encode() for text in "\x85\u2028\u2029"}
-"""What httpx2 takes for the end of a line, and JSON does not: written as JSON can write it."""
 
 
 class RefusedError(Exception):

@@ -23,12 +23,12 @@ from router.index.learn.layout import ModelFacts
 Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
 Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]
 
+# Methods whose look-ups drop a block (``SpeculativeConfig.use_eagle``, vLLM 0.32).
 _DROPPING: Final = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
-"""Methods whose look-ups drop a block (``SpeculativeConfig.use_eagle``, vLLM 0.32)."""
 _RECEIPTS_KEPT: Final = 64
 _RECEIPTS_MIN: Final = 4
+# Changes by receipts after which a fact is disputed and stays as it is.
 _SHIFTS_MAX: Final = 3
-"""Changes by receipts after which a fact is disputed and stays as it is."""
 
 Drops = Literal["none", "last", "all"]
 _LEVELS: Final[tuple[Drops, ...]] = ("none", "last", "all")

@@ -58,11 +58,11 @@ from router.index.learn.told import ToldBlocks, proven_algorithm
 # wrong one.
 
 
+# One slice of the search costs up to 1 ms of the event loop.
 _HASHES_PER_SLICE = 512
-"""One slice of the search costs up to 1 ms of the event loop."""
 
+# Stands for a parent; 32 bytes, the first 16 of it for the shorter digests.
 _MARK = bytes(range(100, 132))
-"""Stands for a parent; 32 bytes, the first 16 of it for the shorter digests."""
 
 _PARTS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes], int]] = {
     "sha256": (pickled, sha256, 32),
@@ -137,15 +137,15 @@ def _trials(root: RootEvent, algo: str, size: int) -> Iterator[_Trial]:
 
 PATIENCE = 64
 _WEAK_PATIENCE = 8
+# With evidence of each trust.
 _SEARCHES_MAX = 2
-"""With evidence of each trust."""
 _SEARCHED_MAX = 16
 
+# A span is searched with only if it is this short: every seed hashes it whole.
 _SEARCH_TOKENS_MAX = 4096
-"""A span is searched with only if it is this short: every seed hashes it whole."""
 
+# One longer than this has to wait until ``PATIENCE`` pieces of evidence proved nothing.
 _CHEAP_TOKENS = 512
-"""One longer than this has to wait until ``PATIENCE`` pieces of evidence proved nothing."""
 
 
 class Trust(IntEnum):
@@ -211,14 +211,14 @@ def _trust(root: RootEvent, *, placed: bool) -> Trust:
     return Trust.LEGIBLE if root.legible else Trust.HIDDEN
 
 
+# PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``.
 SEEDS_MAX = 1 << 16
-"""PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``."""
 
+# Pairings of prompts and told blocks that are tried before no more are.
 _OFFERS_MAX = 64
-"""Pairings of prompts and told blocks that are tried before no more are."""
 
+# Prompts are searched for told blocks only so often: about 1 ms for a long one.
 _PROMPTS_PER_EVENT = 4
-"""Prompts are searched for told blocks only so often: about 1 ms for a long one."""
 
 _ALGORITHM_TRIES_MAX = 64
 
@@ -228,8 +228,8 @@ _DOUBTS_MAX = 3
 _CHECK_EVERY = 64
 _MISMATCHES_MAX = 3
 
+# Spans up to here are tried with hash blocks of fewer than 16 tokens too.
 _SMALL_UNITS_MAX_TOKENS = 2048
-"""Spans up to here are tried with hash blocks of fewer than 16 tokens too."""
 
 
 _FINE_UNITS = (32, 16, 8, 4)

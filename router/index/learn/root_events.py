@@ -29,8 +29,8 @@ from router.index.base import Plane
 _PENDING_MAX = 8
 _PARENTS_MAX = 64
 
+# Longer spans are not hashed whole: 10 ms of the event loop and more.
 _SPAN_TOKENS_MAX = 1 << 15
-"""Longer spans are not hashed whole: 10 ms of the event loop and more."""
 
 
 class RootEvent(msgspec.Struct, frozen=True):
@@ -297,11 +297,11 @@ class RemovalEvidence:
 # oldest half is dropped.
 
 
+# About 150 MB; engines hold fewer blocks than this.
 _ENTRIES_MAX = 1 << 19
-"""About 150 MB; engines hold fewer blocks than this."""
 
+# Stands for "no such block": hashes on the wire are never negative, so no index holds it.
 _ABSENT = BlockHash(-1)
-"""Stands for "no such block": hashes on the wire are never negative, so no index holds it."""
 
 
 class LearnedKeys:

@@ -19,10 +19,10 @@ from publisher.events import BlockStored, EventDecodeError, to_block_hash
 from router.index.learn.root_events import RootEvent, num_lookahead, shown
 
 _EVENTS_MAX = 256
+# Events of the same tokens under different extra keys.
 _KEYS_MAX = 8
-"""Events of the same tokens under different extra keys."""
+# Prompts are searched for events up to here; every candidate hashes what was found from the start.
 _SPAN_TOKENS_MAX = 1 << 15
-"""Prompts are searched for events up to here; every candidate hashes what was found from the start."""
 
 _INT_HASH_BYTES = 8
 

@@ -83,14 +83,14 @@ def _tls_context(target: Target) -> ssl.SSLContext:
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
+# How often Sentinel, or a Cluster named as one, is asked for its masters though nothing failed.
 _LOOK_AGAIN_S = 5.0
-"""How often Sentinel, or a Cluster named as one, is asked for its masters though nothing failed."""
+# A connection whose oldest request has waited so long is replaced.
 _STALLED_S = 5.0
-"""A connection whose oldest request has waited so long is replaced."""
+# For commands, per master; further commands wait for one of them until their deadline.
 _CONNECTIONS_MAX = 16
-"""For commands, per master; further commands wait for one of them until their deadline."""
+# Errors that say that the servers are others than this client knows.
 _CHANGED = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"})
-"""Errors that say that the servers are others than this client knows."""
 
 
 class Client:

@@ -52,6 +52,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     what: str
 
 
+# What a knob is called among the policy's settings, and the most it may be.
 _KNOBS = {
     "beta": ("beta", 1.0),
     "premium": ("eviction_premium", EVICTION_PREMIUM_MAX),
@@ -62,7 +63,6 @@ _KNOBS = {
     "crowding": ("crowding", 100.0),
     "priority": ("engine_priority", 100.0),
 }
-"""What a knob is called among the policy's settings, and the most it may be."""
 _COUNTS = {"prefill": 1023.0}
 _ADMIT = {"admit": 600.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}

@@ -45,8 +45,8 @@ from router.simulate.workload.requests import Request, block_hashes
 
 _SOONEST_S = 0.001
 _POOL = "fleet"
+# Of a simulation: nobody is turned away, so that arms answer the same requests.
 _REQUESTS_MAX = 10_000_000
-"""Of a simulation: nobody is turned away, so that arms answer the same requests."""
 
 Held = tuple[int, Request]
 

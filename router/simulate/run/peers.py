@@ -21,8 +21,8 @@ from publisher.events import BlockHash
 from router.simulate.run.router_view import History, PrefixHit
 
 NO_HIT_NEUTRAL = 0.5
+# Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing.
 LLM_D_WEIGHTS = (3.0, 2.0, 2.0, 2.0)
-"""Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing."""
 SMG_MATCH_MIN, SMG_REQUESTS_BEYOND, SMG_RATIO = 0.5, 32, 1.1
 VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64, 1.5
 
@@ -143,8 +143,8 @@ def _lowest(values: Iterable[float]) -> list[int]:
 # it.
 
 
+# Of an approximate tree, per engine, least recently used first: 2^24 characters, the default of both.
 TREE_TOKENS_MAX = 4 << 20
-"""Of an approximate tree, per engine, least recently used first: 2^24 characters, the default of both."""
 
 
 class _Sent(msgspec.Struct, eq=False):
@@ -261,5 +261,5 @@ class PeerRouter:
         ]
 
 
+# Routers that know nothing of events.
 TREES = frozenset({"cache-aware", "vllm-router"})
-"""Routers that know nothing of events."""

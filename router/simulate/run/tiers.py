@@ -31,8 +31,8 @@ from publisher.pool.layout import PoolLayout
 
 
 Medium = Literal["CPU", "STORAGE"]
+# As the router's own ``policy.load_s_per_token`` supposes.
 KV_KIB_PER_TOKEN = 100.0
-"""As the router's own ``policy.load_s_per_token`` supposes."""
 _BLOCKS_MAX = 1 << 31
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -82,8 +82,8 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
         return self.host is not None or self.store is not None
 
 
+# PCIe 5 x16 as pinned copies reach it; x16 of generation 4 comes to about 20.
 HOST_LINK = {"gbyte_s": 45.0, "latency_ms": 0.1, "busy": 0.0}
-"""PCIe 5 x16 as pinned copies reach it; x16 of generation 4 comes to about 20."""
 STORE_LINK = {"gbit_s": 100.0, "total_gbit_s": math.inf, "latency_ms": 2.0, "busy": 0.0}
 
 
@@ -145,8 +145,8 @@ def _blocks(text: str, gpu_blocks: int, bytes_per_block: int) -> int:
     return int(value * _UNITS[unit] / bytes_per_block) if unit else int(value)
 
 
+# As the connectors' ``stores_max``.
 WRITES_MAX = 4096
-"""As the connectors' ``stores_max``."""
 
 
 class Link:

@@ -108,8 +108,8 @@ def agents(count: int, seconds: float, seed: int) -> list[Asked]:
 
 DOCUMENTS, DOCUMENT_TOKENS, DOCUMENT_TURNS = 192, 49_152, 6
 DOCUMENT_QUESTION_TOKENS = DOCUMENT_ANSWER_TOKENS = 256
+# Between two questions, on average: about a sixth of the documents are then in use at a time.
 DOCUMENT_GAP_S = 20.0
-"""Between two questions, on average: about a sixth of the documents are then in use at a time."""
 
 
 def documents(count: int, seconds: float, seed: int) -> list[Asked]:
@@ -164,6 +164,7 @@ def _cut(asked: list[Asked], count: int) -> list[Asked]:
     return sorted((a for a in asked if a.at_s >= 0), key=lambda a: a.at_s)[:count]
 
 
+# By name: (how many requests, over how many seconds, seed).
 GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
     "chat": chat,
     "tenants": tenants,
@@ -171,4 +172,3 @@ GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
     "documents": documents,
     "shared": shared,
 }
-"""By name: (how many requests, over how many seconds, seed)."""

@@ -29,12 +29,12 @@ from router.observe.history import UNIT_TOKENS
 
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20
+# Of one prompt, and of one answer.
 TOKENS_MAX = 16 << 20
-"""Of one prompt, and of one answer."""
+# Prompts with the same whole units that a later one is looked for to go on from: the latest ones.
 TURNS_OPEN_MAX = 64
-"""Prompts with the same whole units that a later one is looked for to go on from: the latest ones."""
+# Mooncake's timestamps are rounded to this; requests of one tick are spread over it.
 TICK_S = 3.0
-"""Mooncake's timestamps are rounded to this; requests of one tick are spread over it."""
 _MASK = (1 << 64) - 1
 
 

@@ -39,8 +39,8 @@ from router.simulate.workload.requests import (
 from router.simulate.workload.sessions import is_session
 
 ROW_S = 0.3
+# Of ids that are made, where a trace has none.
 OWN_UNIT_TOKENS = 64
-"""Of ids that are made, where a trace has none."""
 _EXPECTED = (
     "expected input_length and output_length, timestamp (ms) or session_id (and delay, ms), and hash_ids "
     "where prompts share prefixes"

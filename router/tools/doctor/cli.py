@@ -1,4 +1,7 @@
-"""The arguments of ``doctor`` and ``certify``. Light to import: the work is loaded when it runs."""
+"""Command-line arguments of ``doctor`` and ``certify``.
+
+Light to import: the implementation is imported when a command runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def doctor(
         Parameter(
             name="--engine",
             help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
-            "Without events= the engine is asked for its event endpoints.",
+            "Without events= the event endpoints are read from the engine.",
             negative="",
         ),
     ] = None,
@@ -41,7 +44,9 @@ def doctor(
     ] = False,
     json: Annotated[bool, Parameter(help="One JSON object with every finding.", negative="")] = False,
 ) -> int:
-    """Look at engines and a router as kvatlas uses them; status 1 if anything is amiss, with what to do."""
+    """Examine engines and a router as kvatlas uses them; exits with 1 if it finds a problem, and says how to
+    fix it.
+    """
     from router.tools.doctor.command import run_doctor
     from router.tools.doctor.examine import ExamineSettings
 
@@ -61,21 +66,23 @@ def certify(
     engine: Annotated[
         str,
         Parameter(
-            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank all are.",
+            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank, all ranks.",
         ),
     ],
     tokenizer: TokenizerFlag = None,
     config: Annotated[
         Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
     ] = None,
-    model: Annotated[str, Parameter(help="Name that the engine must serve; otherwise any.")] = "",
-    seconds: Annotated[float, Parameter(help="Seconds after which the load sends no more requests.")] = 40.0,
-    timeout: Annotated[float, Parameter(help="Seconds to wait for each answer that takes no prefill.")] = 5.0,
+    model: Annotated[str, Parameter(help="Model name that the engine must serve; default: any.")] = "",
+    seconds: Annotated[float, Parameter(help="Seconds after which the load starts no more requests.")] = 40.0,
+    timeout: Annotated[
+        float, Parameter(help="Seconds to wait for each response that needs no prefill.")
+    ] = 5.0,
     json: Annotated[
         bool, Parameter(help="One JSON object with every property and its evidence.", negative="")
     ] = False,
 ) -> int:
-    """A verdict on one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
+    """Certify one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
     from router.tools.doctor.command import run_certify
     from router.tools.doctor.examine import ExamineSettings
     from router.tools.doctor.gather.load import LoadPlan

@@ -1,4 +1,4 @@
-"""``kvatlas doctor``: examine, check, and show as a table or as JSON."""
+"""``kvatlas doctor`` and ``certify``: examine engines, run the checks, and print a table or JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from router.serve.command import configure_logging
 from router.tools.doctor import checks
 from router.tools.doctor.evidence import EngineEvidence, Evidence
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import EngineVerdict, Finding, Judged, Severity, exit_status, judge
+from router.tools.doctor.findings import (
+    EngineVerdict,
+    Finding,
+    PropertyVerdict,
+    Severity,
+    engine_verdict,
+    exit_status,
+)
 from router.tools.ops_client import output_console
 
 STYLES = {
@@ -44,14 +51,17 @@ def run_doctor(
     settings: ExamineSettings,
     as_json: bool,
 ) -> int:
-    """0: nothing amiss, 1: warnings or errors. Raises ``ConfigError`` for what cannot be run."""
+    """Run ``kvatlas doctor``.
+
+    Returns 0, or 1 with warnings or errors. Raises ``ConfigError`` for unusable options.
+    """
     check_seconds(settings.seconds, settings.timeout_s)
     found = tuple(parse_engine(text) for text in engines)
     loaded = load(config, engines=found, models=any_model(tokenizer)).config
     if not loaded.engines and router is None:
         raise ConfigError("nothing to check: give --engine URL (repeatable), --router URL or --config FILE")
     configure_logging("error", "console")
-    seen = look(loaded, settings, router=router_url(router), quiet=as_json)
+    seen = collect_evidence(loaded, settings, router=router_url(router), quiet=as_json)
     findings = checks.run_checks(seen)
     if as_json:
         sys.stdout.write(report_json(findings))
@@ -61,20 +71,22 @@ def run_doctor(
 
 
 def check_seconds(seconds: float, timeout_s: float) -> None:
-    """Raises ``ConfigError`` for times that cannot be waited."""
+    """Validate both options. Raises ``ConfigError``."""
     if not 0 <= seconds <= _SECONDS_MAX:
         raise ConfigError(f"--seconds: {seconds} is not in 0..{_SECONDS_MAX:g}")
     if not 0 < timeout_s <= _SECONDS_MAX:
         raise ConfigError(f"--timeout: {timeout_s} is not above 0 and up to {_SECONDS_MAX:g}")
 
 
-def look(config: Config, settings: ExamineSettings, *, router: str | None, quiet: bool) -> Evidence:
-    """Examine, and say on a terminal what is being done. Raises ``ConfigError`` for a bad tokenizer."""
+def collect_evidence(
+    config: Config, settings: ExamineSettings, *, router: str | None, quiet: bool
+) -> Evidence:
+    """Examine engines and show progress on a terminal. Raises ``ConfigError`` for a bad tokenizer."""
     return uvloop.run(_examine(config, router, settings, quiet=quiet))
 
 
 def router_url(text: str | None) -> str | None:
-    """The router's base URL. Raises ``ConfigError`` where it is none."""
+    """Return the router's base URL. Raises ``ConfigError`` if it is invalid."""
     if text is None:
         return None
     try:
@@ -91,23 +103,23 @@ async def _examine(config: Config, url: str | None, settings: ExamineSettings, *
     console = Console(stderr=True)
     try:
         if quiet or not console.is_terminal:
-            return await examine(config, settings, router_url=url, say=lambda _text: None)
-        with console.status("looking") as status:
-            return await examine(config, settings, router_url=url, say=status.update)
+            return await examine(config, settings, router_url=url, progress=lambda _text: None)
+        with console.status("examining") as status:
+            return await examine(config, settings, router_url=url, progress=status.update)
     except ModelDirError as problem:
         raise ConfigError(f"--tokenizer: {problem}") from None
 
 
 def report_json(findings: list[Finding]) -> str:
-    """One JSON object: the worst severity, counts, and every finding."""
+    """Encode one JSON object: the worst severity, counts, and every finding."""
     counts = Counter(str(finding.severity) for finding in findings)
     worst = next((str(s) for s in reversed(Severity) if counts[str(s)]), "ok")
     report = {"worst": worst, "counts": dict(counts), "findings": findings}
     return msgspec.json.format(msgspec.json.encode(report)).decode() + "\n"
 
 
-def in_words(finding: Finding) -> Text:
-    """Seen, and unless all is well cause and remedy."""
+def describe(finding: Finding) -> Text:
+    """Format a finding: the observation, and cause and remedy unless it is ok."""
     text = Text(finding.seen)
     for name, more in (("cause", finding.cause), ("remedy", finding.remedy)):
         if more and finding.severity is not Severity.OK:
@@ -116,7 +128,7 @@ def in_words(finding: Finding) -> Text:
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """Grouped by subject; cause and remedy under what is amiss."""
+    """Print findings grouped by subject, with cause and remedy below each problem."""
     for subject in dict.fromkeys(finding.subject for finding in findings):
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
@@ -124,21 +136,18 @@ def show(findings: list[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in (f for f in findings if f.subject == subject):
             label = Text(f"  {finding.severity}", style=STYLES[finding.severity])
-            table.add_row(label, finding.check, in_words(finding))
+            table.add_row(label, finding.check, describe(finding))
         console.print(Text(subject, style="bold"))
         console.print(table)
     counts = Counter(finding.severity for finding in findings)
     console.print(", ".join(f"{counts[s]} {s}" for s in reversed(Severity)))
 
 
-# ``kvatlas certify``: examine one engine under a small load, judge its properties, and show the verdict.
-
-
 _STATES = {"pass": Severity.OK, "fail": Severity.ERROR, "not_shown": Severity.WARNING}
 
 
 class _EngineReport(msgspec.Struct):
-    """A verdict, and the load it rests on."""
+    """A verdict, and the load it is based on."""
 
     verdict: EngineVerdict
     version: str
@@ -149,16 +158,19 @@ class _EngineReport(msgspec.Struct):
 def run_certify(
     *, engine: str, tokenizer: str | None, config: Path | None, settings: ExamineSettings, as_json: bool
 ) -> int:
-    """0: certified, 1: not. Raises ``ConfigError`` for what cannot be run."""
+    """Run ``kvatlas certify``.
+
+    Returns 0 if certified, otherwise 1. Raises ``ConfigError`` for unusable options.
+    """
     if settings.load is not None:
         check_seconds(settings.load.seconds_max, settings.timeout_s)
         if not settings.load.seconds_max:
             raise ConfigError("--seconds: 0 leaves no time for a load")
-    # the engines of the configuration file are those of the router, not to be loaded here
+    # engines of the configuration file serve the router's traffic and must not get a test load
     loaded = load(config, engines=(parse_engine(engine),), models=any_model(tokenizer)).config
     configure_logging("error", "console")
     began = time.monotonic()
-    seen = look(loaded, settings, router=None, quiet=as_json)
+    seen = collect_evidence(loaded, settings, router=None, quiet=as_json)
     findings = checks.run_checks(seen)
     reports = [_report(one, findings) for one in seen.engines]
     took_s = time.monotonic() - began
@@ -173,7 +185,7 @@ def run_certify(
 def _report(engine: EngineEvidence, findings: list[Finding]) -> _EngineReport:
     sent = engine.load
     return _EngineReport(
-        judge(engine.engine_id, findings),
+        engine_verdict(engine.engine_id, findings),
         engine.server.version_text,
         0 if sent is None else sent.sent,
         sent is not None and sent.out_of_time,
@@ -190,7 +202,7 @@ def _json(reports: list[_EngineReport], certified: bool, took_s: float) -> str:
 
 
 def _show(reports: list[_EngineReport], took_s: float, console: Console) -> None:
-    """Property by property: what shows it, or what fails it with cause and remedy."""
+    """Print each property with its evidence, and cause and remedy where it fails."""
     for report in reports:
         verdict = report.verdict
         title = "certified" if verdict.certified else "not certified"
@@ -212,12 +224,12 @@ def _show(reports: list[_EngineReport], took_s: float, console: Console) -> None
             )
         for note in verdict.notes:
             if note.severity in {Severity.WARNING, Severity.ERROR}:
-                table.add_row(Text("  note", style=STYLES[note.severity]), note.check, in_words(note))
+                table.add_row(Text("  note", style=STYLES[note.severity]), note.check, describe(note))
         console.print(table)
 
 
-def _evidence(each: Judged) -> Text:
-    """The claim, and below it the findings that decided."""
+def _evidence(each: PropertyVerdict) -> Text:
+    """Format the claim, and below it the findings that decided it."""
     deciding = {
         "pass": {Severity.OK},
         "fail": {Severity.WARNING, Severity.ERROR},
@@ -226,5 +238,5 @@ def _evidence(each: Judged) -> Text:
     text = Text(each.claim)
     for finding in each.findings:
         if finding.severity in deciding[each.state]:
-            text.append(f"\n{finding.check}: ").append_text(in_words(finding))
+            text.append(f"\n{finding.check}: ").append_text(describe(finding))
     return text

@@ -1,4 +1,4 @@
-"""Everything the doctor found out, for the checks to read: plain data, no sockets."""
+"""Evidence that the doctor collects and the checks read: plain data, no sockets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from router.prompts.origin.problem import TokenizerProblem
 from router.tools.doctor.gather.http import EngineGauges, HttpAnswer
 from router.tools.doctor.gather.listener import EventCounts
 from router.tools.doctor.gather.observation import Observation, ReplayComparison, ReplayState
-from router.tools.doctor.gather.stores import StoredOf
+from router.tools.doctor.gather.stores import StoreComparison
 
-# What each vLLM release before the current ones lacks for exact routing.
+# Features needed for exact routing that older vLLM releases lack.
 
 
 Version = tuple[int, int]
@@ -31,15 +31,15 @@ NEWEST_KNOWN: Version = (0, 33)
 
 
 class MissingFeature(msgspec.Struct, frozen=True):
-    """Something that releases before ``since`` lack; ``severe`` where predictions suffer without a remedy."""
+    """A feature missing before release ``since``; ``severe`` if predictions suffer without the remedy."""
 
     since: Version
-    what: str
+    description: str
     remedy: str
     severe: bool
 
 
-LACKS = (
+MISSING_FEATURES = (
     MissingFeature(
         (0, 20),
         "events do not name the KV cache group, so models with several groups cannot be predicted",
@@ -48,13 +48,13 @@ LACKS = (
     ),
     MissingFeature(
         (0, 22),
-        "events do not tell kind and window of a group",
+        "events do not carry kind and window of a group",
         "upgrade, or set models.NAME.kinds and models.NAME.windows",
         severe=True,
     ),
     MissingFeature(
         MAP_ENCODING_SINCE,
-        "events are arrays; with unequal block sizes large blocks are hashed in another way",
+        "events are arrays; with unequal block sizes large blocks are hashed differently",
         "upgrade, or serve models whose groups have equal block sizes",
         severe=False,
     ),
@@ -74,14 +74,14 @@ LACKS = (
 
 
 def parse_version(text: str) -> Version | None:
-    """(major, minor) of a version such as ``0.32.0+cpu``; None where there is none."""
+    """Parse (major, minor) of a version such as ``0.32.0+cpu``; None if there is none."""
     found = re.match(r"v?(\d{1,4})\.(\d{1,4})(?:\.|$|[^\d])", text)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
-def lacks(version: Version) -> list[MissingFeature]:
-    """What this release lacks."""
-    return [lack for lack in LACKS if version < lack.since]
+def missing_features(version: Version) -> list[MissingFeature]:
+    """Return the features that this release lacks."""
+    return [lack for lack in MISSING_FEATURES if version < lack.since]
 
 
 class EventSource(msgspec.Struct):
@@ -96,7 +96,7 @@ class EventSource(msgspec.Struct):
 
 
 class ServerEvidence(msgspec.Struct):
-    """The HTTP side of one server; its data-parallel ranks share it."""
+    """The HTTP side of one server, shared by its data-parallel ranks."""
 
     health: HttpAnswer
     models_answer: HttpAnswer
@@ -106,9 +106,9 @@ class ServerEvidence(msgspec.Struct):
     models: tuple[ModelCard, ...] = ()
     version_text: str = ""
     sources: dict[str, EventSource | None] | None = None
-    """None where the answer is not understood or there was none."""
+    """None if there was no response, or it was not understood."""
     server_info: EngineStatement | None = None
-    """Statement of ``/server_info``, where it is enabled."""
+    """Statement of ``/server_info``, if it is enabled."""
 
     @property
     def version(self) -> Version | None:
@@ -116,7 +116,7 @@ class ServerEvidence(msgspec.Struct):
 
 
 class PromptParity(msgspec.Struct, frozen=True):
-    """One prompt tokenized here and by the engine. ``differs_at`` None: the same, or not comparable."""
+    """One prompt tokenized here and by the engine. ``differs_at`` None: equal, or not comparable."""
 
     name: str
     local_tokens: int | None = None
@@ -131,29 +131,29 @@ class PromptParity(msgspec.Struct, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """One request sent by ``--probe``; tokens. None: not known, or not reported."""
+    """One request sent by ``--probe``; counts in tokens. None: unknown, or not reported."""
 
     status: str
-    """Empty if it was answered."""
+    """Empty if the request succeeded."""
     predicted: int | None = None
     mode: str = ""
     why_unknown: str = ""
     cached: int | None = None
     prompt_tokens: int | None = None
-    """As computed here, or by the engine's endpoint."""
+    """Counted here, or by the engine's endpoint."""
     reported_prompt_tokens: int | None = None
     events_came: bool = False
-    """Whether an event arrived after it within the time allowed."""
+    """Whether an event arrived after the request within the time limit."""
 
     @property
     def lengths_differ(self) -> bool:
-        """Whether the engine counts other tokens than are counted here."""
+        """Whether the engine counts a different number of tokens."""
         known = None not in {self.prompt_tokens, self.reported_prompt_tokens}
         return known and self.prompt_tokens != self.reported_prompt_tokens
 
 
 class ProbeEvidence(msgspec.Struct):
-    """The probe of one engine: a new prompt, and a longer one that begins with it."""
+    """The probe of one engine: a random prompt, and a longer one that begins with it."""
 
     requests: list[ProbeRequest] = []
     problem: str = ""
@@ -164,22 +164,22 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
     kind: str
     request: ProbeRequest
-    stored: StoredOf | None = None
-    """None where prompt, hash scheme or groups are not known."""
+    stored: StoreComparison | None = None
+    """None if prompt, hash scheme or groups are unknown."""
 
 
 class LoadEvidence(msgspec.Struct):
-    """A small generated load on one engine, request by request in the order they were sent."""
+    """A small generated load on one engine: requests in the order they were sent."""
 
     requests: list[LoadRequest] = msgspec.field(default_factory=list)
     uncompared: int = 0
-    """Requests sent at once, whose hits depend on each other."""
+    """Concurrent requests, whose hits depend on each other."""
     uncompared_cached_tokens: int = 0
-    """As their answers reported."""
+    """Cached tokens reported for the concurrent requests."""
     filled_tokens: int = 0
-    """Prompt tokens sent to fill the pool; 0: it is too large, or its size is not known."""
+    """Prompt tokens sent to fill the pool; 0: the pool is too large, or its size is unknown."""
     evicted: bool = False
-    """Whether that made the engine remove blocks."""
+    """Whether filling the pool made the engine remove blocks."""
     out_of_time: bool = False
     problem: str = ""
     replay: ReplayComparison | None = None
@@ -188,7 +188,7 @@ class LoadEvidence(msgspec.Struct):
 
     @property
     def sent(self) -> int:
-        """All requests of the load."""
+        """Number of all requests of the load."""
         return len(self.requests) + self.uncompared
 
 
@@ -196,38 +196,41 @@ class EngineEvidence(msgspec.Struct):
     """One engine (one data-parallel rank)."""
 
     engine: EngineAddress
-    """With the event endpoints the server told, where none were configured."""
+    """With the event endpoints named by the server, if none were configured."""
     server: ServerEvidence
     model_config: ModelConfig
     lora_paths: dict[str, str]
     gauges: EngineGauges
     sockets: Observation | None = None
-    tally: EventCounts = msgspec.field(default_factory=EventCounts)
+    event_counts: EventCounts = msgspec.field(default_factory=EventCounts)
     residency: EngineResidency | None = None
     parity: list[PromptParity] = []
     tokenizer: str = ""
-    """Where the tokenizer is from: a directory, or a repository and its commit; "": none is here."""
+    """Source of the tokenizer: a directory, or a repository and its commit; "": none is available here."""
     model_file: ModelConfigFile = ModelConfigFile()
-    """What the ``config.json`` beside it says."""
+    """Content of the ``config.json`` beside the tokenizer."""
     tokenizer_problem: TokenizerProblem | None = None
-    """Why the one that the engine or the configuration names is not here."""
+    """Why the tokenizer named by the engine or the configuration is not available here."""
     tokenized_by: str | None = None
-    """The library that tokenizes here, and why not a faster one."""
+    """Library that tokenizes here, and why a faster one is not used."""
     time_zone: str | None = None
-    """That of the date in prompts made here; None: no date is in them."""
+    """Time zone of the date in prompts rendered here; None: prompts contain no date."""
     unreadable: str | None = None
-    """Why chats of this model cannot be rendered here, and what to do about it."""
+    """Why chats of this model cannot be rendered here, and the remedy."""
     probe: ProbeEvidence | None = None
     expected_model: str = ""
-    """The served name asked for by the user; empty: any."""
+    """Served name requested by the user; empty: any."""
     load: LoadEvidence | None = None
     """None: no load was sent."""
     removals: dict[str, int] = {}
-    """Copies of GPU blocks, by what events did: ``stored``, ``removed``, ``unknown`` (removed without a
-    store)."""
+    """Copies of GPU blocks by effect of events:
+
+    ``stored``, ``removed``, ``unknown`` (removed without a store).
+    """
     router_tokenizers: dict[str, str] | None = None
-    """Of a running router: the library by configured model; None where no router was asked, or it does not
-    say."""
+    """Library by configured model in a running router; None if no router was queried, or it does not report
+    it.
+    """
     sources_ignored: bool = False
     """Whether event endpoints were configured, so that the server's own were not used."""
 
@@ -237,7 +240,7 @@ class EngineEvidence(msgspec.Struct):
 
     @property
     def event_endpoint(self) -> str | None:
-        """Of this rank, as the engine itself names it; None where it does not."""
+        """Endpoint of this rank according to the engine; None if it does not name one."""
         sources = self.server.sources or {}
         source = sources.get(str(self.engine.dp_rank or 0)) if len(sources) > 1 else None
         only = next(iter(sources.values()), None) if len(sources) == 1 else source
@@ -245,7 +248,7 @@ class EngineEvidence(msgspec.Struct):
 
     @property
     def history_complete(self) -> bool:
-        """Whether every batch since the engine's start was heard."""
+        """Whether every batch since the engine's start was received."""
         seen = self.sockets
         if seen is None or seen.replay_state is not ReplayState.COMPLETE or seen.missing:
             return False
@@ -257,7 +260,7 @@ class EngineEvidence(msgspec.Struct):
 
 
 class RouterEvidence(msgspec.Struct):
-    """A running router's own view; ``engines`` by engine id, None where the answer is not understood."""
+    """A running router's own view; ``engines`` by engine id, None if the response is not understood."""
 
     url: str
     ready: HttpAnswer
@@ -267,13 +270,13 @@ class RouterEvidence(msgspec.Struct):
     version_text: str = ""
     engines: dict[str, dict[str, Any]] | None = None
     sources: dict[str, dict[str, Any]] | None = None
-    """Where its engines come from; None where it does not say."""
+    """Sources of its engines; None if it does not report them."""
     tokenizers: dict[str, str] | None = None
-    """The library that tokenizes, by configured model; None where it does not say."""
+    """Library that tokenizes, by configured model; None if it does not report them."""
 
 
 class Evidence(msgspec.Struct):
-    """All of it."""
+    """Evidence about all engines and the router."""
 
     config: Config
     engines: list[EngineEvidence]

@@ -1,8 +1,8 @@
-"""Finds out everything the checks want to know: HTTP, event sockets, tokenizers, probes, the router.
+"""Collection of the evidence that the checks need: HTTP, event sockets, tokenizers, probes, the router.
 
-All engines are looked at together, each step within a time limit of its own, so that the whole takes about
-``seconds`` plus the slowest server's time-outs. Nothing is changed at an engine; only ``probe`` sends
-requests that it has to compute.
+All engines are examined concurrently, each step within its own time limit, so that the whole takes about
+``seconds`` plus the slowest server's timeouts. Nothing is changed at an engine; only ``probe`` and ``load``
+send requests that it has to compute.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ from router.tools.doctor.evidence import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gather.asker import Asker, compare, probe
 from router.tools.doctor.gather.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
 from router.tools.doctor.gather.listener import EventListener, replay_comparison
 from router.tools.doctor.gather.load import Load, LoadPlan
 from router.tools.doctor.gather.observation import ReplayComparison
+from router.tools.doctor.gather.prober import EngineProber, compare, probe
 from router.tools.ops_client import ops_headers
 from router.tools.replay_player import JournaledIndex
 
 _DETECTION_S_MAX = 20.0
 _PROBE_QUIET_S = 0.3
 _GAUGES_INTERVAL_S = 0.2
+# Multiple of ``LoadPlan.seconds_max`` after which a load is cancelled; it starts no request after the former.
 _LOAD_OVERTIME = 1.25
-"""When a load is cut off, as a multiple of the time after which it begins no request."""
 _ENGINES_MAX = 256
 
 
 class ExamineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long is listened and waited; seconds."""
+    """Time limits of an examination, in seconds."""
 
     seconds: float = 3.0
     """Seconds to listen for live events."""
     timeout_s: float = 5.0
-    """For one answer over HTTP, and for silence of a replay socket."""
+    """For one HTTP response, and for silence of a replay socket."""
     probe_timeout_s: float = 60.0
     """For one completion of the probe."""
     probe: bool = False
     model: str = ""
-    """The served name that is expected; empty: any."""
+    """Expected served name; empty: any."""
     load: LoadPlan | None = None
-    """None: no load is sent. With one, ``probe`` must be set."""
+    """None: no load is sent. Requires ``probe``."""
 
 
 class _Models(msgspec.Struct):
@@ -83,28 +83,34 @@ class _Models(msgspec.Struct):
 
 
 async def examine(
-    config: Config, settings: ExamineSettings, *, router_url: str | None, say: Callable[[str], None]
+    config: Config, settings: ExamineSettings, *, router_url: str | None, progress: Callable[[str], None]
 ) -> Evidence:
-    """Look at all engines of ``config`` (with none, at those the router names). ``say`` tells progress.
+    """Examine all engines of ``config``, or without any those the router names.
 
-    Raises ``ModelDirError`` for a tokenizer directory that cannot be used.
+    Args:
+
+      progress: Called with the current step, for a progress display.
+
+    Raises:
+
+      ModelDirError: A tokenizer directory is unusable.
     """
     jar = aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(cookie_jar=jar) as session:
         http = Http(session, settings.timeout_s)
         router = None
         if router_url is not None:
-            say("asking the router")
-            router = await ask_router(http, router_url)
+            progress("querying the router")
+            router = await query_router(http, router_url)
         engines = config.engines or _engines_of(router)
-        say(f"asking {len(engines)} engine(s)")
+        progress(f"querying {len(engines)} engine(s)")
         seen = await _ask_servers(http, config, engines)
         seen.router, seen.probed, seen.seconds = router, settings.probe, settings.seconds
 
         for engine in seen.engines:
             engine.expected_model = settings.model
             engine.router_tokenizers = None if router is None else router.tokenizers
-        examination = _Examination(seen, http, settings, say)
+        examination = _Examination(seen, http, settings, progress)
         try:
             await examination.run()
         finally:
@@ -112,15 +118,15 @@ async def examine(
     return seen
 
 
-async def ask_router(http: Http, url: str) -> RouterEvidence:
-    """A router's own view of itself."""
+async def query_router(http: Http, url: str) -> RouterEvidence:
+    """Query a router's own endpoints."""
     paths = ("/ready", "/kvatlas/engines", "/kvatlas/receipts", "/metrics", "/version", "/kvatlas/sources")
     ready, engines, receipts, metrics, version, sources = await asyncio.gather(
         *(http.get(url + path, ops_headers()) for path in paths)
     )
     listed = engines.json(list[dict[str, Any]]) if engines.ok else None
     by_id = None if listed is None else {str(e.get("engine")): e for e in listed}
-    told = version.json(dict[str, Any]) or {}
+    fields = version.json(dict[str, Any]) or {}
     origins = sources.json(dict[str, dict[str, Any]]) if sources.ok else None
     return RouterEvidence(
         url,
@@ -128,7 +134,7 @@ async def ask_router(http: Http, url: str) -> RouterEvidence:
         engines,
         receipts,
         metrics,
-        str(told.get("version", "")),
+        str(fields.get("version", "")),
         by_id,
         origins,
         _tokenizers(metrics) if metrics.ok else None,
@@ -136,7 +142,7 @@ async def ask_router(http: Http, url: str) -> RouterEvidence:
 
 
 def _tokenizers(metrics: HttpAnswer) -> dict[str, str] | None:
-    """By configured model; None from a router that does not say."""
+    """Return the library by configured model; None if the router does not report it."""
     page = metrics.body.decode("utf-8", "replace")
     rows = [labels for name, labels, _ in series(page) if name == "kvatlas_tokenizer_info"]
     found = {labels.get("model", ""): labels.get("library", "") for labels in rows}
@@ -145,7 +151,7 @@ def _tokenizers(metrics: HttpAnswer) -> dict[str, str] | None:
 
 
 def _engines_of(router: RouterEvidence | None) -> tuple[EngineAddress, ...]:
-    """The router's engines by their ids; their ranks and endpoints are asked from the servers."""
+    """Return the router's engines by id; ranks and endpoints are read from the servers."""
     ids = list((router.engines if router is not None else None) or {})[:_ENGINES_MAX]
     urls = dict.fromkeys(engine_id.partition("#")[0].rstrip("/") for engine_id in ids)
     return tuple(EngineAddress(url) for url in urls if url.startswith("http://"))
@@ -157,9 +163,9 @@ async def _ask_servers(http: Http, config: Config, engines: tuple[EngineAddress,
     found: list[EngineEvidence] = []
     for url, server in servers.items():
         configured = [engine for engine in engines if engine.base_url == url]
-        told = any(engine.events is not None for engine in configured)
-        ranks = configured if told else _discovered(url, server) or configured
-        found += [_engine_seen(engine, server, config, sources_ignored=told) for engine in ranks]
+        given = any(engine.events is not None for engine in configured)
+        ranks = configured if given else _discovered(url, server) or configured
+        found += [_engine_seen(engine, server, config, sources_ignored=given) for engine in ranks]
     return Evidence(config, found)
 
 
@@ -180,7 +186,7 @@ async def _ask_server(http: Http, url: str) -> ServerEvidence:
 
 
 def _discovered(url: str, server: ServerEvidence) -> list[EngineAddress]:
-    """One engine per data-parallel rank that publishes, as the router would read the server's answer."""
+    """Return one engine per data-parallel rank that publishes, parsed as the router does."""
     try:
         return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
     except ValueError:
@@ -204,7 +210,7 @@ def _engine_seen(
 
 
 def _setup(engine: EngineEvidence) -> SetupEvidence:
-    """As the router would learn it."""
+    """Collect the setup evidence that the router would use."""
     configured, gauges = engine.model_config.facts(), engine.gauges
     stated = metrics_statement(gauges.cache_config, drafts=gauges.speculates)
     facts = complete(configured, engine.model_file)
@@ -212,15 +218,15 @@ def _setup(engine: EngineEvidence) -> SetupEvidence:
 
 
 class _Examination:
-    """The part that listens, tokenizes and probes."""
+    """The steps that listen, tokenize and probe."""
 
     def __init__(
-        self, seen: Evidence, http: Http, settings: ExamineSettings, say: Callable[[str], None]
+        self, seen: Evidence, http: Http, settings: ExamineSettings, progress: Callable[[str], None]
     ) -> None:
         self._seen = seen
         self._http = http
         self._settings = settings
-        self._say = say
+        self._progress = progress
         self._ledgers: dict[str, JournaledIndex] = {}
         self._scopes = ModelIndexes(self._facts, self._new_ledger)
         self._listeners: dict[str, EventListener] = {}
@@ -238,7 +244,7 @@ class _Examination:
             residency = self._scopes.assign(engine.engine_id, _scope_name(engine))
             residency.writer.learn_setup(_setup(engine))
         async with self._listening():
-            await asyncio.gather(self._hear(), self._compare())
+            await asyncio.gather(self._listen(), self._compare())
             if self._settings.probe:
                 await self._probe_all()
             if self._settings.load is not None:
@@ -261,7 +267,7 @@ class _Examination:
                 self._scopes,
                 replay_timeout_s=self._settings.timeout_s,
             )
-            engine.sockets, engine.tally = listener.seen, listener.tally
+            engine.sockets, engine.event_counts = listener.seen, listener.event_counts
             self._listeners[engine.engine_id] = listener
             tasks.append(asyncio.create_task(listener.run(), name=f"listener {engine.engine_id}"))
         try:
@@ -271,10 +277,10 @@ class _Examination:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _hear(self) -> None:
-        """Listen, let seed searches end, and probe."""
+    async def _listen(self) -> None:
+        """Listen for the configured time, then let seed searches finish."""
         if self._listeners:
-            self._say(f"listening to events for {self._settings.seconds:g} s")
+            self._progress(f"listening to events for {self._settings.seconds:g} s")
         limit = self._settings.seconds + 4 * self._settings.timeout_s + _DETECTION_S_MAX
         waits = [asyncio.create_task(listener.settled.wait()) for listener in self._listeners.values()]
         listened = asyncio.create_task(asyncio.sleep(self._settings.seconds if self._listeners else 0))
@@ -284,26 +290,26 @@ class _Examination:
         await self._finish_detection()
 
     async def _probe_all(self) -> None:
-        """One engine after another: what one computes must not delay another's answer."""
+        """Probe one engine after another, so that one's prefill cannot delay another's response."""
         for engine in self._seen.engines:
-            self._say(f"probing {engine.engine_id}")
+            self._progress(f"probing {engine.engine_id}")
             self._probed_url = engine.engine.base_url
             engine.probe = await self._probe(engine)
         await self._finish_detection()
 
     async def _load_all(self, settings: LoadPlan) -> None:
-        """One engine after another, those that answered the probe."""
+        """Send a load to one engine after another: to those that answered the probe."""
         for engine in self._seen.engines:
             if engine.probe is None or engine.probe.problem or any(r.status for r in engine.probe.requests):
                 continue
-            self._say(f"sending a small load to {engine.engine_id}")
+            self._progress(f"sending a small load to {engine.engine_id}")
             self._probed_url = engine.engine.base_url
             engine.load = LoadEvidence(before=await self._gauges(engine))
             scope = self._scopes.scope(_scope_name(engine))
             load = Load(
-                self._asker(engine, settings.quiet_s),
+                self._prober(engine, settings.quiet_s),
                 partial(scope.engine, engine.engine_id),
-                engine.tally,
+                engine.event_counts,
                 settings,
                 engine.gauges.pool_tokens,
                 engine.load,
@@ -313,15 +319,15 @@ class _Examination:
                     await load.run()
             except TimeoutError:
                 engine.load.out_of_time = True
-            except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
+            except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
                 engine.load.problem = reason_of(problem)
             engine.load.after = await self._gauges_after(engine, engine.load)
             engine.load.replay = await self._replayed(engine)
 
     async def _replayed(self, engine: EngineEvidence) -> ReplayComparison | None:
-        """Ask the replay socket for everything, and compare with what was heard live."""
-        heard = self._listeners.get(engine.engine_id)
-        if heard is None or engine.engine.events is None or engine.engine.replay is None:
+        """Request the whole history from the replay socket and compare it with the live batches."""
+        live = self._listeners.get(engine.engine_id)
+        if live is None or engine.engine.events is None or engine.engine.replay is None:
             return None
         scopes = ModelIndexes(self._facts)
         scopes.assign(engine.engine_id, _scope_name(engine))
@@ -332,10 +338,12 @@ class _Examination:
             scopes,
             replay_timeout_s=self._settings.timeout_s,
         )
-        return await replay_comparison(heard, again)
+        return await replay_comparison(live, again)
 
     async def _gauges_after(self, engine: EngineEvidence, load: LoadEvidence) -> EngineGauges:
-        """Once the engine has counted all requests; its counters come some steps after its answers."""
+        """Read the gauges once the engine has counted all requests; its counters lag its responses by some
+        steps.
+        """
         deadline = time.monotonic() + self._settings.timeout_s
         while True:
             found = await self._gauges(engine)
@@ -363,13 +371,13 @@ class _Examination:
         if model is None:
             return ProbeEvidence(problem="the engine names no model")
         try:
-            return await probe(self._asker(engine, _PROBE_QUIET_S))
-        except Exception as problem:  # noqa: BLE001  a strange engine must not end the examination
+            return await probe(self._prober(engine, _PROBE_QUIET_S))
+        except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
             return ProbeEvidence(problem=reason_of(problem))
 
-    def _asker(self, engine: EngineEvidence, quiet_s: float) -> Asker:
+    def _prober(self, engine: EngineEvidence, quiet_s: float) -> EngineProber:
         card = next(card for card in engine.server.models if card.id == engine.base_model)
-        return Asker(
+        return EngineProber(
             engine.engine,
             model=card.id,
             scope=self._scopes.scope(_scope_name(engine)),
@@ -398,7 +406,7 @@ class _Examination:
         return ledger
 
     async def _find_tokenizers(self) -> None:
-        """As the router would, for each base model: what its engines name, or what is configured."""
+        """Locate a tokenizer for each base model as the router does: named by its engines, or configured."""
         locator = Locator(self._seen.config.prompts)
         found: dict[tuple[str, str], tuple[str, ModelConfigFile, TokenizerProblem | None]] = {}
         for engine in self._seen.engines:
@@ -413,7 +421,7 @@ class _Examination:
             if source.kind == "auto":
                 source = named_by_engine(root)
             if (model, str(source)) not in found:
-                self._say(f"looking for the tokenizer of {model}")
+                self._progress(f"looking for the tokenizer of {model}")
                 found[model, str(source)] = await self._find_tokenizer(model, engine, locator, source)
             engine.tokenizer, engine.model_file, engine.tokenizer_problem = found[model, str(source)]
 
@@ -437,7 +445,7 @@ class _Examination:
         return located.shown, file, None
 
     async def _compare(self) -> None:
-        """Tokenizer parity, once per server."""
+        """Compare tokenizers, once per server."""
         servers = {engine.engine.base_url: engine for engine in self._seen.engines}
         results = await asyncio.gather(*(self._compare_one(engine) for engine in servers.values()))
         by_url = dict(zip(servers, results, strict=True))
@@ -456,7 +464,9 @@ class _Examination:
         return await compare(self._reader, self._http, engine.engine.base_url, model)
 
     def _make_reader(self) -> PromptReader:
-        """What serves traffic; asks an engine for tokens only while that engine is probed."""
+        """Build the prompt reader that serves traffic; it requests tokens only from the engine being
+        probed.
+        """
         models = {name: model.prompts() for name, model in self._seen.config.models.items()}
         models.setdefault(ANY_MODEL, ModelPrompts())
         settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)

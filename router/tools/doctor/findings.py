@@ -1,4 +1,4 @@
-"""What the doctor says: one finding per thing looked at, with what was seen, why, and what to do."""
+"""Findings of the doctor: observation, cause and remedy; and the certification verdict derived from them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Literal
 
 import msgspec
 
+# Subject of findings about several engines together.
 FLEET = "fleet"
-"""Subject of findings about several engines together."""
 
 
 class Severity(StrEnum):
-    """``warning``: kvatlas works, less exactly or less well; ``error``: it does not work as meant."""
+    """Severity of a finding.
+
+    ``warning``: kvatlas works, but less exactly or less well; ``error``: it does not work.
+    """
 
     OK = "ok"
     INFO = "info"
@@ -22,8 +25,11 @@ class Severity(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """``check`` is a stable id such as ``events.flow``; ``subject`` an engine id, ``fleet`` or a router's
-    URL. ``cause`` and ``remedy`` are empty where nothing is wrong."""
+    """One finding.
+
+    ``check`` is a stable id such as ``events.flow``; ``subject`` an engine id, ``fleet`` or a router's URL.
+    ``cause`` and ``remedy`` are empty if nothing is wrong.
+    """
 
     check: str
     severity: Severity
@@ -34,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """What a check yields; the registry adds the check's id and the subject (unless given here)."""
+    """Result of a check; the registry adds the check's id and, if not given here, the subject."""
 
     severity: Severity
     seen: str
@@ -44,43 +50,45 @@ class CheckResult(msgspec.Struct, frozen=True):
 
 
 def ok(seen: str, *, subject: str = "") -> CheckResult:
-    """All well."""
+    """Report a passed check."""
     return CheckResult(Severity.OK, seen, subject=subject)
 
 
 def info(seen: str, cause: str = "", remedy: str = "", *, subject: str = "") -> CheckResult:
-    """Worth knowing; nothing is wrong, or it could not be found out."""
+    """Report something worth knowing: nothing is wrong, or it could not be determined."""
     return CheckResult(Severity.INFO, seen, cause, remedy, subject)
 
 
 def warning(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
-    """Works, less well than it could."""
+    """Report something that works less well than it could."""
     return CheckResult(Severity.WARNING, seen, cause, remedy, subject)
 
 
 def error(seen: str, cause: str, remedy: str, *, subject: str = "") -> CheckResult:
-    """Does not work as meant."""
+    """Report something that does not work."""
     return CheckResult(Severity.ERROR, seen, cause, remedy, subject)
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
-    """0 where nothing is amiss, 1 for a warning or an error."""
+    """Return 0, or 1 if there is a warning or an error."""
     return int(any(f.severity in {Severity.WARNING, Severity.ERROR} for f in findings))
 
 
-# The verdict on an engine: its properties, each shown by checks, failed by checks, or not shown.
-#
-# ``doctor`` runs all checks that need no load; ``certify`` runs the same ones after a load, and sorts their
-# findings by property. A property passes where one of the checks that show it says so and none warns. One
-# that nothing shows does not pass: a check that had nothing to look at certifies nothing.
+# The verdict on an engine: each property passes, fails, or is not shown. ``doctor`` runs all checks that need
+# no load; ``certify`` runs the same ones after a load and sorts their findings by property. A property passes
+# if one of its ``shown_by`` checks is ok and none of its checks warns. A property without evidence does not
+# pass.
 
 
 State = Literal["pass", "fail", "not_shown"]
 
 
 class Property(msgspec.Struct, frozen=True):
-    """``shown_by``: checks of which one must have said ok. ``failed_by``: further ones that fail it.
-    ``required`` False: not certified without only where it fails."""
+    """One property of an engine.
+
+    ``shown_by``: checks of which at least one must be ok. ``failed_by``: further checks that fail it.
+    ``required`` False: the engine can be certified without evidence of it, but not if it fails.
+    """
 
     name: str
     claim: str
@@ -92,13 +100,13 @@ class Property(msgspec.Struct, frozen=True):
 PROPERTIES = (
     Property(
         "answers",
-        "the engine answers as the router asks",
+        "the engine answers the router's requests",
         ("load.answers",),
         ("http.health", "http.models", "http.version", "load.idle", "probe.exact"),
     ),
     Property(
         "complete",
-        "events are complete: no gap, and replay gives them again",
+        "events are complete: no gap, and replay returns them again",
         ("load.replay",),
         (
             *("http.event_sources", "events.reach", "events.flow", "events.replay", "events.topic"),
@@ -107,31 +115,33 @@ PROPERTIES = (
     ),
     Property("decodable", "events can be decoded", ("events.encoding",)),
     Property("removals", "every removal is of a block that was stored", ("events.removals",), required=False),
-    Property("no_phantoms", "no block is held by the events only", ("load.phantoms",), ("cache.pool",)),
+    Property(
+        "no_phantoms", "no block is held only according to the events", ("load.phantoms",), ("cache.pool",)
+    ),
     Property(
         "tokens",
-        "prompts have the same tokens here and there",
+        "prompts have the same tokens in router and engine",
         ("tokens.parity", "load.tokens"),
         ("tokens.family",),
     ),
-    Property("hashes", "hashes are those of the tokens", ("load.hashes",), ("cache.scheme", "cache.lora")),
+    Property("hashes", "hashes match the tokens", ("load.hashes",), ("cache.scheme", "cache.lora")),
     Property(
         "hits",
-        "hits are as predicted",
+        "hits match the predictions",
         ("load.hits",),
         ("cache.prefix_caching", "cache.facts", "cache.sources", "cache.groups"),
     ),
-    Property("usage", "reported cached tokens are true", ("load.usage",), ("tokens.usage",)),
+    Property("usage", "reported cached tokens are correct", ("load.usage",), ("tokens.usage",)),
 )
 
+# Checks whose findings do not concern exactness: shown beside a verdict.
 NOTES = ("clock.skew", "cache.retention", "cache.block_size", "tokens.speed")
-"""Checks whose findings say nothing about exactness: shown beside a verdict."""
 
 _BAD = frozenset({Severity.WARNING, Severity.ERROR})
 
 
-class Judged(msgspec.Struct, frozen=True):
-    """One property of one engine; ``findings`` are the evidence."""
+class PropertyVerdict(msgspec.Struct, frozen=True):
+    """Verdict on one property of one engine; ``findings`` are the evidence."""
 
     name: str
     claim: str
@@ -141,18 +151,18 @@ class Judged(msgspec.Struct, frozen=True):
 
 
 class EngineVerdict(msgspec.Struct, frozen=True):
-    """On one engine (one data-parallel rank)."""
+    """Verdict on one engine (one data-parallel rank)."""
 
     engine: str
     certified: bool
-    properties: tuple[Judged, ...]
+    properties: tuple[PropertyVerdict, ...]
     notes: tuple[Finding, ...]
 
 
-def judge(engine_id: str, findings: Sequence[Finding]) -> EngineVerdict:
-    """The verdict on one engine by the findings about it."""
+def engine_verdict(engine_id: str, findings: Sequence[Finding]) -> EngineVerdict:
+    """Derive the verdict on one engine from the findings about it."""
     mine = [finding for finding in findings if finding.subject == engine_id]
-    judged = tuple(_judge(each, mine) for each in PROPERTIES)
+    judged = tuple(_property_verdict(each, mine) for each in PROPERTIES)
     certified = all(
         each.state == "pass" or (each.state == "not_shown" and not each.required) for each in judged
     )
@@ -160,11 +170,11 @@ def judge(engine_id: str, findings: Sequence[Finding]) -> EngineVerdict:
     return EngineVerdict(engine_id, certified, judged, notes)
 
 
-def _judge(each: Property, findings: list[Finding]) -> Judged:
+def _property_verdict(each: Property, findings: list[Finding]) -> PropertyVerdict:
     about = [finding for finding in findings if finding.check in {*each.shown_by, *each.failed_by}]
     state: State = "not_shown"
     if any(finding.severity in _BAD for finding in about):
         state = "fail"
     elif any(finding.severity is Severity.OK and finding.check in each.shown_by for finding in about):
         state = "pass"
-    return Judged(each.name, each.claim, state, each.required, tuple(about))
+    return PropertyVerdict(each.name, each.claim, state, each.required, tuple(about))

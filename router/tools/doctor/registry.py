@@ -1,7 +1,7 @@
-"""The list of checks, in the order they are shown: each a function from what was seen to what is told.
+"""Registry of the checks in the order they are shown: each is a function from evidence to results.
 
-A check never asks anything of the network: it reads ``Evidence``. One that fails is a finding itself, so that
-an engine that answers nonsense costs the check that stumbled and nothing else.
+Checks use no network: they read ``Evidence``. A check that raises becomes a finding itself, so that a
+malformed response affects only that check.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from router.tools.doctor.findings import FLEET, CheckResult, Finding, Severity
 EngineCheck = Callable[[EngineEvidence], Iterator[CheckResult]]
 FleetCheck = Callable[[Evidence], Iterator[CheckResult]]
 
+# First part of a check's id, in display order.
 _AREAS = ("http", "clock", "events", "cache", "tokens", "probe", "load", "fleet", "router")
-"""First part of a check's id: the order in which they are shown."""
 
 _ENGINE_CHECKS: dict[str, EngineCheck] = {}
 _FLEET_CHECKS: dict[str, FleetCheck] = {}
 
 
 def engine_check(name: str) -> Callable[[EngineCheck], EngineCheck]:
-    """Registers a check that looks at one engine."""
+    """Register a check of one engine."""
 
     def register(check: EngineCheck) -> EngineCheck:
         _ENGINE_CHECKS[name] = check
@@ -32,7 +32,7 @@ def engine_check(name: str) -> Callable[[EngineCheck], EngineCheck]:
 
 
 def fleet_check(name: str) -> Callable[[FleetCheck], FleetCheck]:
-    """Registers a check that looks at all engines, or at the router."""
+    """Register a check of all engines, or of the router."""
 
     def register(check: FleetCheck) -> FleetCheck:
         _FLEET_CHECKS[name] = check
@@ -47,7 +47,7 @@ def names() -> list[str]:
 
 
 def run_checks(seen: Evidence) -> list[Finding]:
-    """Every check on everything seen: engine by engine, then the fleet."""
+    """Run every check: engine by engine, then on the fleet."""
     findings: list[Finding] = []
     for engine in seen.engines:
         for name, check in sorted(_ENGINE_CHECKS.items(), key=_area):
@@ -58,7 +58,7 @@ def run_checks(seen: Evidence) -> list[Finding]:
 
 
 def engine_checks() -> list[str]:
-    """Ids of the checks that look at one engine."""
+    """Ids of the checks of one engine."""
     return list(_ENGINE_CHECKS)
 
 
@@ -66,21 +66,21 @@ def _area(entry: tuple[str, object]) -> int:
     return _AREAS.index(entry[0].partition(".")[0])
 
 
-def _run(name: str, subject: str, told: Iterator[CheckResult]) -> list[Finding]:
+def _run(name: str, subject: str, results: Iterator[CheckResult]) -> list[Finding]:
     found: list[Finding] = []
     try:
-        for one in told:
-            found.append(  # noqa: PERF401  what was told before a failure counts
+        for one in results:
+            found.append(  # noqa: PERF401  results before a failure count
                 Finding(name, one.severity, one.subject or subject, one.seen, one.cause, one.remedy)
             )
-    except Exception as problem:  # noqa: BLE001  one check's stumble must not hide what the others saw
+    except Exception as problem:  # noqa: BLE001  a failing check must not hide the results of others
         found.append(
             Finding(
                 name,
                 Severity.ERROR,
                 subject,
                 f"the check itself failed: {type(problem).__name__}: {problem}"[:300],
-                "an answer in a form this check does not know",
+                "a response in a form this check does not know",
                 "please report it with the output of --json",
             )
         )

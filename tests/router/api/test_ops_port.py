@@ -18,10 +18,10 @@ from router.http.server.server import ListenError
 from router.serve.reload import check
 from router.simulate.advise import see
 from router.simulate.fit import fetch_usage
-from router.tools.doctor.examine import ask_router
+from router.tools.doctor.examine import query_router
 from router.tools.doctor.gather.http import Http
 from router.tools.explain import ExplainOptions, run_explain
-from router.tools.top import take
+from router.tools.top import take_snapshot
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 
@@ -108,10 +108,10 @@ def test_from_other_machines_it_wants_a_token(
             assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
             assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
             http = Http(rig.session, 10.0)
-            assert key in (await take(http, rig.ops_url)).problem
+            assert key in (await take_snapshot(http, rig.ops_url)).problem
             monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
-            assert (await take(http, rig.ops_url)).problem == ""
-            assert (await ask_router(http, rig.ops_url)).engines
+            assert (await take_snapshot(http, rig.ops_url)).problem == ""
+            assert (await query_router(http, rig.ops_url)).engines
             assert (await asyncio.to_thread(see, rig.ops_url)).engines == 1
 
     run(main())
@@ -133,8 +133,8 @@ def test_a_tool_given_the_public_port_is_told_which_one(
         async with running({}) as engines, routing(configure(*engines)) as rig:
             told = f"port {number(rig.ops_url)} of 127.0.0.1 (server.ops_port)"
             http = Http(rig.session, 10.0)
-            assert told in (await take(http, rig.url)).problem
-            assert told in (await ask_router(http, rig.url)).engines_answer.what
+            assert told in (await take_snapshot(http, rig.url)).problem
+            assert told in (await query_router(http, rig.url)).engines_answer.description
             with pytest.raises(ConfigError) as refused:
                 await asyncio.to_thread(see, rig.url)
             assert told in str(refused.value)

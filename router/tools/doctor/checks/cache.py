@@ -1,4 +1,4 @@
-"""Checks of what events and metrics tell of an engine's cache: hashes, groups, retention, missing facts."""
+"""Checks of an engine's cache by its events and metrics: hashes, groups, retention, missing facts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.gather.listener import GroupStores
 from router.tools.doctor.registry import engine_check
 
+# Fewer stored events of a group are no evidence about retention.
 _STORES_MIN = 20
-"""Fewer stored events of a group say nothing about retention."""
 _SMALL_WINDOW_TOKENS = 256
 
 
 @engine_check("cache.prefix_caching")
 def prefix_caching(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Prefix caching can be off: then nothing is ever a hit."""
-    said = engine.gauges.cache_config.get("enable_prefix_caching")
-    if said == "False":
+    """Check that prefix caching is on: without it there are no hits."""
+    reported = engine.gauges.cache_config.get("enable_prefix_caching")
+    if reported == "False":
         yield error(
-            "enable_prefix_caching is off (by /metrics)",
-            "--no-enable-prefix-caching, or a model for which vLLM turns it off",
+            "enable_prefix_caching is off (according to /metrics)",
+            "--no-enable-prefix-caching, or a model for which vLLM disables it",
             "start the engine with --enable-prefix-caching",
         )
-    elif said is not None:
+    elif reported is not None:
         yield ok("prefix caching is on")
 
 
 @engine_check("cache.scheme")
 def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """How the engine hashes blocks."""
+    """Report how the engine hashes blocks."""
     residency = engine.residency
-    if residency is None or not engine.tally.stored:
+    if residency is None or not engine.event_counts.stored:
         return
     found = residency.scheme
     if residency.detection is Detection.NATIVE and found is not None:
@@ -59,18 +59,18 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
         guess = residency.assumed
         yield info(
             f"the hash scheme is only assumed so far: {guess.algo}, seed {guess.seed}",
-            "no event shows a prompt from its first token on; until one matches, predictions may be too low",
+            "no event contains a prompt from its first token; until one matches, predictions may be too low",
             "send a prompt twice (--probe does): the blocks it leaves prove the scheme",
         )
     else:
         yield info(
             f"the hash scheme is not known yet ({residency.detection})",
-            "no event that shows a prompt's first tokens with their hashes has come yet",
+            "no event with the first tokens of a prompt and their hashes has arrived yet",
             "try --probe, or listen longer with --seconds",
         )
     if residency.scheme_mismatches:
         yield warning(
-            f"{residency.scheme_mismatches} prompt(s) hashed in another way than the others",
+            f"{residency.scheme_mismatches} prompt(s) hashed differently from the others",
             "the engine restarted with another seed, or several engines publish to one address",
             "give every engine its own address and the same PYTHONHASHSEED",
         )
@@ -88,7 +88,7 @@ def _why_no_scheme(engine: EngineEvidence) -> str:
 
 @engine_check("cache.groups")
 def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """The layout that hits are computed with."""
+    """Report the KV cache layout that hits are computed with."""
     residency = engine.residency
     layout = residency.layout if residency is not None else None
     if residency is None or layout is None:
@@ -102,9 +102,13 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield warning(
             f"sliding window of {other} tokens; config.json says {file.sliding_window}",
             "the engine was started with another revision or --hf-overrides; what its events say is used",
-            "nothing, where that is meant; else start engines and router with the same revision",
+            "nothing, if this is intended; otherwise start engines and router with the same revision",
         )
-    if engine.tally.without_group and len(layout.groups) == 1 and engine.tally.without_group > 0:
+    if (
+        engine.event_counts.without_group
+        and len(layout.groups) == 1
+        and engine.event_counts.without_group > 0
+    ):
         yield info(
             "events name no group",
             "vLLM before 0.20, or another publisher",
@@ -113,26 +117,26 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 
 def _assumed(idxs: list[int], file: ModelConfigFile, groups: int) -> CheckResult:
-    """Groups whose kind no event names."""
+    """Report groups whose kind no event names."""
     kinds = file.group_kinds(groups)
     if kinds:
         window = "" if file.sliding_window is None else f", window {file.sliding_window}"
         return info(
             f"kind of group(s) {idxs} by config.json: {', '.join(kinds)}{window}",
-            "events of this vLLM do not tell the kind; the layers make as many groups as the events show",
+            "events of this vLLM do not carry the kind; the layers form as many groups as the events show",
             "nothing, or set models.NAME.kinds and models.NAME.windows",
         )
-    unlike = "; config.json's layers make another number of groups" if file.layer_kinds else ""
+    unlike = "; the layers of config.json form a different number of groups" if file.layer_kinds else ""
     return warning(
         f"kind of group(s) {idxs} taken for full attention",
-        f"events of this vLLM do not tell the kind{unlike}",
+        f"events of this vLLM do not carry the kind{unlike}",
         "set models.NAME.kinds and models.NAME.windows, or upgrade to 0.22 or later",
     )
 
 
 @engine_check("cache.facts")
 def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """What no event carries and somebody must say."""
+    """Report missing facts that no event carries and that must be configured."""
     residency = engine.residency
     layout = residency.layout if residency is not None else None
     if layout is None:
@@ -149,7 +153,7 @@ def facts(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @engine_check("cache.sources")
 def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Facts found about the engine by other means than its events, with their sources."""
+    """Report facts about the engine that come from sources other than its events."""
     residency = engine.residency
     if residency is None or residency.layout is None:
         return
@@ -159,19 +163,19 @@ def sources(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 
 def _drafter(engine: EngineEvidence, residency: EngineResidency | None) -> Iterator[CheckResult]:
-    """Whether it is only assumed that look-ups drop a block for a drafter, or not."""
-    if not engine.gauges.speculates or engine.tally.lookahead or residency is None:
+    """Report when the lookups' drafter behaviour (dropping a block or not) is only assumed."""
+    if not engine.gauges.speculates or engine.event_counts.lookahead or residency is None:
         return
     fact = next((f for f in residency.found_facts if f.name == "eagle_groups"), None)
     if fact is None or fact.certainty not in {"assumed", "disputed"}:
         return
     yield info(
-        "the engine decodes speculatively, and its method is not known; look-ups are taken to drop the last "
+        "the engine decodes speculatively, and its method is not known; lookups are assumed to drop the last "
         f"block of {'all groups' if fact.value == 'all' else f'groups {list(fact.value)}'}",
         "its hashes do not look ahead (vLLM before 0.33, or one with a KV connector); EAGLE, EAGLE3 and "
         "DFlash drop a block of all groups, MTP of the last layer's, n-gram and suffix of none",
-        "nothing: receipts show which (a running router's /kvatlas/engines); VLLM_SERVER_DEV_MODE=1 at the "
-        'engine, or models.NAME.eagle_groups ("all", [] or numbers of groups), would say so at once',
+        "nothing: receipts show which (/kvatlas/engines of a running router); VLLM_SERVER_DEV_MODE=1 at the "
+        'engine, or models.NAME.eagle_groups ("all", [] or numbers of groups), would state it immediately',
     )
 
 
@@ -179,45 +183,47 @@ def _mamba(engine: EngineEvidence, specs: tuple[GroupSpec, ...]) -> Iterator[Che
     if not any(spec.family is Family.MAMBA for spec in specs):
         return
     configured = engine.model_config.mamba_cache_mode
-    said = engine.gauges.cache_config.get("mamba_cache_mode")
-    if configured is None and said not in {"align", "all"}:
+    reported = engine.gauges.cache_config.get("mamba_cache_mode")
+    if configured is None and reported not in {"align", "all"}:
         yield warning(
             "the model has Mamba groups and mamba_cache_mode is not set",
             "no event carries it; with align, hits may end inside a block",
             "set models.NAME.mamba_cache_mode as the engine uses it",
         )
-    elif configured is not None and said not in {None, "none", configured}:
+    elif configured is not None and reported not in {None, "none", configured}:
         yield warning(
-            f"mamba_cache_mode: the engine says {said!r}, the configuration {configured!r}",
+            f"mamba_cache_mode: the engine says {reported!r}, the configuration {configured!r}",
             "the configuration is not that of this engine",
-            f'set models.NAME.mamba_cache_mode = "{said}"',
+            f'set models.NAME.mamba_cache_mode = "{reported}"',
         )
 
 
 @engine_check("cache.retention")
 def retention(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """What window and Mamba groups keep of a prompt, and what that does to hits."""
+    """Report how much of a prompt window and Mamba groups keep, and the effect on hits."""
     layout = engine.residency.layout if engine.residency is not None else None
     if layout is None:
         return
     partial = [g.group_idx for g in layout.groups if g.family in {Family.WINDOW, Family.MAMBA}]
     if not partial:
         return
-    stores = [engine.tally.groups.get(idx, GroupStores()) for idx in partial]
+    stores = [engine.event_counts.groups.get(idx, GroupStores()) for idx in partial]
     full, masked, empty = (sum(getattr(s, n) for s in stores) for n in ("full", "masked", "empty"))
     total = full + masked + empty
-    said = engine.gauges.cache_config.get("prefix_cache_retention_interval")
+    reported = engine.gauges.cache_config.get("prefix_cache_retention_interval")
     configured = engine.model_config.retention_interval
     wanted = "None" if configured == "dense" else str(configured)
-    seen = f"window and Mamba groups stored {full} spans whole, {masked} in part, {empty} without a block"
-    if said is not None and said != wanted:
-        value = '"dense"' if said == "None" else said
+    seen = (
+        f"window and Mamba groups stored {full} spans completely, {masked} partially, {empty} without a block"
+    )
+    if reported is not None and reported != wanted:
+        value = '"dense"' if reported == "None" else reported
         yield warning(
-            f"the engine's retention interval is {said}, the configuration says {configured}",
-            "prompts in flight are predicted with the configured one",
+            f"the engine's retention interval is {reported}, the configuration says {configured}",
+            "prompts in flight are predicted with the configured value",
             f"set models.NAME.retention_interval = {value}",
         )
-    elif said is None and total >= _STORES_MIN and not masked and not empty and configured != "dense":
+    elif reported is None and total >= _STORES_MIN and not masked and not empty and configured != "dense":
         yield warning(
             f"{seen}: the engine seems to keep everything, the configuration says {configured}",
             "vLLM before 0.29 keeps everything by default",
@@ -236,14 +242,16 @@ def retention(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 
 def _may_gain_by_retention(groups: Sequence[GroupSpec]) -> bool:
-    """Small windows are cheap to keep; with large ones vLLM's default does better (docs/operations.md)."""
+    """Whether a retention interval may help: small windows are cheap to keep; large ones do better with
+    vLLM's default (measured in docs/operations.md).
+    """
     windows = [group.sliding_window or 0 for group in groups if group.family is Family.WINDOW]
     return max(windows, default=0) <= _SMALL_WINDOW_TOKENS
 
 
 @engine_check("cache.block_size")
 def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Prompts shorter than a block are never reused."""
+    """Check that prompts are longer than a block: shorter ones are never reused."""
     layout = engine.residency.layout if engine.residency is not None else None
     mean = engine.gauges.mean_prompt_tokens
     if layout is None or mean is None or engine.gauges.requests < 10:
@@ -256,21 +264,19 @@ def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
             "start the engine with a smaller --block-size (CPU engines default to 128)",
         )
     elif layout.alignment * 4 > mean:
-        yield info(
-            seen, "up to a quarter of a prompt and more is lost to rounding", "try a smaller --block-size"
-        )
+        yield info(seen, "a quarter of a prompt or more is lost to rounding", "try a smaller --block-size")
     else:
         yield ok(seen)
 
 
 @engine_check("cache.pool")
 def pool(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """An engine cannot hold more blocks than its pool has."""
+    """Check that an engine does not hold more blocks than its pool has."""
     residency, blocks = engine.residency, engine.gauges.pool_blocks
-    if residency is None or blocks is None or not engine.tally.stored:
+    if residency is None or blocks is None or not engine.event_counts.stored:
         return
     held = residency.index.physical(engine.engine_id, GPU)
-    seen = f"by its events it holds {held} of its {blocks} blocks"
+    seen = f"according to its events it holds {held} of its {blocks} blocks"
     if held > blocks:
         yield error(
             seen,
@@ -284,14 +290,14 @@ def pool(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @engine_check("cache.lora")
 def lora(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """An adapter's path is part of its hashes."""
+    """Check that the path of every LoRA adapter is known: it is part of the block hashes."""
     served = {card.id for card in engine.server.models if card.parent is not None}
-    unknown = sorted((served | engine.tally.lora_names) - set(engine.lora_paths))
+    unknown = sorted((served | engine.event_counts.lora_names) - set(engine.lora_paths))
     if unknown:
         yield warning(
-            f"path unknown of adapter(s) {', '.join(unknown[:8])}",
+            f"unknown path of adapter(s) {', '.join(unknown[:8])}",
             "/v1/models does not name it, and block hashes cover it (vLLM 0.31 and later)",
-            "set models.NAME.lora_paths: prompts for these adapters cannot be predicted without",
+            "set models.NAME.lora_paths: without it, prompts for these adapters cannot be predicted",
         )
     elif served:
         yield ok(f"paths of all {len(served)} adapter(s) known")

@@ -24,20 +24,22 @@ def _by_model(seen: Evidence) -> dict[str, list[EngineEvidence]]:
 
 @fleet_check("fleet.engines")
 def engines(seen: Evidence) -> Iterator[CheckResult]:
-    """Whether there is anything to look at."""
+    """Check that there is an engine to examine."""
     if not seen.engines:
         yield error(
-            "no engine to look at",
-            "the router names none, or its answer was not understood",
+            "no engine to examine",
+            "the router names none, or its response was not understood",
             "give --engine URL",
         )
 
 
 @fleet_check("fleet.duplicates")
 def duplicates(seen: Evidence) -> Iterator[CheckResult]:
-    """Two entries that hear the same messages: one engine counted twice."""
-    heard = [(engine, set(engine.tally.digests)) for engine in seen.engines if engine.tally.digests]
-    for (first, a), (second, b) in combinations(heard, 2):
+    """Report two entries that receive the same messages: one engine counted twice."""
+    received = [
+        (engine, set(engine.event_counts.digests)) for engine in seen.engines if engine.event_counts.digests
+    ]
+    for (first, a), (second, b) in combinations(received, 2):
         shared = len(a & b)
         if shared:
             yield error(
@@ -45,13 +47,13 @@ def duplicates(seen: Evidence) -> Iterator[CheckResult]:
                 "two names of one engine, or events= of one given to the other",
                 "list each engine once, with its own event address",
             )
-    if len(heard) > 1 and not any(a & b for (_, a), (_, b) in combinations(heard, 2)):
-        yield ok(f"{len(heard)} engines, each with events of its own")
+    if len(received) > 1 and not any(a & b for (_, a), (_, b) in combinations(received, 2)):
+        yield ok(f"{len(received)} engines, each with events of its own")
 
 
 @fleet_check("fleet.hash_seeds")
 def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
-    """One scheme for all engines of a model: each further one costs a hashing of every prompt."""
+    """Report several hash schemes for one model: every prompt is hashed once per scheme."""
     for model, members in _by_model(seen).items():
         schemes: dict[HashScheme, list[str]] = defaultdict(list)
         for engine in members:
@@ -70,24 +72,25 @@ def hash_seeds(seen: Evidence) -> Iterator[CheckResult]:
             "PYTHONHASHSEED differs between engines"
             if len(seeds) > 1
             else "prefix_caching_hash_algo or block sizes differ between engines",
-            "start all engines of a model alike: every further scheme makes each prompt be hashed once more",
+            "start all engines of a model alike: each prompt is hashed once per scheme",
         )
 
 
 @fleet_check("fleet.lookahead")
 def lookahead(seen: Evidence) -> Iterator[CheckResult]:
-    """With EAGLE or MTP, engines with and without look-ahead hashes share nothing."""
+    """Report engines of one model with and without look-ahead hashes (EAGLE, MTP): they share no blocks."""
     for model, members in _by_model(seen).items():
         found: dict[bool, list[str]] = {True: [], False: []}
         for engine in members:
-            if engine.gauges.speculates and engine.tally.stored:
-                found[bool(engine.tally.lookahead)].append(engine.engine_id)
+            if engine.gauges.speculates and engine.event_counts.stored:
+                found[bool(engine.event_counts.lookahead)].append(engine.engine_id)
         if found[True] and found[False]:
             yield warning(
                 f"{model}: hashes of {', '.join(found[True])} cover the tokens after a block, those of "
                 f"{', '.join(found[False])} do not",
-                "vLLM hashes so from 0.33 on, but not in engines with a KV connector; a block has another "
-                "name in each, so every prompt is hashed twice",
+                "vLLM hashes so from 0.33 on, but not in engines with a KV connector; a block has a "
+                "different "
+                "hash in each, so every prompt is hashed twice",
                 "give all engines of a model the same vLLM, and connectors to all or none; or set "
                 "disable_lookahead_block_hashes in --speculative-config of those that have none",
             )
@@ -95,7 +98,7 @@ def lookahead(seen: Evidence) -> Iterator[CheckResult]:
 
 @fleet_check("fleet.layouts")
 def layouts(seen: Evidence) -> Iterator[CheckResult]:
-    """Engines of one model are expected to have the same groups."""
+    """Report engines of one model with different KV cache groups."""
     for model, members in _by_model(seen).items():
         found: dict[tuple[GroupSpec, ...], list[str]] = defaultdict(list)
         for engine in members:
@@ -117,7 +120,7 @@ def layouts(seen: Evidence) -> Iterator[CheckResult]:
 
 @fleet_check("fleet.versions")
 def versions(seen: Evidence) -> Iterator[CheckResult]:
-    """Mixed releases work, but are worth knowing."""
+    """Report different vLLM releases: supported, but worth knowing."""
     for model, members in _by_model(seen).items():
         texts = sorted({engine.server.version_text for engine in members if engine.server.version_text})
         if len(texts) > 1:

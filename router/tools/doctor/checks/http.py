@@ -1,10 +1,10 @@
-"""Checks of an engine's HTTP side: does it answer, what does it serve, which release, is its clock right."""
+"""Checks of an engine's HTTP side: reachability, models served, release, clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from router.tools.doctor.evidence import EVENT_SOURCES_SINCE, NEWEST_KNOWN, EngineEvidence, lacks
+from router.tools.doctor.evidence import EVENT_SOURCES_SINCE, NEWEST_KNOWN, EngineEvidence, missing_features
 from router.tools.doctor.findings import CheckResult, error, info, ok, warning
 from router.tools.doctor.registry import engine_check
 
@@ -14,15 +14,15 @@ _LAG_S_MAX = 1.0
 
 @engine_check("http.health")
 def health(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """``GET /health``."""
+    """Check ``GET /health``."""
     answer = engine.server.health
     if answer.ok:
         yield ok("GET /health: 200")
     elif answer.status == 404:
-        yield info("GET /health: 404", "the server is not vLLM, or a proxy stands before it")
+        yield info("GET /health: 404", "the server is not vLLM, or there is a proxy in front of it")
     elif answer.status:
         yield error(
-            f"GET /health: {answer.what}",
+            f"GET /health: {answer.description}",
             "the engine is starting, or its engine core has died",
             "look at the engine's log; restart it if the core is dead",
         )
@@ -36,7 +36,7 @@ def health(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @engine_check("http.models")
 def models(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """``GET /v1/models``: what the router takes as the sign of life."""
+    """Check ``GET /v1/models``, which the router uses as the liveness probe."""
     answer = engine.server.models_answer
     if engine.server.models:
         names = ", ".join(card.id for card in engine.server.models[:8])
@@ -49,15 +49,15 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
     elif answer.status in {401, 403}:
         yield error(
-            f"GET /v1/models: {answer.what}",
-            "the engine wants an API key (--api-key), and the router's own questions carry none",
-            "set fleet.api_key_file at the router; the doctor itself asks without a key",
+            f"GET /v1/models: {answer.description}",
+            "the engine requires an API key (--api-key), and the router's own requests carry none",
+            "set fleet.api_key_file at the router; the doctor itself sends no key",
         )
     else:
-        what = "an answer without models" if answer.ok else answer.what
+        what = "a response without models" if answer.ok else answer.description
         yield error(
             f"GET /v1/models: {what}",
-            "the server is not an OpenAI-compatible engine, or still loads its model",
+            "the server is not an OpenAI-compatible engine, or it is still loading its model",
             "correct the URL (without /v1), or wait until the model is loaded",
         )
     wanted = engine.expected_model
@@ -70,37 +70,39 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
     if engine.server.models and engine.base_model is None:
         yield error(
             "every model listed is a LoRA adapter",
-            "no card without parent, so it is unknown whose cache the engine holds",
+            "no card without a parent, so the base model of the cache is unknown",
             "serve the base model's name too",
         )
 
 
 @engine_check("http.version")
 def version(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """What this release cannot do."""
+    """Report features that this vLLM release missing_features."""
     server = engine.server
     if not server.version_answer.status and not server.models:
         return
     if server.version is None:
-        shown = repr(server.version_text[:80]) if server.version_text else server.version_answer.what
+        shown = repr(server.version_text[:80]) if server.version_text else server.version_answer.description
         yield info(
             f"GET /version: {shown}",
             "not a release number of vLLM",
-            "nothing, if the other checks are well: events tell what matters",
+            "nothing, if the other checks pass: events carry the needed facts",
         )
         return
-    missing = lacks(server.version)
+    missing = missing_features(server.version)
     if not missing:
         newer = " (newer than any this version of kvatlas was tested with)"
         yield ok(f"vLLM {server.version_text}{newer if server.version > NEWEST_KNOWN else ''}")
     for lack in missing:
-        tell = warning if lack.severe else info
-        yield tell(f"vLLM {server.version_text}", f"before {_name(lack.since)}: {lack.what}", lack.remedy)
+        report = warning if lack.severe else info
+        yield report(
+            f"vLLM {server.version_text}", f"before {_name(lack.since)}: {lack.description}", lack.remedy
+        )
 
 
 @engine_check("http.event_sources")
 def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Whether the event endpoints are known, and from where."""
+    """Check that the event endpoints are known, and name their source."""
     answer, sources = engine.server.sources_answer, engine.server.sources
     if engine.sources_ignored:
         yield from _compare_sources(engine)
@@ -114,26 +116,30 @@ def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
             "the engine publishes no events",
             "it was started without --kv-events-config, or with events disabled",
             'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
-            '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'; else its cache is guessed',
+            '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\'; else its cache is estimated',
         )
     elif answer.ok:
         yield warning(
             "GET /kv_event_sources: not understood",
-            "an answer of another shape than vLLM's",
+            "a response that is not of vLLM's shape",
             "give events= and replay= with --engine",
         )
     else:
         old = engine.server.version is not None and engine.server.version < EVENT_SOURCES_SINCE
-        why = f"vLLM {engine.server.version_text} has no such endpoint" if old else "the engine does not tell"
+        why = (
+            f"vLLM {engine.server.version_text} has no such endpoint"
+            if old
+            else "the engine does not provide it"
+        )
         yield warning(
-            f"no event endpoint known; GET /kv_event_sources: {answer.what}",
+            f"no event endpoint known; GET /kv_event_sources: {answer.description}",
             why,
             "give events=tcp://HOST:PORT (and replay=) with --engine",
         )
 
 
 def _compare_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Configured endpoints against those the engine names: only the ports can be compared."""
+    """Compare configured endpoints with those the engine names: only ports can be compared."""
     number = str(engine.engine.dp_rank or 0)
     source = (engine.server.sources or {}).get(number)
     if source is None or not source.endpoint:
@@ -145,7 +151,7 @@ def _compare_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
         yield warning(
             f"events= says port {configured}, the engine says {named}",
             "another engine's port, or a port mapping between router and engine",
-            "correct events=, or leave it out: the engine is asked then",
+            "correct events=, or leave it out: it is then read from the engine",
         )
     elif engine.engine.replay is None and source.replay_endpoint:
         yield warning(
@@ -159,7 +165,7 @@ def _compare_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
 
 @engine_check("clock.skew")
 def clock_skew(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Clocks only matter for figures, but then they mislead."""
+    """Check clocks: skew does not affect routing, but makes time figures misleading."""
     skews = [s for s in (engine.server.health.date_skew_s, engine.server.models_answer.date_skew_s) if s]
     skew = min(skews, key=abs, default=None)
     lags = sorted(engine.sockets.lags_s) if engine.sockets is not None else []

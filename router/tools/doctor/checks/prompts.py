@@ -1,4 +1,6 @@
-"""Checks of prompts: same tokens here and there, usage reported, and a probe's predicted against real hit."""
+"""Checks of prompts: equal tokens in router and engine, usage reports, and predicted against real hits of a
+probe.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from router.tools.doctor.registry import engine_check
 
 @engine_check("tokens.parity")
 def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Tokenizer and chat template against the engine's ``/tokenize``."""
+    """Compare tokenizer and chat template with the engine's ``/tokenize``."""
     if not engine.server.models:
         return
     if not engine.tokenizer:
@@ -23,19 +25,19 @@ def parity(engine: EngineEvidence) -> Iterator[CheckResult]:
             yield _difference(result, engine.time_zone)
     alike = [r.name for r in engine.parity if r.compared and r.differs_at is None]
     if alike:
-        yield ok(f"the same tokens here ({engine.tokenizer}) and there: {', '.join(alike)}")
+        yield ok(f"the same tokens here ({engine.tokenizer}) and at the engine: {', '.join(alike)}")
     for result in engine.parity:
         yield from _not_compared(result)
     if engine.time_zone is not None and engine.model_config.time_zone is None:
         yield info(
-            f"chats of this model contain the date, here of the router's time zone, {engine.time_zone}",
+            f"chats of this model contain the date, here in the router's time zone, {engine.time_zone}",
             "the engine writes its own local date: in another time zone prompts differ for hours each day",
-            "set models.NAME.time_zone to the engines', or give router and engines the same TZ",
+            "set models.NAME.time_zone to the engines', or set the same TZ for router and engines",
         )
 
 
 def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
-    """The doctor has none. A router that was asked has said whether it has one."""
+    """Report a missing tokenizer of the doctor, and whether the queried router has one."""
     compare = "give the doctor --tokenizer (or the router's --config): the directory the engine loaded"
     known = engine.router_tokenizers
     library = None if known is None else known.get(engine.base_model or ANY_MODEL, known.get(ANY_MODEL))
@@ -43,42 +45,43 @@ def _no_tokenizer(engine: EngineEvidence) -> CheckResult:
     if problem is not None and library is None:
         return warning(
             f"no tokenizer: {problem}",
-            f"{problem.reason}: an engine is asked for the tokens of each prompt, a round trip each",
+            f"{problem.reason}: the tokens of each prompt are requested from an engine, one round trip each",
             problem.remedy,
         )
     if known is None:
         return info(
             "no tokenizer given: nothing compared",
-            "a router without one asks an engine for the tokens of each prompt: a round trip each",
+            "a router without one requests the tokens of each prompt from an engine: one round trip each",
             f"{compare} its tokenizer from",
         )
     if library is not None:
         return info(
             f"nothing compared: the router tokenizes with {library}, the doctor was given no tokenizer",
-            "a running router does not say which directory it reads",
+            "a running router does not report which directory it reads",
             f"{compare} its tokenizer from",
         )
     return info(
         "the router has no tokenizer for this model",
-        "it asks an engine for the tokens of each prompt, which costs a round trip each",
+        "it requests the tokens of each prompt from an engine, which costs one round trip each",
         "start the router with --tokenizer (or models.NAME.tokenizer)",
     )
 
 
 @engine_check("tokens.family")
 def family(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Whether chats can be rendered here at all."""
+    """Check that chats of this model can be rendered locally."""
     if engine.unreadable is not None:
         yield warning(
-            "this model's chats cannot be read here: an engine or a render server is asked for each",
-            "vLLM renders them with code, not with a template, and what that takes is not here",
+            "this model's chats cannot be rendered here: an engine or a render server has to render each one",
+            "vLLM renders them with code, not with a template, and the required package is not installed "
+            "here",
             engine.unreadable,
         )
 
 
 @engine_check("tokens.speed")
 def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Which library tokenizes here."""
+    """Report the library that tokenizes."""
     name = engine.tokenized_by
     if name is None:
         return
@@ -87,23 +90,24 @@ def speed(engine: EngineEvidence) -> Iterator[CheckResult]:
     else:
         yield info(
             f"tokenized by {name}",
-            "new text costs the router ten to twenty times the CPU that fastokens takes",
-            "install fastokens where it is missing; a tokenizer of a kind it does not know stays as it is",
+            "new text takes ten to twenty times the CPU time of fastokens",
+            "install fastokens where it is missing; tokenizers that it does not support stay as they are",
         )
 
 
 def _difference(result: PromptParity, time_zone: str | None) -> CheckResult:
     seen = (
-        f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} there, "
+        f"{result.name}: {result.local_tokens} tokens here, {result.engine_tokens} at the engine, "
         f"the first difference at token {result.differs_at}"
     )
     if "chat" in result.name:
         cause = (
-            "another chat template (--chat-template, --tokenizer-mode, a newer model revision), another "
-            "version of the package that renders, or another tokenizer"
+            "a different chat template (--chat-template, --tokenizer-mode, a newer model revision), a "
+            "different "
+            "version of the package that renders, or a different tokenizer"
         )
         if time_zone is not None:
-            cause += f"; or another date: this model's chats contain it, here of {time_zone}"
+            cause += f"; or a different date: this model's chats contain it, here in time zone {time_zone}"
         remedy = (
             "give the engine's tokenizer directory, models.NAME.chat_template and tokenizer_mode as it was "
             "started, and install its version of the package"
@@ -111,64 +115,64 @@ def _difference(result: PromptParity, time_zone: str | None) -> CheckResult:
         if time_zone is not None:
             remedy += "; set models.NAME.time_zone to the engine's"
     else:
-        cause = "another tokenizer than the engine's"
-        remedy = "give the directory the engine loaded its tokenizer from, of the same revision"
+        cause = "a different tokenizer from the engine's"
+        remedy = "give the directory from which the engine loaded its tokenizer, in the same revision"
     return error(seen, cause, remedy)
 
 
 def _not_compared(result: PromptParity) -> Iterator[CheckResult]:
     if result.local_problem and result.engine_problem:
-        yield info(f"{result.name}: not compared", f"neither here ({result.local_problem}) nor there")
+        yield info(f"{result.name}: not compared", f"neither here ({result.local_problem}) nor at the engine")
     elif result.engine_problem:
         yield info(
             f"{result.name}: not compared; /tokenize: {result.engine_problem}",
-            "the engine's endpoint is off, or refuses this prompt",
+            "the engine's endpoint is off, or it refuses this prompt",
             "--probe compares token counts instead",
         )
     elif result.local_problem:
         yield warning(
             f"{result.name}: cannot be tokenized here ({result.local_problem})",
             "this tokenizer or chat template is not of a kind that can be reproduced exactly",
-            "nothing: an engine is asked for such prompts, which costs a round trip each",
+            "nothing: such prompts are tokenized by an engine, which costs one round trip each",
         )
 
 
 @engine_check("tokens.usage")
 def usage(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """``--enable-prompt-tokens-details``."""
+    """Check that the engine runs with ``--enable-prompt-tokens-details``."""
     if engine.probe is None:
         return
     answered = [request for request in engine.probe.requests if not request.status]
     if answered and all(request.cached is None for request in answered):
         yield warning(
-            "answers do not say how many tokens were cached",
+            "responses do not report how many tokens were cached",
             "the engine runs without --enable-prompt-tokens-details",
-            "start it with that flag: without it no receipt can tell whether predictions are right",
+            "start it with that flag: without it predictions cannot be verified",
         )
     elif answered:
-        yield ok("answers say how many tokens were cached")
+        yield ok("responses report how many tokens were cached")
 
 
 @engine_check("probe.exact")
 def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
-    """Predicted against reported hits."""
+    """Compare predicted with reported hits."""
     probe = engine.probe
     if probe is None:
         return
     if probe.problem:
         yield error(
-            f"the probe failed: {probe.problem}", "see the other findings", "repeat when they are mended"
+            f"the probe failed: {probe.problem}", "see the other findings", "fix those first, then repeat"
         )
         return
     for request in probe.requests:
         if request.status:
             yield error(
                 f"POST /v1/completions: {request.status}",
-                "the engine does not answer completions: overloaded, broken, or a model for other tasks",
+                "the engine does not serve completions: overloaded, broken, or a model for other tasks",
                 "look at the engine's log",
             )
             return
-    if not probe.requests or engine.load is not None:  # a load shows the same by more witnesses
+    if not probe.requests or engine.load is not None:  # a load shows the same with more evidence
         return
     yield from _lengths(probe.requests)
     yield from _hit(engine, probe.requests[-1])
@@ -192,7 +196,7 @@ def _hit(engine: EngineEvidence, last: ProbeRequest) -> Iterator[CheckResult]:
             yield warning(
                 f"no hit could be predicted: {last.why_unknown}",
                 "see cache.scheme, cache.facts and events.flow",
-                "mend those and repeat",
+                "fix those first, then repeat",
             )
         return
     if last.cached is None:
@@ -204,12 +208,12 @@ def _hit(engine: EngineEvidence, last: ProbeRequest) -> Iterator[CheckResult]:
         yield error(
             f"{seen} ({last.mode})",
             "a setting of the model is missing or wrong, other requests evicted the probe's blocks, or this "
-            "engine does what kvatlas does not know",
+            "engine behaves in a way unknown to kvatlas",
             "repeat on an idle engine; check cache.facts; report it if it persists",
         )
     elif not last.cached:
         yield warning(
-            f"{seen}: right, but nothing was reused",
+            f"{seen}: correct, but nothing was reused",
             "prefix caching is off, or blocks are larger than the probe",
             "see cache.prefix_caching and cache.groups",
         )

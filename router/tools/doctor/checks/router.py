@@ -1,4 +1,4 @@
-"""Checks of a running router: its own view of the fleet beside the doctor's."""
+"""Checks of a running router: its view of the fleet compared with the doctor's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from router.tools.doctor.registry import fleet_check
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",
     "dns": "check fleet.dns.names and that the router's host can resolve them",
-    "file": "correct the file; what it said last still holds",
+    "file": "correct the file; its last valid content stays in effect",
 }
 
 
 @fleet_check("router.reach")
 def reach(seen: Evidence) -> Iterator[CheckResult]:
-    """Whether the router answers, and is ready."""
+    """Check that the router answers and is ready."""
     router = seen.router
     if router is None:
         return
     if router.engines is None:
         yield error(
-            f"GET /kvatlas/engines: {router.engines_answer.what}",
+            f"GET /kvatlas/engines: {router.engines_answer.description}",
             "the router is down, or the URL is not that of a kvatlas router's ops port",
             "give --router the URL of the ops port (server.ops_port, 9001 where not set)",
             subject=router.url,
@@ -39,13 +39,15 @@ def reach(seen: Evidence) -> Iterator[CheckResult]:
     if router.ready.ok:
         yield ok(f"kvatlas {router.version_text}, ready, {len(router.engines)} engine(s)", subject=router.url)
     else:
-        reason = str(ready.get("reason", "")) or router.ready.what
-        yield error(f"not ready: {reason}", "see the engines below", "mend those", subject=router.url)
+        reason = str(ready.get("reason", "")) or router.ready.description
+        yield error(
+            f"not ready: {reason}", "problems of the engines below", "fix those first", subject=router.url
+        )
 
 
 @fleet_check("router.sources")
 def sources(seen: Evidence) -> Iterator[CheckResult]:
-    """Source by source: heard, working, how many engines."""
+    """Report each source of engines: synced, working, number of engines."""
     router = seen.router
     if router is None or router.sources is None:
         return
@@ -53,7 +55,7 @@ def sources(seen: Evidence) -> Iterator[CheckResult]:
         count, problem = source.get("engines", 0), str(source.get("last_error", ""))
         if not source.get("synced"):
             yield error(
-                f"engines from {name}: not heard yet{f': {problem}' if problem else ''}",
+                f"engines from {name}: not synced yet{f': {problem}' if problem else ''}",
                 "the router cannot reach or read this source",
                 _SOURCE_REMEDIES.get(name, "see the router's log"),
                 subject=router.url,
@@ -61,13 +63,13 @@ def sources(seen: Evidence) -> Iterator[CheckResult]:
         elif source.get("failing"):
             yield warning(
                 f"engines from {name}: {count}, as last known; now failing: {problem}",
-                "the source worked before and does not now; engines that came or left since are not seen",
+                "the source worked before and does not now; engines added or removed since are not known",
                 _SOURCE_REMEDIES.get(name, "see the router's log"),
                 subject=router.url,
             )
         elif source.get("refused"):
             yield info(
-                f"engines from {name}: {count}; {source['refused']} entries made no sense so far: {problem}",
+                f"engines from {name}: {count}; {source['refused']} entries were invalid so far: {problem}",
                 "a wrong annotation, address or object",
                 "correct it where it is written",
                 subject=router.url,
@@ -78,7 +80,7 @@ def sources(seen: Evidence) -> Iterator[CheckResult]:
 
 @fleet_check("router.engines")
 def engines(seen: Evidence) -> Iterator[CheckResult]:
-    """Engine by engine: known, up, feed, mode, layout."""
+    """Report each engine: known, up, feed state, mode, layout."""
     router = seen.router
     if router is None or router.engines is None:
         return
@@ -94,7 +96,7 @@ def engines(seen: Evidence) -> Iterator[CheckResult]:
         else:
             yield from _one(engine, theirs)
     for engine_id in set(router.engines) - {engine.engine_id for engine in seen.engines}:
-        yield info("known to the router, not looked at", remedy="add --engine for it", subject=engine_id)
+        yield info("known to the router, not examined", remedy="add --engine for it", subject=engine_id)
 
 
 def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
@@ -106,8 +108,8 @@ def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult
     state = str(theirs.get("feed_state"))
     if state == "none" and engine.engine.events is not None:
         yield warning(
-            "the router has no feed of this engine, although it publishes events",
-            "the router was given no event address and could not ask for one",
+            "the router has no feed for this engine, although it publishes events",
+            "the router was given no event address and could not obtain one",
             "give the router events= and replay= for this engine",
             subject=subject,
         )
@@ -117,7 +119,7 @@ def _one(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult
 
 
 def _problems(theirs: dict[str, Any], about: str, subject: str) -> Iterator[CheckResult]:
-    """What the router's own page shows too."""
+    """Convert the problems that the router's status page shows too."""
     for problem in engine_problems(theirs):
         if problem.about == about:
             severity = Severity(problem.severity)
@@ -125,7 +127,7 @@ def _problems(theirs: dict[str, Any], about: str, subject: str) -> Iterator[Chec
 
 
 def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[CheckResult]:
-    """Scheme and groups as the router found them, against the doctor's."""
+    """Compare hash scheme and groups found by the router with the doctor's."""
     residency = engine.residency
     if residency is None or residency.layout is None:
         return
@@ -133,7 +135,7 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
     if residency.detection is Detection.NATIVE and theirs.get("mode") == "learned":
         yield warning(
             "the router learns hashes; the doctor found the scheme",
-            "the router has other hash_seeds, or heard other events",
+            "the router has other hash_seeds, or received other events",
             "give the router the same configuration; restart it if the engine's seed changed",
             subject=engine.engine_id,
         )
@@ -144,7 +146,7 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
     ):
         yield error(
             f"the router uses another hash scheme: {theirs['scheme']}",
-            "the engine restarted with another seed and the router has not noticed",
+            "the engine restarted with another seed and the router has not detected it",
             "restart the router, and report it",
             subject=engine.engine_id,
         )
@@ -153,8 +155,8 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
     ours = msgspec.to_builtins(residency.layout.groups)
     if groups is not None and groups != list(ours):
         yield warning(
-            f"the router sees {len(groups)} group(s) in another layout than the doctor's {len(ours)}",
-            "one of them has not heard all groups yet, or they have different configurations",
+            f"the router sees {len(groups)} group(s) in a layout different from the doctor's {len(ours)}",
+            "one of them has not seen all groups yet, or they have different configurations",
             "repeat with --probe; give both the same --config",
             subject=engine.engine_id,
         )
@@ -162,7 +164,7 @@ def _same_view(engine: EngineEvidence, theirs: dict[str, Any]) -> Iterator[Check
 
 @fleet_check("router.predictions")
 def predictions(seen: Evidence) -> Iterator[CheckResult]:
-    """Drift, receipts, prompts of another length."""
+    """Check drift, receipts, and prompts whose length differs at the engine."""
     router = seen.router
     if router is None or router.engines is None:
         return
@@ -175,7 +177,7 @@ def predictions(seen: Evidence) -> Iterator[CheckResult]:
             yield ok(f"{share:.0%} of {compared} predictions were exact", subject=engine_id)
         if outcomes.get("unreported", 0) and not compared:
             yield warning(
-                f"{outcomes['unreported']} answers without cached_tokens",
+                f"{outcomes['unreported']} responses without cached_tokens",
                 "the engine runs without --enable-prompt-tokens-details, or clients stream without usage",
                 "start the engine with that flag",
                 subject=engine_id,
@@ -189,13 +191,14 @@ def _outcomes(theirs: dict[str, Any]) -> dict[str, int]:
 
 
 def _unread(router: RouterEvidence) -> Iterator[CheckResult]:
-    """Models whose prompts are made by asking engines, or by a configured tokenizer that differs from
-    theirs, as ``/ready`` says."""
-    told = router.ready.json(dict[str, Any]) or {}
-    prompts = told.get("prompts")
+    """Report models whose prompts are tokenized by engines, or by a configured tokenizer that differs from
+    the engines', according to ``/ready``.
+    """
+    ready = router.ready.json(dict[str, Any]) or {}
+    prompts = ready.get("prompts")
     for model, one in prompts.items() if isinstance(prompts, dict) else ():
         if isinstance(one, dict) and one.get("problem"):
-            how = "engines are asked for the tokens of its prompts"
+            how = "its prompts are tokenized by engines"
             if one.get("how") == "here":
                 how = "the configured tokenizer is used although an engine's tokens differ"
             yield warning(
@@ -207,47 +210,47 @@ def _unread(router: RouterEvidence) -> Iterator[CheckResult]:
 
 
 def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
-    """What only the router's metrics page shows."""
+    """Report problems that only the router's metrics page shows."""
     page = router.metrics_answer.body.decode("utf-8", "replace") if router.metrics_answer.ok else ""
     for name, labels, value in series(page):
         if not value:
             continue
         if name == "kvatlas_prompt_mismatches_total":
             yield error(
-                f"{value:.0f} prompt(s) had another length at the engine than in the router",
+                f"{value:.0f} prompt(s) had different lengths at the engine and in the router",
                 "tokenizer or chat template differ from the engine's",
                 "see tokens.parity; give the router the engine's tokenizer and template",
                 subject=labels.get("engine", router.url),
             )
         elif name == "kvatlas_prompts_template_mismatches_total":
             yield info(
-                "a faster way to a chat template's text differed from jinja2 and is not used for such chats",
-                "a template that uses something which that does differently",
-                "nothing: the text is made in a slower way",
+                "a precompiled chat template differed from jinja2 and is not used for such chats",
+                "the template uses a construct that the precompiled form renders differently",
+                "nothing: jinja2 renders these chats, which is slower",
                 subject=router.url,
             )
         elif name == "kvatlas_index_unknown_removals_total":
             yield info(
-                f"{value:.0f} removals of blocks the router did not know of",
+                f"{value:.0f} removals of blocks unknown to the router",
                 "history from before the router's start, or copies counted differently",
-                "rising while feeds are ready, it means that counts differ: report it",
+                "if it rises while feeds are ready, counts differ: report it",
                 subject=router.url,
             )
 
 
 _ELSEWHERE_SHARE, _EVICTED_SHARE = 0.05, 0.1
-"""Smaller shares of all prompt tokens are nothing to act on."""
+"""Smaller shares of all prompt tokens need no action."""
 _ELSEWHERE = {
-    "load": "its queue was longer",
-    "pages": "prompts wait there for KV cache pages",
-    "choice": "other costs decided",
+    "load": "the queue of that engine was longer",
+    "pages": "prompts wait for KV cache pages there",
+    "choice": "other costs were higher",
     "slo": "it was predicted to miss the request's service level",
 }
 
 
 @fleet_check("router.cache")
 def cache_funnel(seen: Evidence) -> Iterator[CheckResult]:
-    """How much of the prompts was held, where, and what kept the rest from being reused."""
+    """Report how much of the prompts was held, where, and why the rest was not reused."""
     router = seen.router
     if router is None or not router.metrics_answer.ok:
         return
@@ -275,7 +278,7 @@ def cache_funnel(seen: Evidence) -> Iterator[CheckResult]:
     if elsewhere >= _ELSEWHERE_SHARE * prompt:
         shares = {text: missed.get(reason, 0.0) / elsewhere for reason, text in _ELSEWHERE.items()}
         yield info(
-            f"{elsewhere / prompt:.0%} of prompt tokens were held by another engine than the chosen one",
+            f"{elsewhere / prompt:.0%} of prompt tokens were held by another engine than the selected one",
             ", ".join(f"{text} ({share:.0%})" for text, share in shares.items() if share),
             f"a store that engines share, or a pull from that engine, would save {seconds:,.0f} s of prefill",
             subject=router.url,
@@ -288,22 +291,23 @@ def cache_funnel(seen: Evidence) -> Iterator[CheckResult]:
             )
 
 
+# Reason, and the observation, cause and remedy reported for it.
 _MISSED = (
     (
         "evicted",
-        "had been seen before, and no engine holds them any more",
-        "engines evicted them, or keep no boundary of theirs (sliding windows, Mamba states)",
+        "had been seen before, but no engine holds them any more",
+        "engines evicted them, or keep no boundary of them (sliding windows, Mamba states)",
         "offload to host memory or a store (docs/connectors.md), or add KV cache",
     ),
     (
         "lost",
-        "were predicted on the chosen engine and not delivered",
-        "the engine evicted them before it began with the prompt",
-        "kv_usage near 1 means too few pages; else docs/troubleshooting.md, wrong predictions",
+        "were predicted on the selected engine but not reused",
+        "the engine evicted them before it started the prompt",
+        "kv_usage near 1 means too few pages; otherwise docs/troubleshooting.md, wrong predictions",
     ),
     (
         "template",
-        "were not delivered by engines that count the prompt's tokens differently",
+        "were not reused by engines that count the prompt's tokens differently",
         "tokenizer or chat template differ from the engine's",
         "see tokens.parity; give the router the engine's tokenizer and template",
     ),
@@ -314,20 +318,19 @@ _MISSED = (
         "give clients that may share prefixes the same cache_salt",
     ),
 )
-"""Reason, and what is said of it."""
 
+# Smaller shares of an API's requests that the router cannot tokenize need no action.
 _SELDOM_SHARE = 0.05
-"""Below this share of an API's requests, prompts that are not read here are nothing to act on."""
 _RENDER = "give a render server (--renderer: vllm launch render) beside the router"
 _READING_REMEDIES = {
-    "no_tokenizer": "tokens.parity and the router's /ready say why its tokenizer is not used",
+    "no_tokenizer": "tokens.parity and the router's /ready give the reason why its tokenizer is not used",
     "no_template": "give the model's chat template (models.NAME.chat_template)",
     "model_unknown": "name the model in [models], or give a tokenizer for all",
     "lora_path_unknown": "name the adapter's path (models.NAME.lora_paths)",
-    "renderer": f"tokens.family says what the model's family needs here; else {_RENDER}",
-    "template_rejected": "tokens.parity says whether the chat template is the engine's",
+    "renderer": f"tokens.family names what the model's family needs here; otherwise {_RENDER}",
+    "template_rejected": "tokens.parity shows whether the chat template is the engine's",
     "request_template": f"let clients send no template of their own, or {_RENDER}",
-    "multimodal": f"{_RENDER}: it is asked once for each set of images",
+    "multimodal": f"{_RENDER}: one request for each set of images",
     "too_large": "raise prompts.prompt_bytes_max",
     "busy": "raise prompts.worker_threads",
 }
@@ -335,12 +338,12 @@ _RENDERERS = "kvatlas_prompts_renderer_"
 _RENDERERS_REMEDY = (
     "start them, or correct prompts.renderers: each must answer GET /health and serve the model"
 )
-_OTHERWISE = f"{_RENDER}; docs/exactness.md says what is read here"
+_OTHERWISE = f"{_RENDER}; docs/exactness.md lists what the router can tokenize"
 
 
 @fleet_check("router.prompts")
 def prompts(seen: Evidence) -> Iterator[CheckResult]:
-    """Which share of each API's requests is placed by exact tokens, and what would raise it."""
+    """Report the share of each API's requests placed by exact tokens, and how to raise it."""
     router = seen.router
     if router is None:
         return
@@ -361,7 +364,7 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
     failing = in_vain > asked.get("calls_total", 0) / 2
     if failing:
         yield warning(
-            f"render servers gave {in_vain:.0f} prompt(s) no answer that could be used",
+            f"render servers returned no usable result for {in_vain:.0f} prompt(s)",
             "a server of --renderer is down, too slow, or serves other models",
             _RENDERERS_REMEDY,
             subject=router.url,
@@ -369,14 +372,14 @@ def prompts(seen: Evidence) -> Iterator[CheckResult]:
     often = max(reasons, key=lambda reason: reasons[reason], default="")
     for api, ways in reads.items():
         total = sum(ways.values())
-        told = ", ".join(f"{ways.get(way, 0) / total:.0%} {text}" for way, text in _WAYS.items())
-        summary = f"{api}: {total:.0f} prompt(s), {told}"
+        shares = ", ".join(f"{ways.get(way, 0) / total:.0%} {text}" for way, text in _WAYS.items())
+        summary = f"{api}: {total:.0f} prompt(s), {shares}"
         if ways.get("local", 0) >= (1 - _SELDOM_SHARE) * total:
             yield ok(summary, subject=router.url)
         else:
             yield info(
                 summary,
-                f"most often, over all APIs: {often or 'unknown'} (docs/glossary.md says what that means)",
+                f"most often, over all APIs: {often or 'unknown'} (docs/glossary.md explains it)",
                 _RENDERERS_REMEDY if failing else _READING_REMEDIES.get(often, _OTHERWISE),
                 subject=router.url,
             )

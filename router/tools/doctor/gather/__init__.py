@@ -1,1 +1,1 @@
-"""What the doctor asks and hears: HTTP answers, metrics, events, prompts and probes."""
+"""Collection of evidence: HTTP responses, metrics, events, prompts and probes."""

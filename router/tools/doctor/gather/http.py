@@ -1,4 +1,6 @@
-"""Asking over HTTP: an answer or the reason there is none, always within the time and size limits."""
+"""HTTP client of the doctor: returns a response or the reason why there is none, within time and size
+limits.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ _T = TypeVar("_T")
 
 
 class HttpAnswer(msgspec.Struct, frozen=True):
-    """``status`` 0: no answer, ``problem`` says why. ``date_skew_s``: the server's clock, by its Date
-    header (whole seconds), minus ours; None where there was none."""
+    """HTTP response.
+
+    ``status`` 0: no response, ``problem`` is the reason. ``date_skew_s``: the server's clock by its Date
+    header (whole seconds) minus the local clock; None without that header.
+    """
 
     status: int
     body: bytes = b""
@@ -35,15 +40,15 @@ class HttpAnswer(msgspec.Struct, frozen=True):
         return self.status == 200
 
     @property
-    def what(self) -> str:
-        """In words, for findings."""
+    def description(self) -> str:
+        """Description of the response for findings."""
         if not self.status:
             return self.problem
         message = reason(self.body) if not self.ok else ""
         return f"status {self.status}: {message}" if message else f"status {self.status}"
 
     def json(self, kind: type[_T]) -> _T | None:
-        """The body as ``kind``; None where it is none."""
+        """Decode the body as ``kind``; None if it does not match."""
         try:
             return msgspec.json.decode(self.body, type=kind)
         except _BAD_JSON:
@@ -51,7 +56,7 @@ class HttpAnswer(msgspec.Struct, frozen=True):
 
 
 class Http:
-    """One session's exchanges; ``timeout_s`` is for each."""
+    """HTTP requests of one session; ``timeout_s`` applies to each."""
 
     def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         self._session = session
@@ -63,7 +68,7 @@ class Http:
     async def post(
         self, url: str, body: Any, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> HttpAnswer:
-        """``body`` is sent as JSON, or as it is if it is bytes."""
+        """Send ``body`` as JSON; bytes are sent unchanged."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         sent = {"content-type": "application/json", **(headers or {})}
         return await self._ask("POST", url, data, sent, timeout_s or self.timeout_s)
@@ -78,12 +83,12 @@ class Http:
                 async for piece in answer.content.iter_any():
                     body += piece
                     if len(body) > ANSWER_BYTES_MAX:
-                        return HttpAnswer(0, problem=f"an answer over {ANSWER_BYTES_MAX} bytes")
+                        return HttpAnswer(0, problem=f"a response over {ANSWER_BYTES_MAX} bytes")
                 return HttpAnswer(
                     answer.status, body, date_skew_s=_date_skew_s(answer.headers.get("Date"), now)
                 )
         except TimeoutError:
-            return HttpAnswer(0, problem=f"no answer within {timeout_s:g} s")
+            return HttpAnswer(0, problem=f"no response within {timeout_s:g} s")
         except aiohttp.ClientConnectorError as problem:
             return HttpAnswer(0, problem=f"cannot connect: {reason_of(problem)}"[:_PROBLEM_LENGTH_MAX])
         except (aiohttp.ClientError, OSError, ValueError) as problem:
@@ -91,7 +96,9 @@ class Http:
 
 
 def _date_skew_s(date: str | None, now: float) -> float | None:
-    """Seconds the server is ahead; the middle of the second that the header names is taken."""
+    """Return how many seconds the server's clock is ahead, assuming the middle of the second in the
+    header.
+    """
     if not date:
         return None
     try:
@@ -100,7 +107,7 @@ def _date_skew_s(date: str | None, now: float) -> float | None:
         return None
 
 
-# What an engine's Prometheus page tells of its set-up: cache configuration, prompt lengths, speculation.
+# The set-up of an engine according to its Prometheus page: cache configuration, prompt lengths, speculation.
 
 
 _SERIES = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)", re.MULTILINE)
@@ -113,25 +120,27 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class EngineGauges(msgspec.Struct, frozen=True):
-    """``cache_config`` are the labels of ``vllm:cache_config_info`` (empty where the engine has none)."""
+    """Facts from an engine's metrics page; ``cache_config`` has the labels of ``vllm:cache_config_info`` (may
+    be empty).
+    """
 
     cache_config: dict[str, str] = {}
     mean_prompt_tokens: float | None = None
     requests: int = 0
     speculates: bool = False
     hit_tokens: int | None = None
-    """Tokens taken from caches since the start, by the engine's own counters; None where it has none."""
+    """Tokens taken from caches since the start, by the engine's counters; None if it has none."""
 
     @property
     def pool_blocks(self) -> int | None:
-        """Blocks of the GPU pool, all groups together."""
+        """Number of blocks of the GPU pool, over all groups."""
         return _size(self.cache_config.get("num_gpu_blocks_override")) or _size(
             self.cache_config.get("num_gpu_blocks")
         )
 
     @property
     def pool_tokens(self) -> int | None:
-        """Most tokens that the pool can hold."""
+        """Capacity of the pool in tokens."""
         blocks, size = self.pool_blocks, _size(self.cache_config.get("block_size"))
         return blocks * size if blocks and size else None
 
@@ -141,7 +150,7 @@ def _size(text: str | None) -> int | None:
 
 
 def series(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of every sample in a Prometheus page; lines that are none are left out."""
+    """Yield (name, labels, value) of every sample in a Prometheus page; malformed lines are skipped."""
     for match in _SERIES.finditer(text):
         try:
             value = float(match[3])
@@ -151,7 +160,7 @@ def series(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
-    """The gauges of one rank (None: of the whole server). Never raises."""
+    """Read the gauges of one rank (None: of the whole server). Never raises."""
     cache_config: dict[str, str] = {}
     sums = dict.fromkeys(_SUMMED, 0.0)
     hits: float | None = None

@@ -1,9 +1,9 @@
-"""Listens to one engine's live event socket and replay socket, raw.
+"""Raw listener on one engine's live event socket and replay socket.
 
-Not a ``Feed``: a feed repairs and hides what the doctor is here to see. The replay socket is asked once, for
-everything; live messages that come meanwhile wait, then all are applied in the order of their numbers. It
-subscribes to every topic, so that a wrong topic can be told from silence. Nothing a publisher sends ends a
-listener; it ends by being cancelled.
+Not a ``Feed``: a feed repairs and hides the faults that the doctor looks for. The replay socket gets one
+request for the whole history; live messages are buffered meanwhile, then all are applied in the order of
+their numbers. It subscribes to every topic, so that a wrong topic can be distinguished from silence. No
+message can end a listener; it ends by cancellation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.tools.doctor.gather.observation import (
     ReplayState,
 )
 
-# Counts over an engine's raw event messages: what they look like, not what is resident.
+# Counts over an engine's raw event messages: their form, not the resulting residency.
 
 
 _DIGESTS_MAX = 4096
@@ -40,17 +40,17 @@ _HEAD: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list
 
 
 class GroupStores(msgspec.Struct):
-    """``BlockStored`` events of one group by what they list of their span."""
+    """Number of ``BlockStored`` events of one group by how much of their span they list."""
 
     full: int = 0
     masked: int = 0
-    """Fewer blocks than the span has."""
+    """Events that list fewer blocks than the span has."""
     empty: int = 0
-    """None at all."""
+    """Events that list no block."""
 
 
 class EventCounts(msgspec.Struct):
-    """All counts since the doctor began; ``digests`` are of whole messages, time stamp included."""
+    """Counts since the doctor started; ``digests`` are of whole messages, time stamp included."""
 
     batches: int = 0
     events: int = 0
@@ -119,7 +119,7 @@ class EventCounts(msgspec.Struct):
 
 
 def event_encoding(payload: bytes) -> str | None:
-    """``map`` (vLLM 0.24 and later) or ``array``, by the batch's first event; None where there is none."""
+    """Return ``map`` (vLLM 0.24 and later) or ``array``, by the batch's first event; None without events."""
     try:
         events = _HEAD.decode(_HEAD.decode(payload)[1])
         first = memoryview(events[0])[0]
@@ -129,10 +129,10 @@ def event_encoding(payload: bytes) -> str | None:
 
 
 _HELD_MAX = 20_000
+# Number of malformed messages after which a replay socket is abandoned.
 _STRANGE_MAX = 16
-"""Messages that are none, after which a replay socket is given up."""
+# Total replay timeout, as a multiple of the idle timeout.
 _REPLAY_TIMEOUTS = 10
-"""Total replay time-out, as a multiple of the idle time-out."""
 _RESEND_S = 0.05
 _TOPICS_MAX = 16
 _MESSAGE_BYTES_MAX = 256 << 20
@@ -140,30 +140,30 @@ _SLICE_S = 0.005
 
 
 class EventSink(Protocol):
-    """Where a listener's batches go."""
+    """Destination of a listener's batches."""
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
-        """Take one batch; in the order of their numbers."""
+        """Apply one batch; called in the order of their numbers."""
 
     def forget(self, engine_id: str) -> None:
-        """The engine restarted."""
+        """Discard the engine's state: the engine restarted."""
 
 
 class EventListener:
-    """Hears one engine and hands its batches to ``sink``. ``run`` may be called once.
+    """Receives one engine's messages and passes its batches to ``sink``.
 
-    ``replay_timeout_s``: how long the replay socket may be silent.
+    ``run`` may be called once. ``replay_timeout_s``: how long the replay socket may be silent, in seconds.
     """
 
     def __init__(
         self, engine_id: str, events: str, replay: str | None, sink: EventSink, *, replay_timeout_s: float
     ) -> None:
         self.seen = Observation()
-        self.tally = EventCounts()
+        self.event_counts = EventCounts()
         self.recent: deque[BlockStored] = deque(maxlen=_HELD_MAX)
-        """Blocks stored on the GPU lately; emptied by its reader."""
+        """Recently stored GPU blocks; emptied by the reader of this deque."""
         self.settled = asyncio.Event()
-        """Set once the history has been heard, or is not to be had."""
+        """Set once the history has been received, or is unavailable."""
         self._engine_id = engine_id
         self._events = events
         self._replay = replay
@@ -262,7 +262,7 @@ class EventListener:
             self.seen.replay_link = _further(self.seen.replay_link, event)
 
     async def _read_replay(self, reader: MessageReader) -> None:
-        """Take the answer; a stranger may send garbage for ever, or drop by drop."""
+        """Read the response; a foreign service may send garbage endlessly or very slowly."""
         seen = self.seen
         work = Slice(time.monotonic, _SLICE_S)
         strange = 0
@@ -290,7 +290,7 @@ class EventListener:
             await work.yield_to_loop()
 
     async def _next(self, reader: MessageReader) -> list[bytes] | None:
-        """The next message; None after ``replay_timeout_s`` of silence."""
+        """Return the next message; None after ``replay_timeout_s`` of silence."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while (message := reader.take()) is None:
@@ -298,8 +298,6 @@ class EventListener:
         except TimeoutError:
             return None
         return message
-
-    # What was heard, in order.
 
     def _flush(self) -> None:
         for seq in sorted(self._held):
@@ -310,26 +308,28 @@ class EventListener:
     def _apply(self, frame: Frame, payload: bytes) -> None:
         seen = self.seen
         if seen.last_seq is not None and frame.seq <= seen.last_seq:
-            if (frame.seq, frame.digest) in self.tally.digests:
+            if (frame.seq, frame.digest) in self.event_counts.digests:
                 return
             seen.restarts += 1
             self._sink.forget(self._engine_id)
         elif seen.last_seq is not None:
             seen.missing += frame.seq - seen.last_seq - 1
         seen.last_seq = frame.seq
-        self.tally.add(frame, payload)
+        self.event_counts.add(frame, payload)
         if frame.batch is None:
             return
         self.recent.extend(e for e in frame.batch.events if isinstance(e, BlockStored) and e.medium in ON_GPU)
         try:
             self._sink.apply(self._engine_id, frame.batch)
-        except Exception as problem:  # noqa: BLE001  strange events must not end the examination
+        except Exception as problem:  # noqa: BLE001  malformed events must not end the examination
             seen.sink_problem = f"{type(problem).__name__}: {problem}"[:200]
 
 
 async def _request_replay(reader: MessageReader) -> None:
-    """Ask for everything, as soon as there is a connection to send it to: ZMQ drops the queue of one whose
-    handshake has failed, and has none until it connects again."""
+    """Request the whole history once a connection exists:
+
+    ZMQ drops the queue of a connection whose handshake failed, and has no queue until it reconnects.
+    """
     while True:
         try:
             reader.socket.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
@@ -339,18 +339,18 @@ async def _request_replay(reader: MessageReader) -> None:
             return
 
 
-async def replay_comparison(heard: EventListener, again: EventListener) -> ReplayComparison:
-    """Ask for the history with ``again``, a listener that has not run, and compare it with ``heard``."""
-    live = dict(heard.tally.digests)
-    running = asyncio.create_task(again.run(), name="replay asked again")
+async def replay_comparison(live: EventListener, again: EventListener) -> ReplayComparison:
+    """Request the history with ``again``, a listener that has not run, and compare it with ``live``."""
+    received = dict(live.event_counts.digests)
+    running = asyncio.create_task(again.run(), name="repeated replay")
     try:
         await again.settled.wait()
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    replayed = dict(again.tally.digests)
+    replayed = dict(again.event_counts.digests)
     first = min(replayed, default=0)
-    expected = {seq: digest for seq, digest in live.items() if seq >= first}
+    expected = {seq: digest for seq, digest in received.items() if seq >= first}
     return ReplayComparison(
         again.seen.replay_state,
         len(expected),
@@ -362,7 +362,7 @@ async def replay_comparison(heard: EventListener, again: EventListener) -> Repla
 def _connect(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, stack: contextlib.ExitStack
 ) -> tuple[MessageReader, MessageReader]:
-    """A connecting socket and its monitor, closed with ``stack``. Raises ``zmq.ZMQError``."""
+    """Create a connecting socket and its monitor, closed with ``stack``. Raises ``zmq.ZMQError``."""
     reader = stack.enter_context(MessageReader(context.socket(kind)))
     reader.socket.set(zmq.RCVHWM, _HELD_MAX)
     reader.socket.set(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
@@ -375,7 +375,7 @@ def _connect(
 
 
 async def _monitored(monitor: MessageReader) -> AsyncIterator[int]:
-    """Events of a monitor socket, for ever."""
+    """Yield the events of a monitor socket, without end."""
     while True:
         while (message := monitor.take()) is not None:
             yield int(parse_monitor_message(message)["event"])
@@ -391,5 +391,5 @@ _ORDER = list(Connectivity)
 
 
 def _further(link: Connectivity, event: int) -> Connectivity:
-    """The furthest the connection has come, after one more monitor event."""
+    """Return the most advanced connection state after one more monitor event."""
     return max(link, _LINK_OF_EVENT.get(event, Connectivity.NONE), key=_ORDER.index)

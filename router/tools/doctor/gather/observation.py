@@ -1,4 +1,4 @@
-"""What was observed at one engine's sockets: how far each connection came, and what arrived."""
+"""Observations at one engine's sockets: state of each connection, and what arrived."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import msgspec
 
 
 class Connectivity(StrEnum):
-    """How far a socket got."""
+    """How far a socket connection got."""
 
     NONE = "none"
-    """No address, or one that is none."""
+    """No address, or an invalid one."""
     REFUSED = "refused"
-    """Nothing accepts connections there."""
+    """Nothing accepts connections at the address."""
     NO_HANDSHAKE = "no_handshake"
-    """Something accepts connections but is not the socket it should be."""
+    """Something accepts connections but is not the expected socket."""
     UP = "up"
 
 
 class ReplayState(StrEnum):
-    """How the one request to the replay socket went."""
+    """State of the single replay request."""
 
     NOT_ASKED = "not_asked"
     WAITING = "waiting"
     COMPLETE = "complete"
     CUT_SHORT = "cut_short"
-    """It began to answer and stopped."""
+    """It began to respond and stopped."""
     SILENT = "silent"
 
 
 class Observation(msgspec.Struct):
-    """What was heard from one engine."""
+    """Everything received from one engine."""
 
     events_link: Connectivity = Connectivity.NONE
     events_problem: str = ""
@@ -43,24 +43,24 @@ class Observation(msgspec.Struct):
     live_batches: int = 0
     replayed_batches: int = 0
     first_seq: int | None = None
-    """Lowest number that replay still had."""
+    """Lowest number still available from replay."""
     last_seq: int | None = None
     missing: int = 0
-    """Numbers skipped among those heard."""
+    """Numbers skipped among the received ones."""
     restarts: int = 0
     malformed: Counter[str] = msgspec.field(default_factory=Counter)
     topics: set[str] = msgspec.field(default_factory=set)
     sink_problem: str = ""
     """Why a batch could not be applied to the index."""
     lags_s: list[float] = msgspec.field(default_factory=list)
-    """Our clock minus the time stamp of live batches."""
+    """Local clock minus the time stamp of live batches, in seconds."""
 
 
 class ReplayComparison(msgspec.Struct, frozen=True):
-    """Batches heard live, asked for again from the replay socket; sequence numbers."""
+    """Batches received live, compared with those returned by the replay socket; sequence numbers."""
 
     state: ReplayState
-    heard: int = 0
+    received: int = 0
     missing: int = 0
-    """Heard live and not in the answer, although older ones are."""
+    """Received live and absent from the response, although older ones are present."""
     different: int = 0

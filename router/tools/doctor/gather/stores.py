@@ -1,7 +1,8 @@
-"""The blocks that an engine stored for one prompt, against that prompt: hashes, tokens, where they begin.
+"""Comparison of the blocks that an engine stored for one prompt with that prompt: hashes, tokens, first
+block.
 
-An engine stores what it computed. The first block stored of a full-attention group therefore says how much
-of the prompt it took from its cache: independent of its ``cached_tokens``, and of what events said before.
+An engine stores what it computed. The first stored block of a full-attention group therefore shows how much
+of the prompt came from its cache: independently of ``cached_tokens`` and of earlier events.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ from publisher.events import BlockHash, BlockStored, EventDecodeError, Family, G
 from router.prompts.prompt import Prompt
 
 
-class StoredOf(msgspec.Struct):
-    """Tokens; ``computed_from`` None: no block of a full-attention group was stored."""
+class StoreComparison(msgspec.Struct):
+    """Result of a comparison, in tokens; ``computed_from`` None: no block of a full-attention group was
+    stored.
+    """
 
     computed_from: int | None = None
     block_size: int = 1
-    """Of the groups ``computed_from`` is of."""
+    """Block size of the groups that ``computed_from`` refers to."""
     hashes: int = 0
-    """Hashes compared."""
+    """Number of hashes compared."""
     hash_differs_at: int | None = None
-    """End of the first block, in tokens, whose hash is another."""
+    """End in tokens of the first block whose hash differs."""
     token_differs_at: int | None = None
-    """Index of the first token that is another."""
+    """Index of the first token that differs."""
 
     def begins(self, hit_tokens: int) -> bool:
-        """Whether the engine computed from the end of a hit of ``hit_tokens`` tokens."""
+        """Return whether the engine computed from the end of a hit of ``hit_tokens`` tokens."""
         return (
             self.computed_from is None
             or hit_tokens // self.block_size * self.block_size == self.computed_from
@@ -42,10 +45,12 @@ def compare_stores(
     groups: Sequence[GroupSpec],
     events: Sequence[BlockStored],
     late: Set[BlockHash] = frozenset(),
-) -> StoredOf:
-    """Compare the events that came after a prompt. Those that begin at no block of it, and those of ``late``
-    blocks (of other prompts), are not its own."""
-    seen = StoredOf()
+) -> StoreComparison:
+    """Compare the events that followed a prompt with it.
+
+    Events that begin at no block of the prompt, and those of ``late`` blocks (of other prompts), are ignored.
+    """
+    seen = StoreComparison()
     hashes, unit = prompt.hashes(scheme), scheme.hash_block_size
     ends = {block: (at + 1) * unit for at, block in enumerate(hashes)}
     full = {group.group_idx: group.block_size for group in groups if group.family is Family.FULL}
@@ -69,14 +74,16 @@ def compare_stores(
     return seen
 
 
-def _compare_tokens(seen: StoredOf, prompt: Prompt, start: int, tokens: list[int]) -> None:
+def _compare_tokens(seen: StoreComparison, prompt: Prompt, start: int, tokens: list[int]) -> None:
     ours = list(prompt.token_ids[start : start + len(tokens)])
     if seen.token_differs_at is None and ours != tokens[: len(ours)]:
         pairs = zip(ours, tokens, strict=False)
         seen.token_differs_at = start + next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
 
-def _compare_hashes(seen: StoredOf, hashes: Sequence[int], unit: int, start: int, event: BlockStored) -> None:
+def _compare_hashes(
+    seen: StoreComparison, hashes: Sequence[int], unit: int, start: int, event: BlockStored
+) -> None:
     for number, wire in enumerate(event.block_hashes, 1):
         end = start + number * event.block_size
         at = end // unit - 1

@@ -17,7 +17,7 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
 from router.prompts.families import harmony
 from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.looking import Findings, at, look, publishing, saying, server, stored
+from tests.router.tools.doctor.rig import Findings, at, examined, http_server, publishing, server, stored
 from tests.support.front import fronting
 from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, running
@@ -30,10 +30,10 @@ async def heard(
     prepare: Callable[[ZmqPublisher], Any], *, model: ModelConfig = PLAIN, **answers: Any
 ) -> Findings:
     """What is found of an engine by the events its publisher has in store."""
-    async with saying(server(**answers)) as url:
+    async with http_server(server(**answers)) as url:
         with publishing() as publisher:
             prepare(publisher)
-            return await look(at(url, publisher), model=model, seconds=0.1)
+            return await examined(at(url, publisher), model=model, seconds=0.1)
 
 
 def one(**event: Any) -> Callable[[ZmqPublisher], Any]:
@@ -77,7 +77,7 @@ def test_a_scheme_not_shown_yet() -> None:
 def test_a_numeric_seed_is_found_and_told() -> None:
     async def main() -> None:
         async with running({"hash_seed": "42"}) as (engine,):
-            found = await look(engine.base_url, probe=True)
+            found = await examined(engine.base_url, probe=True)
             found.expect("cache.scheme", Severity.OK, "PYTHONHASHSEED=42")
             found.expect("probe.exact", Severity.OK, "exact")
 
@@ -167,7 +167,9 @@ def test_retention_and_its_effect() -> None:
         publisher.publish([stored(tokens=64, hashes=[9], **WINDOW), stored(tokens=32, hashes=[], **WINDOW)])
 
     found = run(heard(masked))
-    found.expect("cache.retention", Severity.INFO, "0 spans whole, 1 in part, 1 without a block", "4096")
+    found.expect(
+        "cache.retention", Severity.INFO, "0 spans completely, 1 partially, 1 without a block", "4096"
+    )
 
 
 def test_large_windows_are_left_at_the_default_as_the_readme_says() -> None:
@@ -175,7 +177,7 @@ def test_large_windows_are_left_at_the_default_as_the_readme_says() -> None:
         large = {**WINDOW, "kv_cache_spec_sliding_window": 1024}
         publisher.publish([stored(tokens=64, hashes=[9], **large), stored(tokens=32, hashes=[], **large)])
 
-    run(heard(masked)).expect("cache.retention", Severity.OK, "0 spans whole, 1 in part")
+    run(heard(masked)).expect("cache.retention", Severity.OK, "0 spans completely, 1 partially")
 
 
 def test_an_engine_that_keeps_everything_though_the_configuration_says_not() -> None:
@@ -184,7 +186,7 @@ def test_an_engine_that_keeps_everything_though_the_configuration_says_not() -> 
 
     run(heard(dense)).expect("cache.retention", Severity.WARNING, "keep everything", '"dense"')
     told = run(heard(dense, model=ModelConfig(retention_interval="dense")))
-    told.expect("cache.retention", Severity.OK, "30 spans whole")
+    told.expect("cache.retention", Severity.OK, "30 spans completely")
 
 
 def test_a_retention_interval_that_the_engine_contradicts() -> None:
@@ -234,7 +236,7 @@ def test_another_chat_template_than_the_engines(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running({}) as (engine,):
-            found = await look(engine.base_url, model=model)
+            found = await examined(engine.base_url, model=model)
             found.expect("tokens.parity", Severity.ERROR, "chat:", "chat template")
             found.expect("tokens.parity", Severity.OK, "completion")
 
@@ -248,12 +250,14 @@ def test_another_date_than_the_engines(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running({}) as (engine,):
-            found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "other")))
-            found.expect("tokens.parity", Severity.ERROR, "chat:", "another date", "models.NAME.time_zone")
+            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "other")))
+            found.expect(
+                "tokens.parity", Severity.ERROR, "chat:", "a different date", "models.NAME.time_zone"
+            )
             found.expect("tokens.parity", Severity.INFO, "time zone", "models.NAME.time_zone")
             model = ModelConfig(tokenizer=str(tmp_path / "other"), time_zone="UTC")
-            found = await look(engine.base_url, model=model)
-            found.expect("tokens.parity", Severity.ERROR, "here of UTC")
+            found = await examined(engine.base_url, model=model)
+            found.expect("tokens.parity", Severity.ERROR, "here in time zone UTC")
             assert not [one for one in found.of("tokens.parity") if "of the router's time zone" in str(one)]
 
     run(main())
@@ -269,8 +273,8 @@ def test_another_tokenizer_than_the_engines(tmp_path: Path) -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             model = ModelConfig(tokenizer=str(tmp_path / "other"))
-            found = await look(engine.base_url, model=model, probe=True)
-            found.expect("tokens.parity", Severity.ERROR, "completion:", "another tokenizer")
+            found = await examined(engine.base_url, model=model, probe=True)
+            found.expect("tokens.parity", Severity.ERROR, "completion:", "a different tokenizer")
             found.expect("probe.exact", Severity.ERROR, "tokens here", "tokens.parity")
 
     run(main())
@@ -280,12 +284,12 @@ def test_an_engine_without_tokenize() -> None:
     async def main() -> None:
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/tokenize"] = lambda: (404, {})
-            found = await look(at(front.base_url, engine.publisher))  # type: ignore[arg-type]
+            found = await examined(at(front.base_url, engine.publisher))  # type: ignore[arg-type]
             found.expect("tokens.parity", Severity.INFO, "no endpoint")
             assert len(found.of("tokens.parity")) == 1
             front.overrides["/tokenize"] = lambda: (200, {"x": 1})
-            found = await look(front.base_url)
-            found.expect("tokens.parity", Severity.INFO, "an answer without tokens")
+            found = await examined(front.base_url)
+            found.expect("tokens.parity", Severity.INFO, "a response without tokens")
 
     run(main())
 
@@ -300,7 +304,7 @@ def test_a_template_that_cannot_be_used_here(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with running({}) as (engine,):
-            found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "none")))
+            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path / "none")))
             found.expect("tokens.parity", Severity.WARNING, "cannot be tokenized here", "no_template")
 
     run(main())
@@ -327,9 +331,9 @@ def test_chats_that_only_code_renders(
 
     async def main() -> None:
         async with running({}) as (engine,):
-            found = await look(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
+            found = await examined(engine.base_url, model=ModelConfig(tokenizer=str(tmp_path)))
             found.expect("tokens.family", Severity.WARNING, remedy)
-            assert not (await look(engine.base_url)).of("tokens.family")
+            assert not (await examined(engine.base_url)).of("tokens.family")
 
     run(main())
 
@@ -339,7 +343,7 @@ def test_chats_that_only_code_renders(
     [
         ((200, usage(600, None)), "tokens.usage", Severity.WARNING, "--enable-prompt-tokens-details"),
         ((500, {}), "probe.exact", Severity.ERROR, "status 500"),
-        ((200, [1]), "probe.exact", Severity.ERROR, "no completion"),
+        ((200, [1]), "probe.exact", Severity.ERROR, "not a completion"),
         ((0, {}), "probe.exact", Severity.ERROR, "POST /v1/completions"),
     ],
 )
@@ -347,7 +351,7 @@ def test_a_probe_that_fails(answer: tuple[int, Any], check: str, severity: Sever
     async def main() -> None:
         async with running({}) as (engine,), fronting(engine) as front:
             front.overrides["/v1/completions"] = lambda: answer
-            found = await look(front.base_url, probe=True)
+            found = await examined(front.base_url, probe=True)
             found.expect(check, severity, words)
 
     run(main())
@@ -360,10 +364,10 @@ def test_a_hit_that_was_not_foreseen() -> None:
     async def main() -> None:
         async with running({"groups": (msgspec.structs.replace(FULL, is_eagle=True),)}) as (engine,):
             denied = msgspec.structs.replace(LOCAL, eagle_groups=())
-            found = await look(engine.base_url, model=denied, probe=True)
+            found = await examined(engine.base_url, model=denied, probe=True)
             found.expect("probe.exact", Severity.ERROR, "predicted", "a setting of the model is missing")
             for model in (LOCAL, msgspec.structs.replace(LOCAL, eagle_groups=(0,))):
-                found = await look(engine.base_url, model=model, probe=True)
+                found = await examined(engine.base_url, model=model, probe=True)
                 found.expect("probe.exact", Severity.OK, "exact")
 
     run(main())
@@ -373,7 +377,7 @@ def test_nothing_reused() -> None:
     async def main() -> None:
         limits = {"groups": "full", "block_size": 512, "max_model_len": 400}
         async with running(limits) as (engine,):
-            found = await look(engine.base_url, probe=True)
+            found = await examined(engine.base_url, probe=True)
             assert found.worst("probe.exact") is Severity.WARNING
 
     run(main())

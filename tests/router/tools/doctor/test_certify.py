@@ -20,7 +20,7 @@ from router.fleet.identity import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, Severity, judge
+from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, Severity, engine_verdict
 from router.tools.doctor.gather.load import LoadPlan
 from router.tools.doctor.registry import engine_checks
 from tests.support.paths import ROOT
@@ -40,9 +40,9 @@ async def certify(
     settings = ExamineSettings(
         seconds=0.0, timeout_s=timeout_s, probe_timeout_s=10.0, probe=True, model=name, load=LOAD
     )
-    seen = await examine(config, settings, router_url=None, say=lambda _text: None)
+    seen = await examine(config, settings, router_url=None, progress=lambda _text: None)
     (engine,) = seen.engines
-    return judge(engine.engine_id, run_checks(seen))
+    return engine_verdict(engine.engine_id, run_checks(seen))
 
 
 def states(verdict: EngineVerdict) -> dict[str, str]:

@@ -17,7 +17,16 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
 from router.tools.doctor.gather.listener import EventListener
-from tests.router.tools.doctor.looking import Findings, at, bound, look, publishing, saying, server, stored
+from tests.router.tools.doctor.rig import (
+    Findings,
+    at,
+    bound,
+    examined,
+    http_server,
+    publishing,
+    server,
+    stored,
+)
 from tests.support.waiting import run, until
 from tests.support.whole_router import running
 
@@ -42,16 +51,16 @@ async def doing(action: Callable[[], Any]) -> AsyncIterator[None]:
 
 async def heard(prepare: Callable[[ZmqPublisher], Any], **changes: Any) -> Findings:
     """What is found of an engine whose publisher was prepared, by its replay."""
-    async with saying(server()) as url:
+    async with http_server(server()) as url:
         with publishing() as publisher:
             prepare(publisher)
-            return await look(at(url, publisher, **changes), seconds=0.1)
+            return await examined(at(url, publisher, **changes), seconds=0.1)
 
 
 def test_event_sockets_that_nobody_has_bound() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
-            found = await look(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
+        async with http_server(server()) as url:
+            found = await examined(EngineAddress(url, events=DEAD, replay=DEAD), seconds=0.5, timeout_s=0.5)
             found.expect("events.reach", Severity.ERROR, "nothing accepts connections")
             found.expect("events.replay", Severity.ERROR, "nothing accepts connections")
 
@@ -60,21 +69,21 @@ def test_event_sockets_that_nobody_has_bound() -> None:
 
 def test_http_ports_given_as_event_sockets() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             port = url.replace("http://", "tcp://")
-            found = await look(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=2.0)
-            found.expect("events.reach", Severity.ERROR, "no ZMQ publisher")
-            found.expect("events.replay", Severity.ERROR, "no replay socket")
+            found = await examined(EngineAddress(url, events=port, replay=port), seconds=0.5, timeout_s=2.0)
+            found.expect("events.reach", Severity.ERROR, "not a ZMQ publisher")
+            found.expect("events.replay", Severity.ERROR, "not a replay socket")
 
     run(main())
 
 
 def test_events_and_replay_exchanged() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing() as publisher:
                 engine = EngineAddress(url, events=publisher.replay_endpoint, replay=publisher.endpoint)
-                found = await look(engine, seconds=0.5, timeout_s=4.0)
+                found = await examined(engine, seconds=0.5, timeout_s=4.0)
                 found.expect("events.reach", Severity.ERROR, "swap events= and replay=")
                 found.expect("events.replay", Severity.ERROR, "swap events= and replay=")
 
@@ -83,8 +92,8 @@ def test_events_and_replay_exchanged() -> None:
 
 def test_an_address_that_is_none() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
-            found = await look(
+        async with http_server(server()) as url:
+            found = await examined(
                 EngineAddress(url, events="tcp://nonsense", replay="tcp://nonsense"), timeout_s=0.5
             )
             found.expect("events.reach", Severity.ERROR, "not an address")
@@ -95,9 +104,9 @@ def test_an_address_that_is_none() -> None:
 
 def test_no_replay_socket() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(replay=False) as publisher:
-                found = await look(at(url, publisher))
+                found = await examined(at(url, publisher))
                 found.expect("events.reach", Severity.OK)
                 found.expect("events.replay", Severity.WARNING, "no replay socket", "replay_endpoint")
 
@@ -106,15 +115,15 @@ def test_no_replay_socket() -> None:
 
 @pytest.mark.parametrize(
     ("answers", "severity", "words"),
-    [(0, Severity.ERROR, "connected, but no answer"), (2, Severity.WARNING, "2 batches, then silence")],
+    [(0, Severity.ERROR, "connected, but no response"), (2, Severity.WARNING, "2 batches, then silence")],
     ids=["silent", "cut short"],
 )
 def test_a_replay_socket_that_breaks_off(answers: int, severity: Severity, words: str) -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(replay=False) as publisher, bound(zmq.ROUTER) as (router, replay):
                 task = asyncio.create_task(reply(router, answers))
-                found = await look(at(url, publisher, replay=replay), timeout_s=0.5)
+                found = await examined(at(url, publisher, replay=replay), timeout_s=0.5)
                 task.cancel()
                 found.expect("events.replay", severity, words)
 
@@ -132,11 +141,11 @@ async def reply(router: zmq.Socket[bytes], answers: int) -> None:
 
 def test_history_that_has_left_the_buffer() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(buffer_steps=3) as publisher:
                 for _ in range(8):
                     publisher.publish([stored()])
-                found = await look(at(url, publisher))
+                found = await examined(at(url, publisher))
                 found.expect("events.replay", Severity.INFO, "3 batches", "number 5", "buffer_steps")
 
     run(main())
@@ -146,7 +155,7 @@ def test_events_of_another_engine() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             with publishing() as silent:
-                found = await look(at(engine.base_url, silent), probe=True)
+                found = await examined(at(engine.base_url, silent), probe=True)
                 found.expect("events.flow", Severity.ERROR, "answered the probe")
                 found.expect("probe.exact", Severity.WARNING, "no stored blocks seen yet")
 
@@ -155,7 +164,7 @@ def test_events_of_another_engine() -> None:
 
 def test_lost_numbers_are_told() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(replay=False) as publisher:
 
                 def skip() -> None:
@@ -163,7 +172,7 @@ def test_lost_numbers_are_told() -> None:
                     publisher._next_seq += 3
 
                 async with doing(skip):
-                    found = await look(at(url, publisher), seconds=0.5)
+                    found = await examined(at(url, publisher), seconds=0.5)
                 found.expect("events.flow", Severity.INFO, "missing")
 
     run(main())
@@ -171,7 +180,7 @@ def test_lost_numbers_are_told() -> None:
 
 def test_a_restart_while_listening() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(replay=False) as publisher:
                 restarted: list[bool] = []
 
@@ -182,7 +191,7 @@ def test_a_restart_while_listening() -> None:
                         publisher._next_seq = 0
 
                 async with doing(step):
-                    found = await look(at(url, publisher), seconds=1.0)
+                    found = await examined(at(url, publisher), seconds=1.0)
                 found.expect("events.flow", Severity.INFO, "restart(s)")
 
     run(main())
@@ -221,11 +230,11 @@ def test_what_was_before_a_restart_is_forgotten() -> None:
 
 def test_a_topic_that_does_not_fit() -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing(topic="kv") as publisher:
                 async with doing(lambda: publisher.publish([stored()])):
-                    wrong = await look(at(url, publisher, topic="events"), seconds=0.5)
-                    right = await look(at(url, publisher, topic="kv"), seconds=0.5)
+                    wrong = await examined(at(url, publisher, topic="events"), seconds=0.5)
+                    right = await examined(at(url, publisher, topic="kv"), seconds=0.5)
                 wrong.expect("events.topic", Severity.ERROR, "'kv'", "'events'")
                 right.expect("events.topic", Severity.OK)
 
@@ -275,12 +284,12 @@ def test_the_events_of_another_rank() -> None:
 def test_an_endpoint_that_the_engine_connects_to_instead_of_listening(bound_to: str) -> None:
     async def main() -> None:
         sources = {"0": {"endpoint": bound_to, "enable_kv_cache_events": True}}
-        async with saying(server(sources=sources)) as url:
-            found = await look(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+        async with http_server(server(sources=sources)) as url:
+            found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
             found.expect("events.reach", Severity.ERROR, bound_to, "without *", '"endpoint":"tcp://*:5557"')
         sources = {"0": {"endpoint": "tcp://*:5557", "enable_kv_cache_events": True}}
-        async with saying(server(sources=sources)) as url:
-            found = await look(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
+        async with http_server(server(sources=sources)) as url:
+            found = await examined(EngineAddress(url, events=DEAD), seconds=0.5, timeout_s=0.5)
             found.expect("events.reach", Severity.ERROR, "wrong address or port")
 
     run(main())

@@ -12,7 +12,7 @@ from router.tools.doctor import registry
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
 from router.tools.doctor.registry import run_checks
-from tests.router.tools.doctor.looking import Answers, at, look, publishing, saying, server, stored
+from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
@@ -34,10 +34,10 @@ UP: dict[str, Any] = {
 def test_one_engine_under_two_names() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
-            await look(engine.base_url, probe=True)
+            await examined(engine.base_url, probe=True)
             other = engine.base_url.replace("127.0.0.1", "localhost")
             addresses = {"events": engine.events_endpoint, "replay": engine.replay_endpoint}
-            found = await look(engine.base_url, EngineAddress(other, **addresses))
+            found = await examined(engine.base_url, EngineAddress(other, **addresses))
             found.expect("fleet.duplicates", Severity.ERROR, "the same", "two names")
 
     run(main())
@@ -46,7 +46,7 @@ def test_one_engine_under_two_names() -> None:
 def test_seeds_that_differ() -> None:
     async def main() -> None:
         async with running({"hash_seed": "1"}, {"hash_seed": "2"}) as engines:
-            found = await look(*(e.base_url for e in engines), probe=True)
+            found = await examined(*(e.base_url for e in engines), probe=True)
             found.expect("fleet.hash_seeds", Severity.WARNING, "PYTHONHASHSEED differs", "'1'", "'2'")
             assert len([f for f in found.of("probe.exact") if f.severity is Severity.OK]) == 2
 
@@ -57,7 +57,7 @@ def test_algorithms_and_layouts_that_differ() -> None:
     async def main() -> None:
         other = {"hash_algo": "sha256_cbor", "groups": "full"}
         async with running({"groups": "gptoss-like"}, other) as engines:
-            found = await look(*(e.base_url for e in engines), probe=True)
+            found = await examined(*(e.base_url for e in engines), probe=True)
             found.expect("fleet.hash_seeds", Severity.WARNING, "prefix_caching_hash_algo")
             found.expect("fleet.layouts", Severity.WARNING, "sliding_window/16")
 
@@ -70,11 +70,11 @@ DRAFTS: Answers = {"metrics": (200, b'vllm:spec_decode_num_drafts_total{engine="
 @pytest.mark.parametrize("ahead", some([[[16]], None], 2))
 def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | None) -> None:
     async def main() -> None:
-        async with saying(server(**DRAFTS)) as first, saying(server(**DRAFTS)) as second:
+        async with http_server(server(**DRAFTS)) as first, http_server(server(**DRAFTS)) as second:
             with publishing() as plain, publishing() as other:
                 plain.publish([stored()])
                 other.publish([stored(tokens=32, lookahead_token_ids=ahead)])
-                found = await look(at(first, plain), at(second, other))
+                found = await examined(at(first, plain), at(second, other))
                 if ahead is None:
                     assert found.of("fleet.lookahead") == []
                 else:
@@ -85,8 +85,8 @@ def test_hashes_that_look_ahead_in_some_engines_only(ahead: list[list[int]] | No
 
 def test_releases_that_differ() -> None:
     async def main() -> None:
-        async with saying(server()) as new, saying(server(version={"version": "0.30.1"})) as old:
-            found = await look(new, old)
+        async with http_server(server()) as new, http_server(server(version={"version": "0.30.1"})) as old:
+            found = await examined(new, old)
             found.expect("fleet.versions", Severity.INFO, "0.30.1, 0.32.0")
 
     run(main())
@@ -94,9 +94,9 @@ def test_releases_that_differ() -> None:
 
 def test_no_engine_at_all() -> None:
     async def main() -> None:
-        async with saying({"/kvatlas/engines": [], "/ready": {"ready": True}}) as url:
-            found = await look(router=url)
-            found.expect("fleet.engines", Severity.ERROR, "no engine to look at")
+        async with http_server({"/kvatlas/engines": [], "/ready": {"ready": True}}) as url:
+            found = await examined(router=url)
+            found.expect("fleet.engines", Severity.ERROR, "no engine to examine")
 
     run(main())
 
@@ -157,8 +157,8 @@ def test_the_routers_view_of_an_engine(
     changes: dict[str, Any], check: str, severity: Severity, words: str
 ) -> None:
     async def main() -> None:
-        async with saying(router(**changes)) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
+        async with http_server(router(**changes)) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
             finding = found.expect(check, severity, words)
             assert finding.subject == ENGINE
 
@@ -173,7 +173,7 @@ def test_the_routers_view_of_an_engine(
         (
             {"synced": False, "last_error": "status 403"},
             Severity.ERROR,
-            ("not heard yet: status 403", "check RBAC"),
+            ("not synced yet: status 403", "check RBAC"),
         ),
         (
             {"synced": True, "engines": 2, "failing": True, "last_error": "refused"},
@@ -188,8 +188,8 @@ def test_where_the_routers_engines_come_from(
 ) -> None:
     async def main() -> None:
         told = {"static": {"synced": True, "engines": 0}, "kubernetes": source}
-        async with saying({**router(), "/kvatlas/sources": told}) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
+        async with http_server({**router(), "/kvatlas/sources": told}) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
             assert found.expect("router.sources", severity, *words).subject == url
             assert len(found.of("router.sources")) == 1
 
@@ -198,8 +198,8 @@ def test_where_the_routers_engines_come_from(
 
 def test_a_held_engine_is_told() -> None:
     async def main() -> None:
-        async with saying(router(held="drained by ann")) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
+        async with http_server(router(held="drained by ann")) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
             found.expect("router.engines", Severity.INFO, "gets no new requests: drained by ann")
 
     run(main())
@@ -209,33 +209,33 @@ def test_a_router_that_sees_another_engine_than_the_doctor() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             view = {"engine": engine.base_url, "scheme": None, "layout": {"groups": []}}
-            async with saying(router(**view, mode="learned")) as url:
-                found = await look(engine.base_url, router=url, probe=True)
+            async with http_server(router(**view, mode="learned")) as url:
+                found = await examined(engine.base_url, router=url, probe=True)
                 found.expect("router.engines", Severity.WARNING, "the router learns hashes")
-                found.expect("router.engines", Severity.WARNING, "0 group(s) in another layout")
-            async with saying(router(**view)) as url:
-                found = await look(engine.base_url, router=url)
+                found.expect("router.engines", Severity.WARNING, "0 group(s) in a layout different")
+            async with http_server(router(**view)) as url:
+                found = await examined(engine.base_url, router=url)
                 found.expect("router.engines", Severity.ERROR, "another hash scheme")
-            async with saying(router(engine=engine.base_url, feed_state="none")) as url:
-                found = await look(engine.base_url, router=url)
-                found.expect("router.engines", Severity.WARNING, "no feed of this engine")
+            async with http_server(router(engine=engine.base_url, feed_state="none")) as url:
+                found = await examined(engine.base_url, router=url)
+                found.expect("router.engines", Severity.WARNING, "no feed for this engine")
 
     run(main())
 
 
 def test_a_router_that_is_not_there_or_not_ready() -> None:
     async def main() -> None:
-        async with saying(server()) as engine:
-            found = await look(engine, router="http://127.0.0.1:9")
+        async with http_server(server()) as engine:
+            found = await examined(engine, router="http://127.0.0.1:9")
             found.expect("router.reach", Severity.ERROR, "cannot connect")
-            found = await look(engine, router=engine)
+            found = await examined(engine, router=engine)
             found.expect("router.reach", Severity.ERROR, "status 404")
             answers = router() | {"/ready": (503, b'{"ready": false, "reason": "draining"}', {})}
-            async with saying(answers) as url:
-                found = await look(engine, router=url)
+            async with http_server(answers) as url:
+                found = await examined(engine, router=url)
                 found.expect("router.reach", Severity.ERROR, "draining")
                 found.expect("router.engines", Severity.WARNING, "does not know this engine")
-                found.expect("router.engines", Severity.INFO, "not looked at")
+                found.expect("router.engines", Severity.INFO, "not examined")
 
     run(main())
 
@@ -255,8 +255,8 @@ def test_what_the_routers_metrics_show() -> None:
     )
 
     async def main() -> None:
-        async with saying(router() | {"/metrics": (200, page, {})}) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
+        async with http_server(router() | {"/metrics": (200, page, {})}) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
             mismatch = found.expect("router.predictions", Severity.ERROR, "3 prompt(s)")
             assert mismatch.subject == "http://e:1"
             found.expect("router.predictions", Severity.INFO, "jinja2")
@@ -280,14 +280,14 @@ def test_render_servers_that_give_no_answer() -> None:
         )
 
     async def main() -> None:
-        async with saying(router() | {"/metrics": (200, page(4), {})}) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
-            found.expect("router.prompts", Severity.WARNING, "gave 5 prompt(s) no answer")
+        async with http_server(router() | {"/metrics": (200, page(4), {})}) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
+            found.expect("router.prompts", Severity.WARNING, "no usable result for 5 prompt(s)")
             assert "start them" in found.expect("router.prompts", Severity.INFO, "placed by text").remedy
-        async with saying(router() | {"/metrics": (200, page(0), {})}) as url:
-            found = await look(ENGINE, router=url, timeout_s=0.5)
+        async with http_server(router() | {"/metrics": (200, page(0), {})}) as url:
+            found = await examined(ENGINE, router=url, timeout_s=0.5)
             assert found.worst("router.prompts") is Severity.INFO
-            assert "asked once for each set" in found.expect("router.prompts", Severity.INFO).remedy
+            assert "one request for each set" in found.expect("router.prompts", Severity.INFO).remedy
 
     run(main())
 
@@ -297,7 +297,7 @@ def test_the_router_and_the_doctor_agree_on_the_layout_of_a_real_engine() -> Non
         async with running({}) as (engine,), routing(configure(engine)) as rig:
             await rig.chat("tell " * 60)
             await rig.caught_up(engine)
-            found = await look(engine.base_url, router=rig.ops_url)
+            found = await examined(engine.base_url, router=rig.ops_url)
             assert [f.severity for f in found.of("router.engines")] == [Severity.OK]
 
     run(main())
@@ -336,10 +336,10 @@ def test_an_events_batch_that_breaks_the_index_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr("router.index.model.ModelIndexes.apply", broken)
 
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing() as publisher:
                 publisher.publish([stored()])
-                found = await look(at(url, publisher), model=ModelConfig())
+                found = await examined(at(url, publisher), model=ModelConfig())
                 found.expect("events.encoding", Severity.ERROR, "ZeroDivisionError: boom")
 
     run(main())

@@ -10,7 +10,7 @@ import pytest
 from router.config.schema import ModelConfig
 from router.tools.doctor.checks import names
 from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.looking import look
+from tests.router.tools.doctor.rig import examined
 from tests.support.front import fronting
 from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, configure, routing, running
@@ -23,7 +23,7 @@ def test_a_healthy_engine_is_found_exact(groups: str) -> None:
     async def main() -> None:
         async with running({"groups": groups}) as (engine,):
             model = MAMBA if groups == "mamba-hybrid" else LOCAL
-            found = await look(engine.base_url, model=model, probe=True)
+            found = await examined(engine.base_url, model=model, probe=True)
             assert found.bad() == []
             exact = found.expect("probe.exact", Severity.OK, "exact")
             assert "predicted 0," not in exact.seen
@@ -39,7 +39,7 @@ def test_a_healthy_engine_is_found_exact(groups: str) -> None:
 def test_nothing_is_sent_without_probe() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
-            found = await look(engine.base_url)
+            found = await examined(engine.base_url)
             assert found.bad() == []
             assert engine.scheduler.stats.prompt_tokens == 0
             found.expect("events.flow", Severity.INFO, "no event yet", "--probe")
@@ -50,7 +50,7 @@ def test_nothing_is_sent_without_probe() -> None:
 def test_the_probe_is_exact_without_a_tokenizer_of_its_own() -> None:
     async def main() -> None:
         async with running({"enable_scale_out": False}) as (engine,):
-            found = await look(engine.base_url, model=ModelConfig(tokenizer="off"), probe=True)
+            found = await examined(engine.base_url, model=ModelConfig(tokenizer="off"), probe=True)
             found.expect("tokens.parity", Severity.INFO, "no tokenizer given")
             found.expect("probe.exact", Severity.OK, "exact")
 
@@ -60,7 +60,7 @@ def test_the_probe_is_exact_without_a_tokenizer_of_its_own() -> None:
 def test_blocks_larger_than_the_first_probe_are_met_with_a_longer_one() -> None:
     async def main() -> None:
         async with running({"groups": "full", "block_size": 512}) as (engine,):
-            found = await look(engine.base_url, probe=True)
+            found = await examined(engine.base_url, probe=True)
             exact = found.expect("probe.exact", Severity.OK, "exact")
             assert "predicted 0," not in exact.seen
 
@@ -70,8 +70,8 @@ def test_blocks_larger_than_the_first_probe_are_met_with_a_longer_one() -> None:
 def test_history_is_read_from_replay() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
-            await look(engine.base_url, probe=True)
-            found = await look(engine.base_url)
+            await examined(engine.base_url, probe=True)
+            found = await examined(engine.base_url)
             found.expect("events.replay", Severity.OK, "all", "since the engine's start")
             found.expect("cache.scheme", Severity.OK)
 
@@ -84,7 +84,7 @@ def test_a_router_and_its_engines() -> None:
             for text in ("one " * 60, "one " * 70, "two " * 50):
                 await rig.chat(text)
             await rig.caught_up(*engines)
-            found = await look(router=rig.ops_url)
+            found = await examined(router=rig.ops_url)
             assert found.bad() == []
             found.expect("router.reach", Severity.OK, "ready, 2 engine(s)")
             assert {f.subject for f in found.of("router.engines")} == {e.base_url for e in engines}
@@ -108,7 +108,7 @@ def test_data_parallel_ranks_are_looked_at_one_by_one() -> None:
                     async with session.get(f"{engine.base_url}/kv_event_sources") as answer:
                         sources |= await answer.json()
             front.overrides["/kv_event_sources"] = lambda: (200, sources)
-            found = await look(front.base_url, probe=True)
+            found = await examined(front.base_url, probe=True)
             assert found.bad() == []
             exact = found.of("probe.exact")
             assert [f.subject for f in exact] == [f"{front.base_url}#dp{rank}" for rank in range(2)]
@@ -122,11 +122,11 @@ def test_the_doctor_knows_whether_the_router_has_a_tokenizer() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             async with routing(configure(engine)) as rig:
-                found = await look(engine.base_url, model=ModelConfig(), router=rig.ops_url)
+                found = await examined(engine.base_url, model=ModelConfig(), router=rig.ops_url)
                 told = found.expect("tokens.parity", Severity.INFO, "the router tokenizes with", "fastokens")
                 assert "asks an engine" not in told.cause
             async with routing(configure(engine, models={})) as rig:
-                found = await look(engine.base_url, model=ModelConfig(), router=rig.ops_url)
+                found = await examined(engine.base_url, model=ModelConfig(), router=rig.ops_url)
                 found.expect("tokens.parity", Severity.WARNING, "no tokenizer", "--tokenizer")
 
     run(main())

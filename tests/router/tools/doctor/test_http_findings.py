@@ -15,7 +15,16 @@ from publisher.events import AllBlocksCleared
 from publisher.zmq_publisher import ZmqPublisher
 from router.fleet.identity import EngineAddress
 from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.looking import MODELS, Answers, Findings, at, look, publishing, saying, server
+from tests.router.tools.doctor.rig import (
+    MODELS,
+    Answers,
+    Findings,
+    at,
+    examined,
+    http_server,
+    publishing,
+    server,
+)
 from tests.support.waiting import run
 from tests.support.whole_router import running
 
@@ -24,12 +33,12 @@ BROKEN = (500, b"no", {})
 
 
 async def look_at(answers: Answers) -> Findings:
-    async with saying(answers) as url:
-        return await look(url)
+    async with http_server(answers) as url:
+        return await examined(url)
 
 
 def test_an_engine_that_is_down() -> None:
-    found = run(look(DOWN))
+    found = run(examined(DOWN))
     found.expect("http.health", Severity.ERROR, "cannot connect")
     found.expect("http.models", Severity.ERROR)
     assert found.of("http.event_sources") == [], "one cause is said once"
@@ -55,7 +64,12 @@ def test_an_engine_that_is_down() -> None:
         ("http.event_sources", Severity.WARNING, server(), "publishes no events"),
         ("http.event_sources", Severity.WARNING, server(sources={"0": None}), "publishes no events"),
         ("http.event_sources", Severity.WARNING, server(sources=[1]), "not understood"),
-        ("http.event_sources", Severity.WARNING, server(sources=(404, b"", {})), "the engine does not tell"),
+        (
+            "http.event_sources",
+            Severity.WARNING,
+            server(sources=(404, b"", {})),
+            "the engine does not provide it",
+        ),
         (
             "http.event_sources",
             Severity.WARNING,
@@ -81,10 +95,10 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            async with saying(server()) as good:
-                found = await look(url, good, timeout_s=0.3)
+            async with http_server(server()) as good:
+                found = await examined(url, good, timeout_s=0.3)
             found.expect("http.models", Severity.OK, "serves m")
-            found.expect("http.health", Severity.ERROR, "no answer within 0.3 s")
+            found.expect("http.health", Severity.ERROR, "no response within 0.3 s")
 
     run(main())
 
@@ -93,12 +107,14 @@ def test_configured_endpoints_against_those_the_engine_names() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
             with publishing() as other:
-                found = await look(at(engine.base_url, other))
+                found = await examined(at(engine.base_url, other))
                 found.expect("http.event_sources", Severity.WARNING, "events= says port")
             events = engine.events_endpoint
-            found = await look(EngineAddress(engine.base_url, events=events))
+            found = await examined(EngineAddress(engine.base_url, events=events))
             found.expect("http.event_sources", Severity.WARNING, "replay socket that is not used")
-            found = await look(EngineAddress(engine.base_url, events=events, replay=engine.replay_endpoint))
+            found = await examined(
+                EngineAddress(engine.base_url, events=events, replay=engine.replay_endpoint)
+            )
             found.expect("http.event_sources", Severity.OK, "as given")
 
     run(main())
@@ -109,9 +125,9 @@ def test_configured_endpoints_against_those_the_engine_names() -> None:
 )
 def test_events_with_another_clock(ahead_s: float, words: str) -> None:
     async def main() -> None:
-        async with saying(server()) as url:
+        async with http_server(server()) as url:
             with publishing() as publisher, repeating(publisher, ahead_s):
-                found = await look(at(url, publisher), seconds=1.0)
+                found = await examined(at(url, publisher), seconds=1.0)
                 found.expect("clock.skew", Severity.WARNING, words)
 
     run(main())
@@ -153,8 +169,8 @@ STRANGE = [
 def test_nothing_crashes_on_a_strange_engine(told: tuple[int, bytes, dict[str, str]]) -> None:
     async def main() -> None:
         paths = [*server(), "/metrics", "/tokenize", "/v1/completions", "/kvatlas/engines", "/ready"]
-        async with saying(dict.fromkeys(paths, told)) as url:
-            found = await look(url, router=url, probe=True, timeout_s=0.5)
+        async with http_server(dict.fromkeys(paths, told)) as url:
+            found = await examined(url, router=url, probe=True, timeout_s=0.5)
             assert found.bad()
             assert not [f for f in found if "the check itself failed" in f.seen]
 

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config.schema import ModelConfig
 from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.looking import look, saying, server
+from tests.router.tools.doctor.rig import examined, http_server, server
 from tests.support.stand_in_hub import Repository, stand_in_hub
 from tests.support.waiting import run
 from tests.support.whole_router import running
@@ -23,7 +23,7 @@ AUTO = ModelConfig()
 def test_the_tokenizer_that_an_engine_names() -> None:
     async def main() -> None:
         async with running({"root": str(DEMO_TOKENIZER_DIR)}) as (engine,):
-            found = await look(engine.base_url, model=AUTO)
+            found = await examined(engine.base_url, model=AUTO)
             found.expect("tokens.parity", Severity.OK, str(DEMO_TOKENIZER_DIR), "chat of three turns")
 
     run(main())
@@ -42,7 +42,7 @@ def test_what_is_wrong_with_it_and_what_helps(tmp_path: Path, monkeypatch: pytes
             hub.repositories["org/gated"] = Repository({}, error=(401, "GatedRepo"))
             roots = ("/elsewhere", "org/gated", "org/unknown", str(other))
             async with running(*({"root": root} for root in roots)) as engines:
-                wrong = [await look(engine.base_url, model=AUTO) for engine in engines]
+                wrong = [await examined(engine.base_url, model=AUTO) for engine in engines]
         for found, *words in zip(
             wrong[:3],
             ("/elsewhere", "gated", "no such repository"),
@@ -71,9 +71,15 @@ def test_what_a_router_says_of_it() -> None:
     }
 
     async def main() -> None:
-        async with saying(server()) as engine, saying(answers) as url:
-            found = await look(engine, router=url)
-            found.expect("router.prompts", Severity.WARNING, "b: engines are asked", "is gated", "HF_TOKEN")
+        async with http_server(server()) as engine, http_server(answers) as url:
+            found = await examined(engine, router=url)
+            found.expect(
+                "router.prompts",
+                Severity.WARNING,
+                "b: its prompts are tokenized by engines",
+                "is gated",
+                "HF_TOKEN",
+            )
             found.expect("router.prompts", Severity.WARNING, "d: the configured", "(differs)", "give another")
 
     run(main())

@@ -361,7 +361,7 @@ def test_bad_options_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFix
         ([good, good], RecordOptions(tmp_path / "a.jsonl"), "named twice"),
         ([good], RecordOptions(tmp_path / "a.jsonl", seconds=-1), "--seconds: -1"),
         ([good], RecordOptions(tmp_path / "a.txt"), "ends in .jsonl"),
-        (["events=tcp://:x"], RecordOptions(tmp_path / "a.jsonl", seconds=1), "not an address"),
+        (["events=tcp://:x"], RecordOptions(tmp_path / "a.jsonl", seconds=1), "invalid address"),
     ):
         assert run_record(engines, options, as_json=True) == 2
         assert told in capsys.readouterr().err

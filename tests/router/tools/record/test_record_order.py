@@ -61,7 +61,7 @@ class Stream:
                 self.hear()
             if not self.answer or not self.order.replayed(self.serving, self.answer.pop(0)):
                 request, self.serving = self.serving, None
-                self.order.answered(request)
+                self.order.response_ended(request)
             self.written += self.order.take()
 
     def settle(self) -> None:

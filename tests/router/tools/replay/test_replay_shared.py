@@ -15,7 +15,7 @@ from router.index.base import Plane
 from router.replication.settings import IndexSettings
 from router.tools.capture import read_capture
 from router.tools.replay import ReplayOptions, facts_of, run_replay
-from router.tools.replay_shared import opened
+from router.tools.replay_shared import open_shared_replay
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, write
 from tests.support.redis_servers import Server, any_program
 
@@ -67,7 +67,9 @@ def test_what_only_one_side_holds_is_listed(server: Server) -> None:
         index = IndexSettings(url=server.url)
         frames = list(read_capture([CAPTURES[0]]))
         source = frames[0].source
-        async with opened(index, facts_of([CAPTURES[0]]), {frame.source for frame in frames}) as play:
+        async with open_shared_replay(
+            index, facts_of([CAPTURES[0]]), {frame.source for frame in frames}
+        ) as play:
             play.player.play_all(frames)
             before = await play.compare()
             assert not any(plane.differs for plane in before)
@@ -101,7 +103,7 @@ def test_the_url_may_lie_in_a_file(
     where.write_text(server.url)
     told = kvatlas("replay", str(CAPTURES[0]), "--index-file", str(where))
     assert told.returncode == 0, told.stderr
-    assert "B what the index shows" in told.stdout
+    assert "B shared index" in told.stdout
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from router.tools.top import EngineRow, RouterSnapshot, make_picture, pictures, render
-from tests.router.tools.doctor.looking import saying
+from router.tools.top import EngineRow, RouterSnapshot, make_snapshot, render, snapshots
+from tests.router.tools.doctor.rig import http_server
 from tests.support.examples import examples
 from tests.support.paths import ROOT
 from tests.support.waiting import run
@@ -30,26 +30,26 @@ TOP = [sys.executable, "-m", "router", "top"]
 GONE = "http://127.0.0.1:9"
 
 
-def shown(picture: RouterSnapshot) -> str:
+def shown(snapshot: RouterSnapshot) -> str:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(picture, hint="q ends"))
+        console.print(render(snapshot, hint="q ends"))
         return console.export_text()
 
 
 def test_a_running_router() -> None:
     async def main() -> None:
         async with running({}, {"publish_events": False}) as engines, routing(configure(*engines)) as rig:
-            async with aclosing(pictures(rig.ops_url, 0.05)) as stream:
+            async with aclosing(snapshots(rig.ops_url, 0.05)) as stream:
                 first = await anext(stream)
                 for _ in range(3):
                     await rig.chat("tell a story " * 40)
-                picture = await anext(stream)
-            assert [row.engine for row in picture.engines] == [e.base_url for e in engines]
-            assert all(row.up and not row.breaker_open for row in picture.engines)
-            events, silent = picture.engines
+                snapshot = await anext(stream)
+            assert [row.engine for row in snapshot.engines] == [e.base_url for e in engines]
+            assert all(row.up and not row.breaker_open for row in snapshot.engines)
+            events, silent = snapshot.engines
             assert (events.feed, silent.feed, silent.mode) == ("ready", "none", "shadow")
-            totals = picture.totals
+            totals = snapshot.totals
             assert first.totals is not None
             assert totals is not None
             assert (first.totals.requests, totals.requests) == (0, 3)
@@ -58,7 +58,7 @@ def test_a_running_router() -> None:
             assert totals.hit_share is not None
             assert totals.hit_share > 0.5
             assert (totals.active, totals.errors, totals.retries) == (0, 0, 0)
-            text = shown(picture)
+            text = shown(snapshot)
             assert engines[0].base_url.removeprefix("http://") in text
             assert "total" in text
 
@@ -70,16 +70,16 @@ def test_a_router_that_goes_away_and_comes_back() -> None:
     here = {"/kvatlas/engines": [{"engine": "http://e:1", "up": True, "receipts": {"exact": 5}}]}
 
     async def main() -> None:
-        async with saying(answers) as url, aclosing(pictures(url, 0.05)) as stream:
+        async with http_server(answers) as url, aclosing(snapshots(url, 0.05)) as stream:
             answers.update(here)
             assert (await anext(stream)).engines
             answers.clear()
-            picture = await anext(stream)
-            assert picture.problem == "GET /kvatlas/engines: status 404"
-            assert picture.problem in shown(picture)
+            snapshot = await anext(stream)
+            assert snapshot.problem == "GET /kvatlas/engines: status 404"
+            assert snapshot.problem in shown(snapshot)
             answers.update(here)
-            picture = await anext(stream)
-            assert picture.engines[0].requests_per_s is None, "a restarted router has no rate yet"
+            snapshot = await anext(stream)
+            assert snapshot.engines[0].requests_per_s is None, "a restarted router has no rate yet"
             assert (await anext(stream)).engines[0].requests_per_s == 0
 
     run(main())
@@ -99,7 +99,7 @@ def test_states_that_matter_are_shown() -> None:
             "load": {"queue_s": 1.5, "running": 3, "waiting": 4},
         },
     ]
-    text = shown(make_picture("http://r", entries, [], ""))
+    text = shown(make_snapshot("http://r", entries, [], ""))
     for words in (
         "down: refused",
         "breaker open, drifting",
@@ -125,10 +125,10 @@ def test_a_table_with_a_dead_engine_fits_80_columns() -> None:
         "feed_state": "ready",
         "mode": "native",
     }
-    picture = make_picture("http://127.0.0.1:8000", [dead, live], [], "")
+    snapshot = make_snapshot("http://127.0.0.1:8000", [dead, live], [], "")
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(picture))
+        console.print(render(snapshot))
     lines = console.export_text().splitlines()
     rows = [line for line in lines if line.startswith("127.0.0.1:3304")]
     assert "…" not in "".join(lines)
@@ -169,8 +169,8 @@ ENTRIES = st.lists(ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=3)
 def test_whatever_a_router_answers_is_a_picture(
     engines: list[Any], receipts: list[Any], metrics: str
 ) -> None:
-    picture = make_picture("http://r", engines, receipts, metrics)
-    shown(make_picture("http://r", engines, receipts, metrics, before=picture, elapsed_s=1.0))
+    snapshot = make_snapshot("http://r", engines, receipts, metrics)
+    shown(make_snapshot("http://r", engines, receipts, metrics, before=snapshot, elapsed_s=1.0))
 
 
 def top(*arguments: str) -> subprocess.CompletedProcess[str]:

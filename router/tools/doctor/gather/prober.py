@@ -1,4 +1,4 @@
-"""One request to one engine: read and predicted by the parts that serve traffic, sent, its events awaited."""
+"""One request to one engine: tokenized and predicted by the serving code, sent, its events awaited."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest, PromptPari
 from router.tools.doctor.gather.http import Http, HttpAnswer
 from router.tools.doctor.gather.listener import EventListener
 
-# Whether prompts become the same tokens here and at the engine: a few chats and completions, both ways.
+# Tokenizer parity: whether prompts become the same tokens here and at the engine, for a few chats and
+# completions.
 
 
 class _Tokenized(msgspec.Struct):
@@ -33,13 +34,13 @@ class _Tokenized(msgspec.Struct):
 
 
 def inbound(model: str, body: dict[str, Any]) -> InboundRequest:
-    """The request as the router would receive it."""
+    """Build the request as the router would receive it."""
     encoded = msgspec.json.encode({"model": model, **body})
     return InboundRequest("POST", probe_path(body), b"", [], encoded, model)
 
 
 async def compare(reader: PromptReader, http: Http, base_url: str, model: str) -> list[PromptParity]:
-    """Every probe on one engine; stops asking an engine whose endpoint is absent."""
+    """Compare every probe prompt on one engine; stops if the engine has no tokenize endpoint."""
     results: list[PromptParity] = []
     for name, body in PROBES.items():
         result = await _compare_one(reader, http, base_url, name, {"model": model, **body})
@@ -82,17 +83,17 @@ async def _local(reader: PromptReader, body: dict[str, Any]) -> tuple[list[int] 
 
 def _theirs(answer: HttpAnswer) -> tuple[list[int] | None, str]:
     if answer.status in {404, 405, 501}:
-        return None, f"{_ABSENT} ({answer.what})"
+        return None, f"{_ABSENT} ({answer.description})"
     if not answer.ok:
-        return None, answer.what
+        return None, answer.description
     tokenized = answer.json(_Tokenized)
-    return (None, "an answer without tokens") if tokenized is None else (tokenized.tokens, "")
+    return (None, "a response without tokens") if tokenized is None else (tokenized.tokens, "")
 
 
 _TOKENS_MAX = 8192
 MARGIN_TOKENS = 16
+# Time to wait for events that are not expected, as a multiple of ``quiet_s``.
 _SETTLED = 4
-"""How long events that are not expected are waited for, as a multiple of ``quiet_s``."""
 _POLL_S = 0.02
 _SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
 
@@ -111,7 +112,7 @@ class _Completion(msgspec.Struct):
 
 
 class ProbeAnswer(msgspec.Struct):
-    """One request, its answer, and the blocks that the engine stored from then on."""
+    """One request, its response, and the blocks that the engine stored from then on."""
 
     request: ProbeRequest
     prompt: Prompt | None
@@ -119,9 +120,18 @@ class ProbeAnswer(msgspec.Struct):
     awaited_events: bool
 
 
-class Asker:
-    """Asks one engine. ``model`` is the name to ask for, ``max_tokens`` the longest prompt it takes,
-    ``quiet_s`` how long events must be silent after an answer before all of them are here."""
+class EngineProber:
+    """Client of one engine that predicts each request before sending it.
+
+    Args:
+
+      model: Served name to request.
+
+      max_tokens: Longest prompt the engine accepts, in tokens.
+
+      quiet_s: Seconds without events after a response, after which all events are assumed to have
+          arrived.
+    """
 
     def __init__(
         self,
@@ -149,12 +159,14 @@ class Asker:
 
     @property
     def alignment(self) -> int | None:
-        """Tokens that a hit is a multiple of; None before the groups are known."""
+        """Unit in tokens of which hits are multiples; None before the groups are known."""
         layout = self._scope.engine(self._engine.engine_id).layout
         return None if layout is None else layout.alignment
 
     async def text(self, num_tokens: int, begin: str = "") -> str:
-        """``begin`` with words added up to about ``num_tokens`` tokens (by its letters where unreadable)."""
+        """Return ``begin`` with random words appended, about ``num_tokens`` tokens (estimated if
+        untokenizable).
+        """
         text = begin
         while True:
             prompt = await self.read({"prompt": text}) if text else None
@@ -166,7 +178,7 @@ class Asker:
             text = " ".join((text, *words)).lstrip()
 
     async def read(self, body: dict[str, Any]) -> Prompt | None:
-        """The prompt as the router reads it; None where its tokens cannot be had."""
+        """Read a prompt as the router does; None if its tokens cannot be determined."""
         try:
             read = await self._reader.read(inbound(self._model, body))
         except ApiError:
@@ -174,23 +186,26 @@ class Asker:
         return read if isinstance(read, Prompt) else None
 
     async def detect(self) -> None:
-        """Let a running search for the hash seed come to its end (a few seconds at most)."""
+        """Run a pending search for the hash seed to its end (a few seconds at most)."""
         residency = self._scope.engine(self._engine.engine_id)
         while residency.detection is Detection.SEARCHING:
             residency.advance_detection()
             await asyncio.sleep(0)
 
     async def send(self, body: dict[str, Any], *, await_events: bool | None = True) -> ProbeAnswer:
-        """Predict, ask for one token, and wait for its events. None: for long only if it fills new blocks."""
+        """Predict, request one token, and wait for the events.
+
+        ``await_events`` None: wait for the full time only if the prompt fills new blocks.
+        """
         prompt = await self.read(body)
-        hit = EngineHit("unknown", why_unknown="its tokens could not be had")
+        hit = EngineHit("unknown", why_unknown="its tokens could not be determined")
         if prompt is not None:
             hit = self._scope.predict(prompt, [self._engine.engine_id])[self._engine.engine_id]
         settle = (
             await_events is None and prompt is not None and self._fills(prompt.num_tokens) <= hit.hit_tokens
         )
         waits = await_events is not False
-        heard = self._heard()
+        before = self._events_received()
         if self._listener is not None:
             self._listener.recent.clear()
         whole = {"model": self._model, "max_tokens": 1, "temperature": 0, **body}
@@ -199,7 +214,7 @@ class Asker:
         url = self._engine.base_url + probe_path(body)
         answer = await self._http.post(url, whole, headers=headers, timeout_s=self._timeout_s)
         wait_s = _SETTLED * self._quiet_s if settle else self._http.timeout_s
-        came = waits and answer.ok and await self._await_events(heard, wait_s)
+        came = waits and answer.ok and await self._await_events(before, wait_s)
         stored = [] if self._listener is None else list(self._listener.recent)
         awaited = waits and answer.ok and not settle
         return ProbeAnswer(_request(answer, prompt, hit, events_came=came), prompt, stored, awaited)
@@ -207,22 +222,22 @@ class Asker:
     def _fills(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % (self.alignment or 1)
 
-    def _heard(self) -> int:
-        """Events so far; batches without any are a publisher's heartbeat."""
-        return 0 if self._listener is None else self._listener.tally.events
+    def _events_received(self) -> int:
+        """Return the number of events so far; batches without events are a publisher's heartbeat."""
+        return 0 if self._listener is None else self._listener.event_counts.events
 
     async def _await_events(self, before: int, wait_s: float) -> bool:
-        """Wait for an event beyond ``before``, and then for a short silence; False where none comes."""
+        """Wait for an event beyond ``before``, then for a short silence; False if none arrives."""
         if self._listener is None:
             return False
         deadline = time.monotonic() + wait_s
-        if not await _until(lambda: self._heard() > before, deadline):
+        if not await _until(lambda: self._events_received() > before, deadline):
             return False
-        last, quiet_since = self._heard(), time.monotonic()
+        last, quiet_since = self._events_received(), time.monotonic()
         while time.monotonic() < min(deadline, quiet_since + self._quiet_s):
             await asyncio.sleep(_POLL_S)
-            if self._heard() != last:
-                last, quiet_since = self._heard(), time.monotonic()
+            if self._events_received() != last:
+                last, quiet_since = self._events_received(), time.monotonic()
         return True
 
 
@@ -238,9 +253,9 @@ def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, event
     completion = answer.json(_Completion) if answer.ok else None
     usage = None if completion is None else completion.usage
     details = None if usage is None else usage.prompt_tokens_details
-    status = "" if answer.ok else answer.what
+    status = "" if answer.ok else answer.description
     if answer.ok and completion is None:
-        status = "an answer that is no completion"
+        status = "a response that is not a completion"
     return ProbeRequest(
         status=status,
         predicted=None if hit.mode == "unknown" else hit.hit_tokens,
@@ -253,37 +268,36 @@ def _request(answer: HttpAnswer, prompt: Prompt | None, hit: EngineHit, *, event
     )
 
 
-# Two small requests to one engine: does it publish what it computes, and is the predicted hit the real one?
-#
-# The first prompt is new (random words); the second begins with it. Both are read and predicted by the
-# parts that serve traffic. Costs the engine the prefill of both prompts and two tokens.
+# The probe: two small requests to one engine, to see whether it publishes what it computes and whether the
+# predicted hit is the real one. The first prompt is new (random words); the second begins with it. Both are
+# read and predicted by the serving code. Costs the engine the prefill of both prompts and two tokens.
 
 
+# Length used before the layout is known: four of the largest common blocks (128 tokens) and a margin.
 _FIRST_TOKENS = 600
-"""Where the layout is not known yet: four of the largest common blocks (128) and a little."""
 _BLOCKS = 3
 
 
-async def probe(asker: Asker) -> ProbeEvidence:
-    """Both requests; the first is repeated with a longer prompt where the blocks turn out to be large."""
+async def probe(prober: EngineProber) -> ProbeEvidence:
+    """Send both requests; the first is repeated with a longer prompt if the blocks turn out to be large."""
     seen = ProbeEvidence(requests=[])
-    length = _wanted_tokens(asker)
-    first = await asker.text(length)
-    seen.requests.append((await asker.send({"prompt": first})).request)
+    length = _wanted_tokens(prober)
+    first = await prober.text(length)
+    seen.requests.append((await prober.send({"prompt": first})).request)
     if seen.requests[-1].status:
         return seen
-    await asker.detect()
-    if _wanted_tokens(asker) > length:
-        first = await asker.text(_wanted_tokens(asker))
-        seen.requests.append((await asker.send({"prompt": first})).request)
-        await asker.detect()
+    await prober.detect()
+    if _wanted_tokens(prober) > length:
+        first = await prober.text(_wanted_tokens(prober))
+        seen.requests.append((await prober.send({"prompt": first})).request)
+        await prober.detect()
     if not seen.requests[-1].status:
-        second = await asker.text(_wanted_tokens(asker) + MARGIN_TOKENS, first)
-        seen.requests.append((await asker.send({"prompt": second}, await_events=False)).request)
+        second = await prober.text(_wanted_tokens(prober) + MARGIN_TOKENS, first)
+        seen.requests.append((await prober.send({"prompt": second}, await_events=False)).request)
     return seen
 
 
-def _wanted_tokens(asker: Asker) -> int:
-    alignment = asker.alignment
+def _wanted_tokens(prober: EngineProber) -> int:
+    alignment = prober.alignment
     wanted = _FIRST_TOKENS if alignment is None else _BLOCKS * alignment + MARGIN_TOKENS
-    return max(2, min(wanted, asker.max_tokens))
+    return max(2, min(wanted, prober.max_tokens))

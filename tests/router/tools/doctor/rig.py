@@ -54,7 +54,7 @@ class Findings(list[Finding]):
         return [f for f in self if f.severity in {Severity.WARNING, Severity.ERROR}]
 
 
-async def look(
+async def examined(
     *engines: EngineAddress | str,
     model: ModelConfig = LOCAL,
     router: str | None = None,
@@ -66,12 +66,12 @@ async def look(
     listed = tuple(EngineAddress(e) if isinstance(e, str) else e for e in engines)
     config = Config(engines=listed, models={ANY_MODEL: model})
     settings = ExamineSettings(seconds=seconds, timeout_s=timeout_s, probe_timeout_s=10.0, probe=probe)
-    seen = await examine(config, settings, router_url=router, say=lambda _text: None)
+    seen = await examine(config, settings, router_url=router, progress=lambda _text: None)
     return Findings(run_checks(seen))
 
 
 @asynccontextmanager
-async def saying(answers: Answers) -> AsyncIterator[str]:
+async def http_server(answers: Answers) -> AsyncIterator[str]:
     """A server that says just this, and 404 elsewhere; its URL."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
