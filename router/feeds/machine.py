@@ -38,8 +38,8 @@ class FeedMachine:
     ) -> None:
         self._settings = settings
         self._stats = stats
+        # State and reason after the last input; the shell shows READY only once its actions are done.
         self.announced = stats.state, stats.reason
-        """State and reason after the last input; the shell shows READY only once its actions are done."""
         self._recovery = Recovery(settings, stats, has_replay=has_replay, has_snapshot=has_snapshot)
         self._position = self._recovery.position
         self._replays = ReplayAnswers(self._recovery)

@@ -131,27 +131,27 @@ class Position:
 
     def __init__(self, settings: FeedSettings, stats: FeedStats, out: list[Action]) -> None:
         self.next_seq = NOWHERE
+        # Highest seq heard of from this process, applied or not.
         self.top_seq = -1
-        """Highest seq heard of from this process, applied or not."""
+        # Batches whose content is unknown now.
         self.missing = 0
-        """Batches whose content is unknown now."""
+        # Batches that what is known rests on.
         self.known = 0
-        """Batches that what is known rests on."""
+        # Why the residency is not wholly known; empty when it is.
         self.unknown = ""
-        """Why the residency is not wholly known; empty when it is."""
         self.held = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
         self.recent = RecentBatches(settings.recent_batches_max)
         self.publisher_id: bytes | None = None
+        # Batches applied since the feed was made; tells whether a repair makes progress.
         self.applied = 0
-        """Batches applied since the feed was made; tells whether a repair makes progress."""
         self._stats = stats
         self._out = out
         self._last_ts = float("-inf")
         self._offload_seen = False
+        # Highest seq heard when a snapshot put the position past it.
         self._heard_seq = -1
-        """Highest seq heard when a snapshot put the position past it."""
+        # The snapshot's cut: batches between the two are in it, and may come yet.
         self._covered_seq = -1
-        """The snapshot's cut: batches between the two are in it, and may come yet."""
 
     @property
     def is_whole(self) -> bool:

@@ -75,8 +75,8 @@ class ReplayTrust:
 
     def __init__(self, settings: FeedSettings) -> None:
         self._settings = settings
+        # The publisher no longer has seq 0, so a full re-sync cannot succeed.
         self.rolled = False
-        """The publisher no longer has seq 0, so a full re-sync cannot succeed."""
         self._try_at: float | None = None
         self._distrusted_until = float("-inf")
         self._backoff_s = settings.resync_backoff_s
@@ -160,15 +160,15 @@ class Recovery:
         self.repair: Repair | None = None
         self.trust = ReplayTrust(settings)
         self.snapshots = SnapshotTrust(settings, available=has_snapshot)
+        # Live batches, applied or not, since a REFRESH was asked for.
         self.tail = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
-        """Live batches, applied or not, since a REFRESH was asked for."""
+        # Publisher named by the last live batch.
         self.heard_id: bytes | None = None
-        """Publisher named by the last live batch."""
         self.heard_at = 0.0
+        # This publisher marks idle seconds.
         self.beats = False
-        """This publisher marks idle seconds."""
+        # Reconnected, and could not find out whether to the same process.
         self.unverified = False
-        """Reconnected, and could not find out whether to the same process."""
         self.stale = False
         self._request_id = 0
 

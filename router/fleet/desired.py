@@ -60,12 +60,12 @@ class DesiredState:
     """See the module."""
 
     def __init__(self, *, engines_max: int) -> None:
+        # Base URLs of servers kept out although a source names them.
         self.removed: dict[str, Override] = {}
-        """Base URLs of servers kept out although a source names them."""
+        # By engine id, or by base URL for all its engines.
         self.drained: dict[str, Override] = {}
-        """By engine id, or by base URL for all its engines."""
+        # Servers for which there is no room now.
         self.left_out = 0
-        """Servers for which there is no room now."""
         self.engines_max = engines_max
         self._by_source: dict[str, dict[str, list[DiscoveredEngine]]] = {}
         self._admitted: dict[str, None] = {}  # servers, in the order they came

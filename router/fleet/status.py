@@ -50,26 +50,26 @@ class EngineStatus:
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id
+        # The model whose cache the engine holds: the first card that is not a LoRA.
         self.base_model: str | None = None
-        """The model whose cache the engine holds: the first card that is not a LoRA."""
         self.problem = "not contacted yet"
         self.kv_usage: float | None = None
+        # Blocks of its KV pool, as its metrics say.
         self.pool_blocks: int | None = None
-        """Blocks of its KV pool, as its metrics say."""
+        # Its set-up as its metrics state it.
         self.stated: EngineStatement | None = None
-        """Its set-up as its metrics state it."""
+        # The same from ``/server_info``, where that is enabled.
         self.server_info: EngineStatement | None = None
-        """The same from ``/server_info``, where that is enabled."""
+        # What it runs, as ``GET /version`` says; asked of engines with a role only.
         self.version: str | None = None
-        """What it runs, as ``GET /version`` says; asked of engines with a role only."""
+        # When its API process began, as its metrics say: seconds since the epoch.
         self.started: float | None = None
-        """When its API process began, as its metrics say: seconds since the epoch."""
+        # Transfers of KV that went wrong, as its metrics count them.
         self.transfers: dict[str, float] = {}
-        """Transfers of KV that went wrong, as its metrics count them."""
+        # Answers to clients that it began or ended: signs of life between two polls.
         self.answers = 0
-        """Answers to clients that it began or ended: signs of life between two polls."""
+        # Calls of its server that emptied its cache, as its metrics count them; None: not known yet.
         self.emptied: float | None = None
-        """Calls of its server that emptied its cache, as its metrics count them; None: not known yet."""
         self._up = False
         self._silent = False
         self._held = ""
@@ -182,8 +182,8 @@ class Fleet(Generic[E]):
         self._ready: dict[str | None, list[E]] = {}
         self._adapters: frozenset[str] | None = None
         self._roles: bool | None = None
+        # How often anything of what is asked here may have changed.
         self.changes = 0
-        """How often anything of what is asked here may have changed."""
         self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
     def __iter__(self) -> Iterator[E]:
@@ -477,11 +477,11 @@ class ResponseHolders:
     def __init__(self, responses_max: int = RESPONSES_MAX) -> None:
         self._max = responses_max
         self._held: OrderedDict[str, HeldResponse] = OrderedDict()
+        # Others that are asked for what is not known here, one after the other; they end in time and raise
+        # nothing.
         self.sources: list[Callable[[str], Awaitable[HeldResponse | None]]] = []
-        """Others that are asked for what is not known here, one after the other; they end in time and raise
-        nothing."""
+        # Called for each response recorded here.
         self.listeners: list[Callable[[str, HeldResponse], None]] = []
-        """Called for each response recorded here."""
 
     def __len__(self) -> int:
         return len(self._held)

@@ -1,13 +1,13 @@
 """The residency index: which engine holds which block of which group, and in which medium.
 
-An index answers one question fast: for the block hashes of a prompt, which engines hold each of them in
-each *plane* (medium, group). It is written by one writer per engine, which hands it counted operations in
-the order the engine published them; readers see presence only (count > 0), never counts.
+For the block hashes of a prompt it returns the engines that hold each of them in each *plane* (medium,
+group). It has one writer per engine, which applies counted operations in the order the engine published them;
+readers see presence only (count > 0), never counts.
 
-Always true for every backend (one contract suite checks them all):
+Invariants of every backend (one contract suite checks them all):
 - a block is present in a plane iff it was stored there more often than it was removed since the engine's
   last ``forget`` (and, for GPU planes, its last ``clear``);
-- ``lookup`` never shows a block of an engine that was forgotten, and never invents one;
+- ``lookup`` never returns a block of a forgotten engine, and never one that was not stored;
 - ``forget`` and ``clear`` take no step per block the engine held.
 """
 
@@ -22,20 +22,18 @@ import numpy.typing as npt
 
 from publisher.events import MEDIA, BlockHash
 
-# Where blocks of an engine can lie, by name.
-#
-# A place is ``GPU``, or a medium outside it: ``CPU`` or ``STORAGE``, with the owner that an event names
-# behind it (``CPU@kvatlas-host``). Several connectors of one engine may hold the same block in one medium,
-# each for itself; as places they are apart, so that what one of them drops the others still hold. A store
-# that several engines share (``STORAGE``, locality ``REMOTE``, with an owner) has two places,
-# ``STORAGE*0@owner`` and ``STORAGE*1@owner``, filled in turns: nobody tells what such a store evicts, so
-# what was told long ago goes, a place at a time. Places are what ``Plane.medium`` holds; an index does not
-# look into them.
+# Names of places that hold blocks. A place is ``GPU``, or a medium outside it: ``CPU`` or ``STORAGE``,
+# followed by the owner if an event names one (``CPU@kvatlas-host``). Several connectors of one engine may
+# each hold a copy of a block in the same medium; separate places keep the copies of the others when one
+# connector drops its copy. A store shared by several engines (``STORAGE``, locality ``REMOTE``, with an
+# owner) has two places, ``STORAGE*0@owner`` and ``STORAGE*1@owner``, filled alternately: such a store
+# publishes no evictions, so old entries are expired one place at a time. ``Plane.medium`` holds a place name;
+# an index does not parse it.
 
 
 GPU, CPU, STORAGE = MEDIA
 
-# How events name the engine's own pool.
+# Names that events use for the engine's own pool.
 ON_GPU = frozenset({None, "", GPU, "gpu"})
 
 OWNER_CHARS_MAX = 64
@@ -49,7 +47,7 @@ _NAMED = {
     "DISK": STORAGE,
     "EXTERNAL": STORAGE,
 }
-# SGLang's host cache is one tree with the GPU's: when that is reset, both are empty.
+# SGLang's host cache and its GPU cache are one tree: a reset empties both.
 _CLEARED_WITH_GPU = frozenset({"CPU_PINNED"})
 
 _REMOTE = "REMOTE"
@@ -58,44 +56,44 @@ _JOINED_OWNERS = frozenset({"kvcr"})
 
 
 def medium_named(name: str | None) -> str | None:
-    """``CPU`` or ``STORAGE`` for the name that an event has for it; None for any other name."""
+    """Map an event's medium name to ``CPU`` or ``STORAGE``; None for an unknown name."""
     return _NAMED.get(name) if name is not None else None
 
 
 def is_cleared_with_gpu(name: str | None) -> bool:
-    """Whether the medium of this name is emptied too when an engine clears its cache."""
+    """Whether the medium with this name is emptied when an engine clears its cache."""
     return name in _CLEARED_WITH_GPU
 
 
 def is_remote(medium: str, locality: str | None, ownership: str | None) -> bool:
-    """Whether an event tells of a store that other engines may read."""
+    """Whether an event describes a store that other engines may read."""
     return medium == STORAGE and locality == _REMOTE and bool(ownership)
 
 
 def place(medium: str, ownership: str | None = None, *, turn: int | None = None) -> str:
-    """The place's name; ``turn`` is 0 or 1 for a shared store."""
+    """Build the name of a place; ``turn`` is 0 or 1 for a shared store."""
     name = medium if turn is None else f"{medium}*{turn}"
     return f"{name}@{ownership}" if ownership else name
 
 
 def medium_of(name: str) -> str:
-    """``GPU``, ``CPU`` or ``STORAGE``."""
+    """Return ``GPU``, ``CPU`` or ``STORAGE``."""
     return name.partition("@")[0].partition("*")[0]
 
 
 def owner_of(name: str) -> str:
-    """Whose connector holds it; empty where the events do not say."""
+    """Return the owner (connector) of a place; empty if events do not name one."""
     return name.partition("@")[2]
 
 
 def connector_of(name: str) -> str:
-    """What stands for the connector that looks this place up: its owner, or nothing for vLLM's own."""
+    """Return the connector that looks this place up: its owner, or "" for vLLM's own."""
     owner = owner_of(name)
     return "" if owner in _JOINED_OWNERS else owner
 
 
 def is_shared(name: str) -> bool:
-    """Whether it is a store that several engines share."""
+    """Whether the place is a store shared by several engines."""
     return "*" in name.partition("@")[0]
 
 
@@ -106,22 +104,23 @@ WORD_BITS = 64
 
 
 class Plane(NamedTuple):
-    """One place where blocks of an engine can lie."""
+    """A place and KV cache group in which blocks of an engine can lie."""
 
     medium: str
     group_idx: int
 
 
 class Slot(NamedTuple):
-    """Where an engine's bit stands in the rows of a look-up: word number and bit in it."""
+    """Position of an engine's bit in the rows of a lookup: word number, and bit in the word."""
 
     word: int
     bit: int
 
 
 class Runs(msgspec.Struct, gc=False):
-    """Rows of a look-up where they come in few stretches of equal ones: where each starts, its row (not to be
-    changed), and which of the row's words is that of a plane and word."""
+    """Rows of a lookup in run-length form: the start of each run, its row (read-only), and the index of a
+    (plane, word) in a row.
+    """
 
     starts: list[int]
     rows: list[list[int]]
@@ -131,10 +130,9 @@ class Runs(msgspec.Struct, gc=False):
 
 
 class Rows(msgspec.Struct, gc=False):
-    """Answer of a look-up over N hashes: for each (plane, word) N bit sets of 64 engines each.
+    """Result of a lookup over N hashes: for each (plane, word) N bit sets of 64 engines each.
 
-    Made of these ``columns`` (``known``), or of ``runs``, the same in short: columns are worked out of those
-    where they are asked for.
+    Given either as ``columns`` (``known``) or as ``runs``; columns are computed from the runs on first use.
     """
 
     num_hashes: int
@@ -149,16 +147,16 @@ class Rows(msgspec.Struct, gc=False):
 
     @property
     def places(self) -> Iterable[tuple[Plane, int]]:
-        """What there are columns of."""
+        """The (plane, word) keys of the columns."""
         return self.columns if self.runs is None else self.runs.columns
 
     @property
     def only_gpu(self) -> bool:
-        """Nobody ever stored anything elsewhere."""
+        """Whether nothing was ever stored outside GPUs."""
         return self.runs.only_gpu if self.runs is not None else only_gpu(self.columns)
 
     def plane(self, plane: Plane, word: int) -> Words:
-        """The N bit sets of one plane; zeros where nobody ever stored anything in it."""
+        """Return the N bit sets of one plane; zeros if nothing was ever stored in it."""
         column = self.columns.get((plane, word))
         return np.zeros(self.num_hashes, np.uint64) if column is None else column
 
@@ -194,71 +192,80 @@ def _columns(runs: Runs, num_hashes: int) -> dict[tuple[Plane, int], Words]:
 
 
 class IndexStats(NamedTuple):
-    """Sizes and odd events of an index, for metrics and ``check_integrity``."""
+    """Sizes and counters of an index, for metrics and ``check_integrity``."""
 
     blocks: int
-    """Distinct block hashes held by anybody; what a forgotten engine held may count until it is swept."""
+    """Distinct block hashes held by any engine; may include those of a forgotten engine until they are
+    swept.
+    """
     residencies: int
     """(engine, plane, block hash) triples present."""
     extra_copies: int
     """Physical copies beyond the first."""
     unknown_removals: int
-    """Removals of blocks that were not present: history is missing or the publisher's counts differ."""
+    """Removals of blocks that were not present: history is missing, or the publisher counts differently."""
     patterns: int
-    """Distinct bit rows kept."""
+    """Number of distinct bit rows."""
 
 
 class PoolListener(NamedTuple):
-    """Follows the blocks of one engine's GPU pool, in the order of its events."""
+    """Callbacks for the blocks of one engine's GPU pool, in the order of its events."""
 
     stored: Callable[[Sequence[BlockHash], BlockHash | None], None]
     """Stored blocks, and the block before them."""
     removed: Callable[[Sequence[BlockHash]], None]
     """Evicted blocks."""
     clear: Callable[[], None]
-    """All blocks are gone."""
+    """All blocks were removed."""
 
 
 class Index(Protocol):
     """Residency of all engines of one scope (one model: equal hashes mean equal prefixes)."""
 
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
-        """One more copy of each block; a hash may occur twice."""
+        """Add one copy of each block; a hash may occur twice."""
 
     def remove(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """One copy of each block less; a block that is not present is counted and left alone.
+        """Remove one copy of each block; a block that is not present is counted and otherwise ignored.
 
-        Returns those of which copies are left, as far as the backend knows at once.
+        Returns the blocks with remaining copies, as far as the backend knows immediately.
         """
 
     def set_copies(self, engine_id: str, plane: Plane, block: BlockHash, copies: int) -> None:
-        """The exact number of copies, from a publisher that tells it (``remaining_copy_counts``)."""
+        """Set the exact number of copies, from a publisher that reports it (``remaining_copy_counts``)."""
 
     def clear(self, engine_id: str, medium: str) -> None:
-        """Everything of this engine in one medium is gone."""
+        """Remove everything of this engine in one medium."""
 
     def forget(self, engine_id: str) -> None:
-        """Everything of this engine is gone, in O(1) of what it held."""
+        """Remove everything of this engine, in O(1) of the blocks it held."""
 
     def adopt(self, staged_id: str, engine_id: str) -> None:
-        """What was stored under ``staged_id`` becomes all that ``engine_id`` holds, in one step; the
-        staged name is free again. Readers see the old or the new picture, never a part of either."""
+        """Atomically replace the content of ``engine_id`` by what was stored under ``staged_id``.
+
+        The staged id is then free. Readers see the old or the new content, never a mixture.
+        """
 
     def slot(self, engine_id: str) -> Slot | None:
-        """Where this engine's bit stands in ``Rows``; None for an engine that never stored anything."""
+        """Return the position of this engine's bit in ``Rows``; None for an engine that never stored
+        anything.
+        """
 
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
-        """Presence of each hash in every plane; a negative number is no hash, and nowhere."""
+        """Return the presence of each hash in every plane; a negative number is a placeholder and held
+        nowhere.
+        """
 
     def copies(self, engine_id: str, plane: Plane) -> int:
-        """How many distinct hashes this engine holds in a plane."""
+        """Return the number of distinct hashes this engine holds in a plane."""
 
     def physical(self, engine_id: str, medium: str) -> int:
-        """How many copies this engine holds in a medium, all groups together (may take a step per
-        duplicated block)."""
+        """Return the number of copies this engine holds in a medium, over all groups (may take a step per
+        duplicated block).
+        """
 
     def stats(self) -> IndexStats:
-        """Sizes and counters."""
+        """Return sizes and counters."""
 
     def check_integrity(self) -> list[str]:
-        """Recounts everything; an empty list, or one sentence per contradiction found."""
+        """Recount everything; returns one sentence per contradiction."""

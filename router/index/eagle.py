@@ -1,19 +1,19 @@
-"""Hits where the order of the engine's search matters: some models with EAGLE on sliding-window groups, and
-those with several kinds of full-attention blocks in which a hit may end.
+"""Hit search by vLLM's own loop, for layouts where the search order matters.
 
-Everywhere else the largest boundary valid in every class is what the engine's search ends at. A window class
-with the EAGLE flag looks one block further and drops it. That breaks the rule in three ways: where its blocks
-are smaller than the alignment, a run that reaches block 0 but not back over the whole window loses a whole
-alignment unit; where a second class drops too, a prefix shortened by that one is not asked for a block
-behind it again; and a window of one token needs only the block it drops, but the block before too when it is
-asked again (full attention with one other class is asked once, then nothing is asked again). And where hits
-may end inside a block of full attention, the engine sees that a longer part of a block is there only up to
-the prefix that the class before left over, so of several such classes only the first follows the rule. So the
-engine's own loop is done here, for 64 engines at once: each class answers "the longest prefix of at most L"
-from a table over L.
+These are some models with EAGLE on sliding-window groups, and models with several kinds of full-attention
+blocks inside which a hit may end. In all other layouts the largest boundary valid in every class equals the
+result of vLLM's search. A window class with the EAGLE flag looks one block further and drops it. This breaks
+the equality in three ways. First, if its blocks are smaller than the alignment, a run that reaches block 0
+but does not cover the whole window loses a whole alignment unit. Second, if a second class drops a block too,
+a prefix shortened by that class is not required to have a block after it again. Third, a window of one token
+needs only the block it drops, but also the block before when it is looked up again (full attention with one
+other class is looked up once, without repetition). Moreover, where hits may end inside a full-attention
+block, vLLM finds a longer part of a block only up to the prefix left by the class before, so of several such
+classes only the first follows the rule. Therefore the loop is executed here, for 64 engines at once: each
+class answers "the longest prefix of at most L" from a table over L.
 
-Facts: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
-Boundaries are numbered in alignment units; tables have a row per limit 0..boundaries, a column per engine.
+Source: ``HybridKVCacheCoordinator.find_longest_cache_hit`` and ``SlidingWindowManager`` of vLLM 0.32.
+Boundaries are numbered in alignment units; tables have a row per limit 0..boundaries and a column per engine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClassTable(NamedTuple):
 
 
 def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
-    """Whether hits of this layout (``loading``: of what a connector would load) need the loop."""
+    """Whether hits of this layout (``loading``: hits that a connector would load) need the loop."""
     full = [c for c in layout.classes if c.family is Family.FULL]
     if not loading and any(c.block_size > layout.alignment for c in full[1:]):
         return True
@@ -56,12 +56,12 @@ def order_matters(layout: CacheLayout, *, loading: bool = False) -> bool:
 
 
 def _asked_once(families: list[Family]) -> bool:
-    """Whether the search ends after one turn: full attention first, and one other class."""
+    """Whether vLLM's search ends after one pass: full attention first, and one other class."""
     return len(families) == 2 and families[0] is Family.FULL
 
 
 def longest(valid: Words) -> Table:
-    """Per limit the last valid boundary; ``valid`` tells about boundaries 1 and up."""
+    """Return the last valid boundary for each limit; ``valid[i]`` refers to boundary i + 1."""
     as_bytes = valid.astype("<u8").view(np.uint8).reshape(-1, WORD_BITS // 8)
     bits = np.unpackbits(as_bytes, axis=1, bitorder="little")
     table = np.zeros((len(valid) + 1, WORD_BITS), np.intp)
@@ -71,8 +71,14 @@ def longest(valid: Words) -> Table:
 
 
 def dropping_window(windows: Words, from_start: Words, *, blocks_per_boundary: int) -> Table:
-    """The table of a window class that drops a block: ``windows`` has whole windows up to and with the block
-    after each boundary, ``from_start`` runs from block 0 up to and with it."""
+    """Return the table of a window class that drops a block.
+
+    Args:
+
+      windows: Engines that hold the whole window up to and including the block after each boundary.
+
+      from_start: Engines that hold the run from block 0 up to and including that block.
+    """
     table = longest(windows)
     limits = np.arange(len(windows) + 1)[:, None]
     reached = np.minimum(limits, longest(from_start)[-1])
@@ -82,9 +88,11 @@ def dropping_window(windows: Words, from_start: Words, *, blocks_per_boundary: i
 
 
 def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -> Table:
-    """The table of full attention where a hit may end inside a block: whole blocks as far as the limit goes,
-    then the longest part of the next one, which it may have under any of its hashes (one to a row of
-    ``units``). A class that drops looks one hash further."""
+    """Return the table of full attention if a hit may end inside a block.
+
+    The prefix consists of whole blocks up to the limit, then the longest part of the next block, stored under
+    any of its hashes (one per row of ``units``). A class that drops looks one hash further.
+    """
     held = longest(units)
     run = longest(np.bitwise_and.accumulate(units[per_block - 1 :: per_block]))[-1]
     limits = np.minimum(np.arange(boundaries + 1) + drops, len(units))[:, None]
@@ -95,7 +103,9 @@ def inside_full(units: Words, boundaries: int, *, per_block: int, drops: bool) -
 
 
 def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
-    """The boundary each engine's search ends at: classes in turn shorten the prefix until none does."""
+    """Return the boundary at which each engine's search ends: classes in turn shorten the prefix until
+    none does.
+    """
     limit = np.full(WORD_BITS, boundaries, np.intp)
     one_pass = _asked_once([c.family for c in classes])
     dropped = np.zeros((len(classes), WORD_BITS), bool)
@@ -115,7 +125,7 @@ def fixed_point(classes: list[ClassTable], boundaries: int) -> list[int]:
                 dropped[number] = True
             dropped[:, shorter] = False
             length = found
-        # The engine's first limit is the last token, which a class that drops is always short of.
+        # vLLM's first limit is the last token, which is always beyond the prefix of a class that drops.
         if one_pass or (turn and np.array_equal(length, limit)):
             break
         limit = length

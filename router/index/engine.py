@@ -1,10 +1,10 @@
-"""One engine's events turned into residency: the writer's side of the index.
+"""Writer of one engine's residency: applies its events to the index.
 
-For every event in order: its plane (medium, group) is found, what it shows of groups and hashes is learned
-(``learn/knowledge.py``), and the index told of one more or one less copy. Blocks outside the GPU teach
-nothing; ``offloaded.py`` counts them. Events that make no sense (unknown medium or kind) cost themselves only
-and are counted by reason. Copies are counted, never merged; re-reports of a ``kv_cache_report_mode=full``
-engine are recognised and not counted where the operator says they occur.
+For each event in order: determine its plane (medium, group), learn groups and hashes from it
+(``learn/knowledge.py``), and add or remove a copy in the index. Blocks outside the GPU are counted by
+``offloaded.py`` and teach nothing. Invalid events (unknown medium or kind) are skipped and counted by reason.
+Copies are counted, never merged; re-reports of an engine with ``kv_cache_report_mode=full`` are detected and
+not counted, if the operator configures that they occur.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.learn.root_events import RemovalEvidence, Removals, root_event
 from router.index.offloaded import OffloadedBlocks
 
-# Ends the index's name of a picture under construction; no engine id holds a NUL.
+# Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.
 _STAGED = "\x00staged"
 
-# Distinct (group, block size) remembered; engines have a handful.
+# Maximum number of (group, block size) pairs remembered; engines have a handful.
 _SETTLED_MAX = 1024
 
-# Events in a row that could not be used before an engine whose events could be is said to have none.
+# Number of consecutive unusable events after which an engine with earlier usable events counts as having
+# none.
 _UNUSABLE_IN_ROW = 64
 
 
 class EngineResidency(EngineKnowledge):
-    """What one engine holds, how its cache is laid out, and how its hashes are made."""
+    """Residency of one engine, its cache layout and its hash scheme."""
 
     def __init__(
         self,
@@ -57,11 +58,11 @@ class EngineResidency(EngineKnowledge):
         self.index = index
         self.events = 0
         self.re_reports = 0
+        # Events of unknown types, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types.
         self.unknown_types: Counter[str] = Counter()
-        """Events of types not known here, by type; ``other`` beyond ``UNKNOWN_TYPES_MAX`` types."""
         self.budget = LearningBudget()
+        # Receives each block stored and removed on the GPU.
         self.pool: PoolListener | None = None
-        """Told of each block stored and removed on the GPU."""
         self._outside = OffloadedBlocks(engine_id, index, self.rejected)
         self._reset(expected=(), inside_seen=False)
 
@@ -81,7 +82,9 @@ class EngineResidency(EngineKnowledge):
         return self._outside.stores.union(self.facts.shared_stores)
 
     def successor(self) -> EngineResidency:
-        """A picture of the same engine to be built beside this one, from a snapshot; see ``supersede``."""
+        """Create a staged residency of the same engine, to be filled from a snapshot; ``supersede``
+        activates it.
+        """
         name = f"{self.engine_id}{_STAGED}"
         staged = EngineResidency(
             name, self.index, self._configured, self._known_schemes, self._shared_layouts
@@ -91,20 +94,20 @@ class EngineResidency(EngineKnowledge):
         return staged
 
     def learn_setup(self, evidence: SetupEvidence) -> None:
-        """See ``EngineKnowledge``."""
+        """Use statements of the engine and hints of its model's file from now on."""
         layout = self._layout
         super().learn_setup(evidence)
         if self._layout is not layout:
-            self._settled.clear()  # events of a group may prove something now that they did not
+            self._settled.clear()  # events of a group may prove something now that they could not before
 
     def supersede(self, old: EngineResidency) -> None:
-        """Take the place of ``old``, of the same process, in one step.
+        """Replace ``old``, of the same engine process, in one step.
 
-        What the snapshot did not teach of the engine's hashes stays as it was known; its counts are exact.
+        Knowledge about hashes that the snapshot did not provide is kept from ``old``; the counts are exact.
         """
         self._inherit(old)
         self.pool = old.pool
-        self.removals = old.removals  # what was learned of the publisher; it is the same
+        self.removals = old.removals  # what was learned about the publisher, which is the same
         self.index.adopt(self.engine_id, old.engine_id)
         self.engine_id = self._outside.engine_id = old.engine_id
         self.rejected.update(old.rejected)
@@ -115,25 +118,30 @@ class EngineResidency(EngineKnowledge):
         self._settle()
 
     def forget(self) -> None:
-        """The engine restarted: nothing it said before holds, but it is expected to have the same groups."""
+        """Discard everything after a restart of the engine; it is expected to have the same groups."""
         self.index.forget(self.engine_id)
         if self.pool is not None:
             self.pool.clear()
         self._reset(expected=self._groups.known, inside_seen=self._groups.inside_seen)
 
     def clear(self) -> None:
-        """The engine's GPU pool was reset (by an event, or by a reset this router passed on)."""
+        """Empty the GPU residency: the engine's pool was reset (by an event, or by a reset this router
+        forwarded).
+        """
         self.index.clear(self.engine_id, GPU)
         if self.pool is not None:
             self.pool.clear()
         self._outside.gpu_cleared()
 
     def age(self, now_s: float) -> None:
-        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
+        """Expire shared-store blocks older than the TTL.
+
+        Call it periodically with a monotonic time in seconds.
+        """
         self._outside.age(now_s, self.facts.shared_store_ttl_s)
 
     def apply(self, batch: DecodedBatch) -> None:
-        """One batch, its events in order."""
+        """Apply one batch, its events in order."""
         before = self.rejected.total()
         if batch.rejected:
             self.rejected["undecodable"] += len(batch.rejected)
@@ -160,9 +168,11 @@ class EngineResidency(EngineKnowledge):
 
     @property
     def unusable_events(self) -> int:
-        """How many of the latest events in a row could not be used, where that is all that came of this
-        process, or many; 0 where the engine's events can be used. Events of unknown types count only where
-        nothing else came: a publisher may send them beside those that are used."""
+        """Number of consecutive latest events that were unusable, if nothing else arrived or there are many.
+
+        0 if the engine's events are usable. Events of unknown types count only if nothing else arrived: a
+        publisher may send them beside usable ones.
+        """
         if not self._used:
             return self._rejected_in_row + self._unknown_in_row
         return self._rejected_in_row if self._rejected_in_row >= _UNUSABLE_IN_ROW else 0
@@ -202,24 +212,24 @@ class EngineResidency(EngineKnowledge):
         self.index.store(self.engine_id, plane, hashes)
 
     def _named(self, event: BlockStored) -> None:
-        """Blocks without tokens: that they are held is all such an event says."""
+        """Store blocks of an event without tokens: it shows only that they are held."""
         if event.block_hashes:
             self._store(self._plane(event.group_idx), _hashes(event.block_hashes))
 
     def _look_at(self, event: BlockStored) -> None:
-        """Learn what a GPU event shows of the engine's hashes."""
+        """Learn the engine's hashes from a GPU event."""
         if self._detector.wants(root=event.parent_block_hash is None):
             self._detect(event)
         if self._learned is not None and self._layout is not None:
             self._learned.observe(event, self._layout.hash_block_size)
 
     def _learn(self, event: BlockStored) -> Plane | None:
-        """The plane of a stored event, its group learned; None where it makes no sense."""
+        """Return the plane of a stored event after learning its group; None if the event is invalid."""
         plane, layout = self._plane(event.group_idx), self._layout
         if not self._learn_group(event, lambda: self._holds_parent(plane, event)):
             return None
         if self._layout is not layout:
-            self._settled.clear()  # what one group shows may make the events of another worth a look
+            self._settled.clear()  # the facts shown by one group may make events of another informative
         if not self._groups.watches(plane.group_idx) and len(self._settled) < _SETTLED_MAX:
             self._settled[event.group_idx, event.block_size] = plane
         return plane
@@ -264,11 +274,11 @@ class EngineResidency(EngineKnowledge):
             self.index.set_copies(self.engine_id, plane, block, 0)
 
     def cached_share(self, pool_blocks: int | None) -> float | None:
-        """Share of its GPU pool that holds cached blocks, whether requests use them or not."""
+        """Return the share of its GPU pool that holds cached blocks, in use by requests or not."""
         return min(1.0, self.index.physical(self.engine_id, GPU) / pool_blocks) if pool_blocks else None
 
     def audit(self, pool_blocks: int) -> bool:
-        """Hold the copies counted against the engine's own number of blocks; False if there are too many."""
+        """Compare the counted copies with the engine's own number of blocks; False if there are too many."""
         if self.index.physical(self.engine_id, GPU) <= pool_blocks:
             return True
         self._gone(self.removals.phantom())
@@ -281,10 +291,11 @@ class EngineResidency(EngineKnowledge):
         return plane
 
     def _is_re_report(self, event: BlockStored) -> bool:
-        """A full store from token 0 of blocks that were already a hit: the engine reports, nothing is new.
+        """Whether a full store from token 0 repeats blocks that were already a hit: a report, not a new
+        store.
 
-        A genuine store from token 0 needs a hit of 0; so if the index predicts that the event's tokens, with
-        one more, would hit in full, the blocks are not new.
+        A genuine store from token 0 needs a hit of 0; so if the index predicts a complete hit for the event's
+        tokens plus one, the blocks are not new.
         """
         if not (self.facts.report_mode_full or self.removals.re_reports_suspected):
             return False
@@ -303,7 +314,7 @@ class EngineResidency(EngineKnowledge):
 
 
 def _hashes(wire: list[int | bytes]) -> list[BlockHash]:
-    """Wire hashes in 64-bit form; the common all-int case costs no call per hash."""
+    """Convert wire hashes to 64-bit form; the common all-int case needs no call per hash."""
     if len(wire) == 1 and type(wire[0]) is int and wire[0] >= 0:
         return wire  # type: ignore[return-value]  # an int in range is a BlockHash
     if set(map(type, wire)) == {int}:

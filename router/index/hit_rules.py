@@ -1,21 +1,22 @@
-"""Hit rules: from presence rows to the tokens each engine would take from its cache.
+"""Hit rules: from presence rows to the number of tokens each engine would take from its cache.
 
-The engine's scheduler searches group by group until no group shrinks the hit. Here the same number is
-found the other way round: a boundary is *valid* for a spec class if the class could resume there, and the
-hit is the largest aligned boundary below the prompt's last token that is valid in every class (where the
-order of the search matters, ``eagle.py`` follows the engine's loop). All engines of a 64-bit word are
-evaluated at once, boundaries as array rows. Rules per class (vLLM 0.32, checked against its scheduler on
-recorded traces and random mixes; block size bs, boundary x in tokens):
+vLLM's scheduler searches group by group until no group shrinks the hit. Here the same number is found
+differently: a boundary is *valid* for a spec class if the class could resume there, and the hit is the
+largest aligned boundary below the prompt's last token that is valid in every class (if the search order
+matters, ``eagle.py`` executes vLLM's loop). All engines of a 64-bit word are evaluated at once, boundaries as
+array rows. Rules per class (vLLM 0.32, checked against its scheduler on recorded traces and random mixes;
+block size bs, boundary x in tokens):
 
 - full: every block before x present. If hits may end inside a block: also x inside a block of which a
   longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
 - window w >= 2: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
   more block, after x, present too.
-- chunked local: every block from the start of x's chunk to x present; a chunk's start needs nothing.
+- chunked local: every block from the start of x's chunk to x present; the start of a chunk needs nothing.
 - Mamba: the state at x present.
 
+
 With look-ahead hashes (vLLM 0.33) the EAGLE flags have no effect. Pure functions; N hashes cost O(N) numpy
-operations per class whatever the number of engines.
+operations per class, independent of the number of engines.
 """
 
 from __future__ import annotations
@@ -32,32 +33,35 @@ from router.index.base import GPU, WORD_BITS, Plane, Rows, Runs, Words
 from router.index.eagle import ClassTable, dropping_window, fixed_point, inside_full, longest, order_matters
 from router.index.learn.layout import CacheLayout
 
-# Hit rules where rows come in few runs: the prompt's blocks in stretches that the same engines hold.
-#
-# Prompts share long prefixes, so a look-up of hundreds of blocks has a handful of different rows. Where
-# every class has the block size of the hashes, hits can only end where a run ends: inside one, a boundary
-# is valid wherever the one before it is. So one step per run does, in whole numbers, what ``hits.py`` does
-# with arrays, which is asked for the rest: EAGLE, blocks of several sizes, chunks, states, many runs. Both
-# give the same (tests/router/index/rules/test_runs.py).
+# Run-length evaluation. Prompts share long prefixes, so a lookup of hundreds of blocks returns only a few
+# different rows. If every class has the block size of the hashes, hits can only end where a run ends: inside
+# a run, a boundary is valid if the one before it is. So one integer step per run gives the same result as the
+# array evaluation below, which handles the rest: EAGLE, several block sizes, chunks, states, many runs
+# (compared in tests/router/index/rules/test_runs.py).
 
 
 Ends = list[tuple[int, int]]
-"""Tokens, and the engines (as bits of a word) whose prefix ends there, longest first; without those that have
-none."""
+"""Tokens, and the engines (bits of a word) whose prefix ends there, longest first; engines without a
+prefix are left out.
+"""
 _ALL = (1 << WORD_BITS) - 1
 
 
 class RunClass(NamedTuple):
-    """A spec class of blocks of the hash block's size: its planes, and how many blocks before a boundary must
-    be there (0: all of them)."""
+    """A spec class whose blocks have the hash block size: its planes, and the number of blocks required
+    before a boundary (0: all).
+    """
 
     planes: tuple[Plane, ...]
     needed: int
 
 
 class RunColumns(msgspec.Struct, frozen=True, gc=False):
-    """Where the words of some classes stand in the rows of an index: those of full attention, and those of
-    each window with the blocks that it needs. None: nobody ever stored anything of it."""
+    """Columns of some classes in the rows of an index: full attention, and each window with the number of
+    blocks it needs.
+
+    None: nothing was ever stored in one of the planes.
+    """
 
     full: list[int] | None
     windows: list[tuple[list[int], int]] | None
@@ -66,7 +70,7 @@ class RunColumns(msgspec.Struct, frozen=True, gc=False):
 def run_columns(
     classes: Sequence[RunClass], columns: Mapping[tuple[Plane, int], int], word: int
 ) -> RunColumns:
-    """For the 64 engines of ``word``."""
+    """Find the columns of the 64 engines of ``word``."""
     full: list[int] | None = []
     windows: list[tuple[list[int], int]] | None = []
     for planes, needed in classes:
@@ -80,11 +84,11 @@ def run_columns(
 
 
 def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[Ends, Ends]:
-    """Where hits and full-attention prefixes end, longest first.
+    """Return the ends of hits and of full-attention prefixes, longest first.
 
     Boundaries 1..``boundaries`` are ``unit`` tokens apart.
     """
-    # Plain loops: this runs once per request.
+    # Plain loops instead of numpy: this runs once per request over few elements.
     starts, rows = runs.starts, runs.rows
     full, windows = its.full, its.windows
     if full is None:
@@ -97,7 +101,7 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
     end = end if end < boundaries else boundaries  # noqa: FURB136
     for number in range(len(trunks) - 1, -1, -1):
         trunk = trunks[number]
-        if trunk != reached:  # what holds more holds less
+        if trunk != reached:  # a longer shared prefix has fewer engines
             trunk_ends.append((end * unit, trunk ^ reached))
             reached = trunk
         valid = trunk ^ found
@@ -120,7 +124,9 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
 
 
 def _trunks(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
-    """Per run, up to the last one in which a hit can end: the engines that hold everything up to its end."""
+    """Return per run, up to the last one in which a hit can end, the engines that hold everything up to
+    its end.
+    """
     trunks: list[int] = []
     trunk = _ALL
     for start, row in zip(runs.starts, runs.rows, strict=True):
@@ -136,16 +142,20 @@ _ALL_WORD = np.uint64(_ALL)
 
 
 class WordHits:
-    """Hits of the 64 engines of one word, in tokens: ``hit_ends``, and the full-attention prefixes,
-    ``trunk_ends``; ``hit`` and ``trunk`` are the same by bit."""
+    """Hits of the 64 engines of one word, in tokens:
+
+    ``hit_ends``, and the full-attention prefixes ``trunk_ends``.
+
+    ``hit`` and ``trunk`` are the same, indexed by bit.
+    """
 
     __slots__ = ("_hit", "_trunk", "by_class", "hit_ends", "trunk_ends")
 
     def __init__(self, hit_ends: Ends, trunk_ends: Ends, by_class: list[list[int]]) -> None:
         self.hit_ends = hit_ends
         self.trunk_ends = trunk_ends
+        # Largest boundary valid in each spec class alone (in the layout's order), by bit.
         self.by_class = by_class
-        """Per spec class, in the layout's order, the largest boundary valid in that class alone, by bit."""
         self._hit: list[int] | None = None
         self._trunk: list[int] | None = None
 
@@ -163,7 +173,7 @@ class WordHits:
 
 
 class _ClassPlan(NamedTuple):
-    """What of a spec class does not depend on the prompt."""
+    """The part of a spec class that does not depend on the prompt."""
 
     spec_class: SpecClass
     family: Family
@@ -171,18 +181,18 @@ class _ClassPlan(NamedTuple):
     planes: tuple[Plane, ...]
     eagle: int
     inside: bool
-    """Its blocks are longer than the alignment: hits may end inside one."""
+    """Whether hits may end inside a block: its blocks are longer than the alignment."""
 
 
 class _Plan(NamedTuple):
-    """What of a layout does not depend on the prompt; made once."""
+    """The part of a layout that does not depend on the prompt; computed once."""
 
     classes: tuple[_ClassPlan, ...]
     full: tuple[int, ...]
-    """Which of the classes are full attention."""
+    """Indices of the full-attention classes."""
     order_matters: bool
     by_runs: tuple[RunClass, ...] | None
-    """What ``runs.py`` needs of the classes; None: it cannot say."""
+    """Classes for the run-length evaluation; None if it cannot handle the layout."""
 
 
 @lru_cache(maxsize=256)
@@ -222,11 +232,11 @@ def evaluate(
     loading: bool = False,
     detail: bool = False,
 ) -> WordHits:
-    """GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
+    """Return the GPU hits of every engine of ``word`` for a prompt of ``num_tokens`` tokens.
 
-    ``loading``: of a hit that ends inside a block, that block must be held under the hash at its end; the
-    engine finds a longer part of it in its pool, but a load has nothing but the hash. ``by_class`` is empty
-    unless ``detail`` is asked for.
+    ``loading``: if a hit ends inside a block, that block must be stored under the hash at its end; the engine
+    can find a longer part in its pool, but a load has only the hash. ``by_class`` is empty without
+    ``detail``.
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
     boundaries = max(0, num_tokens - 1) // alignment
@@ -245,7 +255,7 @@ def evaluate(
 
 
 class WordRule:
-    """The hit rules of one layout for the engines of one word; kept where many prompts are asked about."""
+    """Hit rules of one layout for the engines of one word; kept for many prompts."""
 
     __slots__ = ("_columns", "_layout", "_plan", "_runs", "_word")
 
@@ -253,11 +263,13 @@ class WordRule:
         self._layout = layout
         self._word = word
         self._plan = _plan(layout, loading=False)
-        self._columns: Mapping[tuple[Plane, int], int] | None = None  # those that _runs is of
+        self._columns: Mapping[tuple[Plane, int], int] | None = (
+            None  # the columns that _runs was computed from
+        )
         self._runs = RunColumns(None, None)
 
     def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
-        """``hit_ends`` and ``trunk_ends`` of what ``evaluate`` says of GPU hits."""
+        """Return ``hit_ends`` and ``trunk_ends`` of the GPU hits that ``evaluate`` computes."""
         runs, classes, layout = rows.runs, self._plan.by_runs, self._layout
         if runs is None or classes is None:
             hits = evaluate(rows, layout, num_tokens, word=self._word)
@@ -279,7 +291,9 @@ def _valid(
     *,
     loading: bool,
 ) -> Words:
-    """For boundaries 1..``boundaries`` (in alignment units): engines for which this class is valid there."""
+    """Return for boundaries 1..``boundaries`` (in alignment units) the engines for which this class is
+    valid there.
+    """
     units = _class_presence(rows, plan, word)
     spec_class, family, block_size, _, eagle, inside = plan
     unit = layout.hash_block_size
@@ -304,7 +318,7 @@ def _valid(
 
 
 def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
-    """Per hash block: the engines that hold it in every group of the class."""
+    """Return per hash block the engines that hold it in every group of the class."""
     presence: Words | None = None
     for plane in plan.planes:
         held = rows.columns.get((plane, word))
@@ -317,7 +331,7 @@ def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
 
 
 def _joint(valid: list[Words], boundaries: int) -> Words:
-    """Per boundary: the engines for which it is valid in all of these classes."""
+    """Return per boundary the engines for which it is valid in all of these classes."""
     joint = valid[0] if valid else np.zeros(boundaries, np.uint64)
     for of_class in valid[1:]:
         joint = joint & of_class
@@ -325,7 +339,7 @@ def _joint(valid: list[Words], boundaries: int) -> Words:
 
 
 def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
-    """``ends[i]`` tells about the end of block i; pick the ends ``shift`` blocks past each boundary."""
+    """Select the block ends ``shift`` blocks past each boundary; ``ends[i]`` refers to the end of block i."""
     found = ends[step - 1 + shift :: step][:boundaries]
     if len(found) == boundaries:
         return found
@@ -335,9 +349,12 @@ def _at(ends: Words, step: int, boundaries: int, shift: int = 0) -> Words:
 
 
 def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
-    """Full attention where a hit may end inside a block: per hash block, all before it resident and it,
-    or (but for loads) a longer part of its block, resident too."""
-    per_block = min(per_block, max(len(units), 1))  # of a longer block no more than the prompt counts
+    """Evaluate full attention if a hit may end inside a block.
+
+    Per hash block: the engines that hold all blocks before it, and it or (except for loads) a longer part of
+    its block.
+    """
+    per_block = min(per_block, max(len(units), 1))  # a longer block counts only up to the prompt's end
     blocks = -(-len(units) // per_block)
     grid = np.zeros((blocks, per_block), np.uint64)
     grid.reshape(-1)[: len(units)] = units
@@ -348,7 +365,7 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
 
 
 def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word: int) -> ClassTable:
-    """The longest prefixes of one class by limit; ``valid`` is what ``_valid`` says of it."""
+    """Return the longest prefixes of one class by limit; ``valid`` is the result of ``_valid``."""
     spec_class = plan.spec_class
     if plan.inside and plan.family is Family.FULL:
         units, per_block = _class_presence(rows, plan, word), plan.block_size // layout.hash_block_size
@@ -372,7 +389,9 @@ def _table(rows: Rows, layout: CacheLayout, plan: _ClassPlan, valid: Words, word
 
 
 def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
-    """Contiguous blocks that hold all but the newest token of a window, and with EAGLE one more behind."""
+    """Number of contiguous blocks that hold all but the newest token of a window; with EAGLE one block
+    more.
+    """
     window = spec_class.spec.sliding_window
     if window is None:
         raise ValueError(f"{spec_class.label}: sliding window size unknown; configure windows for this model")
@@ -380,7 +399,9 @@ def _blocks_needed(spec_class: SpecClass, eagle: int) -> int:
 
 
 def _window(blocks: Words, needed: int) -> Words:
-    """Per block end: the last ``needed`` blocks present, or all blocks back to block 0 (by doubling)."""
+    """Return per block end whether the last ``needed`` blocks, or all blocks back to block 0, are present
+    (by doubling).
+    """
     run, length = blocks, 1
     while length < needed:
         stride = min(length, needed - length)
@@ -392,7 +413,9 @@ def _window(blocks: Words, needed: int) -> Words:
 
 
 def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -> Words:
-    """Per boundary: every block from the start of its chunk present; a chunk's start needs none."""
+    """Return per boundary whether every block from the start of its chunk is present; a chunk's start
+    needs none.
+    """
     chunk = spec_class.spec.attention_chunk_size
     if chunk is None:
         raise ValueError(f"{spec_class.label}: attention_chunk_size unknown; configure it for this model")
@@ -406,7 +429,7 @@ def _chunked(blocks: Words, spec_class: SpecClass, step: int, boundaries: int) -
 
 
 def _largest(valid: Words, alignment: int) -> Ends:
-    """The last boundary where each bit is set."""
+    """Return the last boundary at which each bit is set."""
     if not len(valid):
         return []
     seen = np.bitwise_or.accumulate(valid[::-1])

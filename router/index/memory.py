@@ -1,10 +1,10 @@
-"""The embedded index: one dictionary from block hash to row number (see ``patterns.py``).
+"""The in-process index: one dictionary from block hash to row number.
 
 Presence is a bit of the block's row; the first copy is the bit itself and only further copies are counted
-(``_Lane.extra``), so a block costs one dictionary entry whatever number of engines and groups hold it.
-An engine has a slot; forgetting it clears the slot's lanes in the row table, whatever number of blocks
-they hold. Blocks left on an empty row are swept a slice at a time by later writes (the list of keys to sweep
-is copied at once: about 10 ms per million blocks).
+(``_Lane.extra``), so a block costs one dictionary entry, independent of the number of engines and groups that
+hold it. An engine has a slot; forgetting it clears the slot's lanes in the row table, independent of the
+number of blocks they hold. Blocks left on an empty row are swept in slices by later writes (the list of keys
+to sweep is copied at once: about 10 ms per million blocks, measured).
 
 Used from one thread (the event loop). Not shared between processes.
 """
@@ -25,19 +25,16 @@ from publisher.block_hash import PromptHashes
 from publisher.events import BlockHash
 from router.index.base import WORD_BITS, IndexStats, Plane, Rows, Runs, Slot, Words, only_gpu
 
-# Bit rows, each kept once: a block's residency is the number of its row.
-#
-# A row says for every (plane, engine) whether the block is there: one 64-bit word per *column*, where a
-# column is (plane, group of 64 engines). Blocks of one prefix share their row, so a million blocks need
-# only a few hundred rows and a block costs one dictionary entry with a small shared integer. A *lane* is
-# one bit of the row: one engine in one plane. Setting or clearing a lane is a step from row number to row
-# number, remembered per lane, so that the usual update of a block is two dictionary look-ups.
-#
-# Always true: row 0 has no bit set. Two row numbers may name equal rows after ``drop`` (harmless: rows are
-# compared by content wherever it matters).
+# Interned bit rows: a block's residency is the number of its row. A row has one bit for every (plane,
+# engine): one 64-bit word per *column*, where a column is (plane, group of 64 engines). Blocks of one prefix
+# share their row, so a million blocks need only a few hundred rows, and a block costs one dictionary entry
+# with a small shared integer. A *lane* is one bit of the row: one engine in one plane. Setting or clearing a
+# lane maps a row number to another, cached per lane, so that the usual update of a block is two dictionary
+# lookups. Row 0 has no bit set. Two row numbers may name equal rows after ``drop``: rows are compared by
+# content wherever it matters.
 
 
-# Rows kept as lists too; prompts of minutes meet a few hundred.
+# Maximum number of rows cached as lists; the prompts of some minutes use a few hundred.
 _WORDS_MAX: Final = 4096
 
 
@@ -67,7 +64,7 @@ class Steps(dict[int, int]):
 
 
 class RowWords(dict[int, list[int]]):
-    """Row number -> its words, of those that are looked up; not to be changed."""
+    """Row number -> its words, for rows that are looked up; read-only."""
 
     __slots__ = ("_patterns",)
 
@@ -84,14 +81,14 @@ class RowWords(dict[int, list[int]]):
 
 
 class Patterns:
-    """The table of rows and the steps between them."""
+    """The table of rows and the transitions between them."""
 
     def __init__(self) -> None:
         self._matrix: Words = np.zeros((64, 1), np.uint64)
+        # Number of rows, row 0 included.
         self.count = 1
-        """Rows kept, row 0 included."""
+        # Transitions computed since ``keep_only``: an upper bound of what all lanes cache.
         self.steps_made = 0
-        """Steps computed since ``keep_only``: what the lanes together remember, at most."""
         self._numbers: dict[bytes, int] = {self._matrix[0].tobytes(): 0}
         self._columns = 0
         self.words = RowWords(self)
@@ -102,12 +99,12 @@ class Patterns:
         return self._matrix[: self.count]
 
     def row(self, number: int) -> Words:
-        """One row's words."""
+        """Return one row's words."""
         row: Words = self._matrix[number]
         return row
 
     def add_column(self) -> int:
-        """A new column of zeros; returns its number."""
+        """Add a column of zeros; returns its number."""
         self.words.clear()
         if self._columns == self._matrix.shape[1]:
             wider = np.zeros((self._matrix.shape[0], 2 * self._columns), np.uint64)
@@ -118,11 +115,11 @@ class Patterns:
         return self._columns - 1
 
     def steps(self, column: int, bit: int) -> tuple[Steps, Steps]:
-        """The (set, clear) steps of one lane."""
+        """Return the (set, clear) transitions of one lane."""
         return Steps(self, column, bit, to=True), Steps(self, column, bit, to=False)
 
     def number_of(self, words: Words) -> int:
-        """The number of a row with these words, made if there is none."""
+        """Return the number of the row with these words, created if it does not exist."""
         key = words.tobytes()
         number = self._numbers.get(key)
         if number is None:
@@ -131,19 +128,19 @@ class Patterns:
         return number
 
     def drop(self, column: int, bit: int) -> None:
-        """Clear one lane in every row at once: no block is touched, whatever it held."""
+        """Clear one lane in every row at once, without touching any block."""
         self._matrix[: self.count, column] &= ~np.uint64(1 << bit)
         self.words.clear()
         self._numbers = {self._matrix[0].tobytes(): 0}
 
     def empty_rows(self) -> frozenset[int]:
-        """Numbers of the rows without any bit; blocks on them are nowhere."""
+        """Return the numbers of the rows without any bit; blocks on them are held nowhere."""
         return frozenset(np.flatnonzero(~self.matrix.any(axis=1)).tolist())
 
     def keep_only(self, used: list[int]) -> dict[int, int]:
-        """Forget all rows but ``used`` and row 0; returns old number -> new number (equal rows merge).
+        """Drop all rows but ``used`` and row 0; returns old number -> new number (equal rows merge).
 
-        The caller then clears all steps: they speak of old numbers.
+        The caller must then clear all transitions, which refer to old numbers.
         """
         old = self._matrix
         self._matrix = np.zeros((max(64, 2 * len(used)), old.shape[1]), np.uint64)
@@ -166,25 +163,23 @@ class Patterns:
 
 
 def slot_position(slot: int) -> tuple[int, int]:
-    """(word, bit) of an engine slot."""
+    """Return (word, bit) of an engine slot."""
     return divmod(slot, WORD_BITS)
 
 
-# What a look-up found, kept for the conversation's next turn: only what changed since is looked up again.
-#
-# A look-up of a thousand blocks is a thousand misses of the processor's cache. Most of them say what they
-# said at the last turn. So every change of a block's row leaves a stamp, the number of look-ups so far, at
-# a place that follows from the block's hash; and a prompt's hashes carry the rows that were found of them,
-# and when. A row whose place has an older stamp is still right. Blocks that share a place only cost a
-# look-up too many.
-#
-# Always true: ``rows`` gives what a plain look-up would (tests/router/index/store/test_recall.py).
+# Cache of lookup results for the conversation's next turn: only blocks changed since are looked up again. A
+# lookup of a thousand blocks costs a thousand CPU cache misses, and most results are unchanged since the last
+# turn. So every change of a block's row writes the current generation (number of lookups) into a table at a
+# position given by the block's hash; a prompt's hashes carry the rows that were found and their generation. A
+# row whose table entry is older is still valid. Collisions only cause an additional lookup. Results equal
+# those of an uncached lookup (tests/router/index/store/test_recall.py).
 
 
-# Of 4 bytes. Of a conversation that comes back after a million changes two thirds are looked up again.
+# Table entries, 4 bytes each. After a million changes a returning conversation looks up two thirds of its
+# blocks again.
 _PLACES = 1 << 20
 _LOOKUPS_MAX = (1 << 32) - 1
-# Of fewer, looking all of them up costs less.
+# Below this number of hashes, an uncached lookup is cheaper (measured).
 HASHES_MIN = 128
 
 Numbers = npt.NDArray[np.int32]
@@ -192,7 +187,7 @@ Find = Callable[[Sequence[Any]], Numbers]
 
 
 class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The rows of a prompt's first hashes; opaque to who carries it."""
+    """Cached rows of a prompt's first hashes; opaque to its holder."""
 
     numbers: Numbers
     of: LookupCache
@@ -200,35 +195,35 @@ class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     at: int
 
     def first(self, num_hashes: int) -> CachedRows:
-        """The same of at most so many hashes."""
+        """Return the rows of at most the first ``num_hashes`` hashes."""
         if num_hashes >= len(self.numbers):
             return self
         return CachedRows(self.numbers[:num_hashes], self.of, self.life, self.at)
 
 
 class LookupCache:
-    """The stamps of one index. Nothing is kept before the first look-up that could use it."""
+    """The change stamps of one index. Nothing is allocated before the first lookup that could use it."""
 
     __slots__ = ("_life", "_view", "mask", "now", "stamps")
 
     def __init__(self) -> None:
         self._life = 0
         self.mask = 0
+        # A writer that changes the row of a block stores ``now`` at ``hash & mask``.
         self.stamps = array("I", (0,))
-        """Whoever changes the row of a block writes ``now`` at ``hash & mask``."""
+        # Number of lookups so far, plus one.
         self.now = 1
-        """Look-ups so far, and one."""
         self._view = np.zeros(0, np.uint32)
 
     def begin(self) -> None:
-        """Row numbers mean something else now: what was found before counts no longer."""
+        """Invalidate all cached rows: row numbers have a different meaning from now on."""
         self._life += 1
         self.now = 1
         if self.mask:
             self._view[:] = 0
 
     def rows(self, hashes: PromptHashes, find: Find) -> Numbers:
-        """The row of each hash; ``find`` looks some of them up."""
+        """Return the row of each hash; ``find`` looks up the ones that are not cached."""
         if not self.mask:
             self.mask, self.stamps = _PLACES - 1, array("I", bytes(4 * _PLACES))
             self._view = np.frombuffer(self.stamps, np.uint32)
@@ -256,17 +251,17 @@ class LookupCache:
         return numbers
 
 
-# Blocks looked at per write while leftovers are being swept: about 50 us.
+# Blocks checked per write while leftovers are being swept: about 50 us (measured).
 _SWEEP_SLICE = 512
 
-# Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million).
+# Rows kept before unused ones are dropped (one pass over the blocks, about 0.1 s per million, measured).
 _ROWS_MAX = 1 << 16
 
-# Steps remembered by all lanes together (about 100 MB) before they are dropped with the unused rows.
+# Transitions cached by all lanes together (about 100 MB) before they are dropped with the unused rows.
 _STEPS_MAX = 1 << 20
 
 
-# Stretches of equal rows that are told of; beyond it arrays are faster.
+# Maximum number of runs returned; beyond it arrays are faster (measured).
 _RUNS_MAX = 32
 
 
@@ -282,7 +277,7 @@ class _Lane:
 
 
 class MemoryIndex:
-    """See ``router.index.base.Index`` for the contract."""
+    """In-process implementation of ``Index``."""
 
     def __init__(self) -> None:
         self._row_of: dict[BlockHash, int] = {}
@@ -389,7 +384,7 @@ class MemoryIndex:
     def lookup(self, hashes: Sequence[BlockHash]) -> Rows:
         numbers: Numbers | list[int]
         if len(hashes) < HASHES_MIN:
-            # So few are gone through faster than an array is made of them.
+            # A short list is processed faster without an array (measured).
             numbers = list(map(self._row_of.get, hashes, repeat(0)))
             starts = _starts(numbers)
             firsts = [numbers[at] for at in starts]
@@ -408,7 +403,10 @@ class MemoryIndex:
         return Rows(len(hashes), {key: found[:, at] for key, at in self._columns.items()})
 
     def _numbers(self, hashes: Sequence[BlockHash]) -> Numbers:
-        """The row of each hash, 0 for none. Packing costs a third of ``np.fromiter``."""
+        """Return the row of each hash, 0 for none.
+
+        ``struct.pack`` takes a third of the time of ``np.fromiter``.
+        """
         packed = struct.pack(f"{len(hashes)}i", *map(self._row_of.get, hashes, repeat(0)))
         return np.frombuffer(packed, np.int32)
 
@@ -417,16 +415,18 @@ class MemoryIndex:
         return 0 if lane is None else lane.count
 
     def planes(self, engine_id: str) -> tuple[Plane, ...]:
-        """The planes this engine ever stored anything in since it was forgotten."""
+        """Planes in which this engine stored anything since it was last forgotten."""
         return tuple(self._lanes.get(engine_id, ()))
 
     def held_in(self, engine_id: str, planes: Sequence[Plane], hashes: Sequence[BlockHash]) -> Words:
-        """Per hash one word: bit i is set if this engine holds it in ``planes[i]`` (at most 64)."""
+        """Return one word per hash: bit i is set if this engine holds it in ``planes[i]`` (at most 64)."""
         held: Words = self._held_by_row(engine_id, planes)[self._numbers(hashes)]
         return held
 
     def blocks_of(self, engine_id: str, medium: str | None = None) -> Words:
-        """Every hash this engine holds in any plane (of one medium), in no order; a pass over all blocks."""
+        """Return every hash this engine holds in any plane (of one medium), unordered; one pass over all
+        blocks.
+        """
         planes = tuple(plane for plane in self.planes(engine_id) if medium in {None, plane.medium})
         if not planes:
             return np.zeros(0, np.uint64)
@@ -439,7 +439,7 @@ class MemoryIndex:
         return blocks
 
     def _held_by_row(self, engine_id: str, planes: Sequence[Plane]) -> Words:
-        """Per row number, the engine's presence in ``planes`` as bits."""
+        """Return per row number the engine's presence in ``planes`` as bits."""
         matrix = self._patterns.matrix
         held = np.zeros(matrix.shape[0], np.uint64)
         lanes = self._lanes.get(engine_id, {})
@@ -497,7 +497,10 @@ class MemoryIndex:
         column = self._columns.get((plane, word))
         if column is None:
             column = self._patterns.add_column()
-            self._columns = {**self._columns, (plane, word): column}  # answers given keep the ones they have
+            self._columns = {
+                **self._columns,
+                (plane, word): column,
+            }  # results already returned keep their own mapping
             self._only_gpu = only_gpu(self._columns)
         lane = lanes[plane] = _Lane(self._patterns.steps(column, bit))
         return lane
@@ -523,7 +526,7 @@ class MemoryIndex:
         row_of, empty = (
             self._row_of,
             self._empty_rows,
-        )  # no row changes, but to empty, until the sweep is over
+        )  # rows only become empty until the sweep is over
         for block in self._sweep[-_SWEEP_SLICE:]:
             if row_of.get(block) in empty:
                 del row_of[block]
@@ -541,7 +544,7 @@ class MemoryIndex:
 
 
 def _starts(numbers: list[int]) -> list[int]:
-    """Where each stretch of equal numbers starts."""
+    """Return the start of each run of equal numbers."""
     starts: list[int] = []
     at = 0
     for number, _ in groupby(numbers):

@@ -1,9 +1,9 @@
 """Predicted hits of a prompt on every engine: hashed once per scheme, looked up once, 64 engines at a time.
 
-``FleetResidency`` is the sink of all feeds and the one place that answers "who holds how much of this".
-Always true: an engine whose scheme or layout is not known yet is answered with mode ``unknown`` and no hit,
-never with a guess. What is known of the model from an engine that left or restarted is taken over until the
-engine's own events speak; that cannot over-predict, since hashes of another scheme match nothing.
+``FleetResidency`` is the sink of all feeds and answers which engine holds how much of a prompt. Invariant: an
+engine with unknown scheme or layout gets mode ``unknown`` and no hit, never a guess. Knowledge about the
+model from an engine that left or restarted is used until the engine's own events replace it; that cannot
+over-predict, since hashes of a wrong scheme match nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from router.index.memory import MemoryIndex
 from router.index.seats import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, seat_hits
 
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
-# Sets of engines asked about that are remembered; a model has few: all, and all but one that failed.
+# Maximum number of cached engine sets; a model has few: all engines, and all but one that failed.
 _SEATINGS_MAX = 16
 
 
 class HashedPrompt(Protocol):
-    """A prompt whose block hashes can be had under any scheme (``router.prompts.Prompt``)."""
+    """A prompt whose block hashes can be computed under any scheme (``router.prompts.Prompt``)."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -41,36 +41,36 @@ class HashedPrompt(Protocol):
 
 
 class Residency:
-    """What one engine of a model holds: the end of its feed, and all that a prediction needs of it."""
+    """Residency of one engine of a model: the sink of its feed, and everything a prediction needs of it."""
 
     __slots__ = ("_model", "_seat", "_staged", "engine_id", "writer")
 
     def __init__(self, model: FleetResidency, engine_id: str, writer: EngineResidency) -> None:
         self.engine_id = engine_id
+        # Current knowledge; replaced by another object when a snapshot is adopted.
         self.writer = writer
-        """What is known; another object after a snapshot was adopted."""
         self._model = model
         self._staged: EngineResidency | None = None
         self._seat: EngineQuery | None = None
         writer.changed = self._changed
 
     def apply(self, batch: DecodedBatch) -> None:
-        """One batch, in the order of the sequence numbers."""
+        """Apply one batch, in the order of the sequence numbers."""
         self.writer.apply(batch)
 
     def forget(self) -> None:
-        """The engine restarted, or left: nothing of it counts any more."""
+        """Discard everything: the engine restarted or left."""
         self._model.remember(self.writer)
         self.writer.forget()
 
     def stage(self, batch: DecodedBatch) -> None:
-        """A piece of a snapshot of the engine, in order; no prediction sees it before ``adopt``."""
+        """Apply a piece of a snapshot, in order; predictions do not see it before ``adopt``."""
         if self._staged is None:
             self._staged = self.writer.successor()
         self._staged.apply(batch)
 
     def adopt(self) -> None:
-        """What was staged is all that the engine holds, from now on; nothing staged: it holds nothing."""
+        """Replace the residency by the staged content; without staged content the engine holds nothing."""
         staged, self._staged = self._staged or self.writer.successor(), None
         staged.supersede(self.writer)
         self.writer = staged
@@ -78,13 +78,13 @@ class Residency:
         self._changed()
 
     def unstage(self) -> None:
-        """The snapshot broke off: what was staged never was."""
+        """Discard the staged content: the snapshot failed."""
         if self._staged is not None:
             self._model.index.forget(self._staged.engine_id)
             self._staged = None
 
     def close(self) -> None:
-        """The engine left the fleet, or serves another model now."""
+        """Remove the engine from the model: it left the fleet, or serves another model now."""
         self.forget()
         self.unstage()
         self._model.left(self)
@@ -96,7 +96,9 @@ class Residency:
         return slot is not None and index.lookup((block,)).holds(GPU, slot)
 
     def seat(self) -> EngineQuery | EngineHit:
-        """All a prediction needs of the engine, or the answer that nothing can be predicted and why."""
+        """Return everything a prediction needs of the engine, or a hit with the reason why nothing can be
+        predicted.
+        """
         if self._seat is not None:
             return self._seat
         found = self._model.find_seat(self.writer)
@@ -110,8 +112,10 @@ class Residency:
 
 
 class FleetResidency:
-    """Residency of all engines of one model; implements the feeds' sink. ``changed`` is told whenever what
-    is known of an engine's hashes and groups may have changed."""
+    """Residency of all engines of one model; implements the feeds' sink.
+
+    ``changed`` is called whenever knowledge about an engine's hashes or groups may have changed.
+    """
 
     def __init__(
         self, facts: ModelFacts, index: Index | None = None, *, changed: Callable[[], None] = lambda: None
@@ -126,7 +130,7 @@ class FleetResidency:
         self._remembered_mode: Mode = "native"
 
     def residency(self, engine_id: str) -> Residency:
-        """One engine's part, made on first use."""
+        """Return the residency of one engine, created on first use."""
         found = self._engines.get(engine_id)
         if found is None:
             writer = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
@@ -135,37 +139,37 @@ class FleetResidency:
         return found
 
     def engine(self, engine_id: str) -> EngineResidency:
-        """The writer of one engine, made on first use."""
+        """Return the writer of one engine, created on first use."""
         return self.residency(engine_id).writer
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
-        """One batch of one engine, in the order of its sequence numbers."""
+        """Apply one batch of one engine, in the order of its sequence numbers."""
         self.residency(engine_id).apply(batch)
 
     def forget(self, engine_id: str) -> None:
-        """See ``Residency.forget``; nothing happens for an unknown engine."""
+        """Discard everything of an engine that restarted or left; ignored for an unknown engine."""
         if engine_id in self._engines:
             self._engines[engine_id].forget()
 
     def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        """See ``Residency.stage``."""
+        """Apply a piece of a snapshot; predictions do not see it before ``adopt``."""
         self.residency(engine_id).stage(batch)
 
     def adopt(self, engine_id: str) -> None:
-        """See ``Residency.adopt``."""
+        """Replace the engine's residency by the staged content."""
         self.residency(engine_id).adopt()
 
     def unstage(self, engine_id: str) -> None:
-        """See ``Residency.unstage``."""
+        """Discard the staged content."""
         self.residency(engine_id).unstage()
 
     def remove(self, engine_id: str) -> None:
-        """The engine left the fleet for good."""
+        """Remove an engine that left the fleet."""
         if engine_id in self._engines:
             self._engines[engine_id].close()
 
     def remember(self, writer: EngineResidency) -> None:
-        """What is known of an engine's scheme and layout, for those of which nothing is known yet."""
+        """Keep an engine's scheme and layout, for engines without own knowledge."""
         if writer.detection is Detection.NATIVE and writer.scheme and writer.layout:
             self._remembered, self._remembered_mode = (writer.scheme, writer.layout), "native"
             return
@@ -174,7 +178,7 @@ class FleetResidency:
             self._remembered, self._remembered_mode = (writer.assumed, writer.layout), "assumed"
 
     def left(self, engine: Residency) -> None:
-        """The engine is none of this model's any more."""
+        """Remove the engine: it no longer serves this model."""
         if self._engines.get(engine.engine_id) is engine:
             del self._engines[engine.engine_id]
             self.unseat()
@@ -183,16 +187,16 @@ class FleetResidency:
         return self.index.stats()
 
     def check_integrity(self) -> list[str]:
-        """Recounts the index and what is kept of each engine; one sentence per contradiction found."""
+        """Recount the index and the cached values of each engine; returns one sentence per contradiction."""
         kept = [problem for one in self._engines.values() for problem in one.writer.check_integrity()]
         return self.index.check_integrity() + kept
 
     def searching(self) -> list[EngineResidency]:
-        """Engines whose seed search wants more slices."""
+        """Engines whose seed search is not finished."""
         return [e.writer for e in self._engines.values() if e.writer.detection is Detection.SEARCHING]
 
     def refill(self, now_s: float) -> None:
-        """More of the engines' events may be learned from."""
+        """Refill the learning budgets of the engines."""
         for engine in self._engines.values():
             engine.writer.budget.refill(now_s)
 
@@ -209,9 +213,9 @@ class FleetResidency:
         detail: bool = False,
         elsewhere: Mapping[HashScheme, Rows] | None = None,
     ) -> dict[str, EngineHit]:
-        """Hits of ``prompt`` on each engine. One look-up per hash scheme, whatever the number of engines.
+        """Return the hit of ``prompt`` on each engine, with one lookup per hash scheme.
 
-        ``elsewhere``: what other replicas know of shared stores, by hash scheme (``shared_part``).
+        ``elsewhere``: rows of shared stores known to other replicas, by hash scheme (``shared_part``).
         """
         seating = self._seating(tuple(engine_ids))
         answers: dict[str, EngineHit] = {}
@@ -256,12 +260,12 @@ class FleetResidency:
         return found
 
     def unseat(self) -> None:
-        """Something of an engine changed, or one came or left: who sits where is to be worked out anew."""
+        """Invalidate cached query plans after any engine change."""
         self._seatings.clear()
         self._tell_changed()
 
     def _offered(self, engine_id: str, prompt: HashedPrompt) -> EngineQuery | EngineHit:
-        """The seat of an engine that may find its hashes in this prompt."""
+        """Return the query of an engine that may detect its hash scheme in this prompt."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return _NO_EVENTS
@@ -284,15 +288,16 @@ class FleetResidency:
     def _open_hits(
         self, rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool
     ) -> dict[str, EngineHit]:
-        """Of seats that may not be proven yet: what an engine holds of a prompt proves the scheme it was
-        hashed by."""
+        """Return hits with possibly unproven schemes: a held block of the prompt proves the scheme it was
+        hashed with.
+        """
         for seat in seats:
             if not seat.proven and rows.holds(GPU, seat.slot):
                 self._engines[seat.engine_id].writer.confirm(seat.scheme)
         return seat_hits(rows, num_tokens, seats, detail=detail)
 
     def find_seat(self, engine: EngineResidency) -> EngineQuery | EngineHit:
-        """See ``Residency.seat``."""
+        """Return the query of an engine, or a hit with the reason why nothing can be predicted."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
         doubted = engine.doubted and self._remembered_mode == "assumed"
@@ -315,8 +320,11 @@ class FleetResidency:
         )
 
     def _alike(self) -> tuple[HashScheme | None, CacheLayout | None]:
-        """What another engine of the model has: a new one that loads from the same store is expected to be
-        like it. Its GPU is known to be empty, so nothing but what it would load rests on that."""
+        """Return scheme and layout of another engine of the model, expected for a new one that loads from
+        the same store.
+
+        The new engine's GPU is known to be empty, so only predicted loads depend on it.
+        """
         for engine in self._engines.values():
             writer = engine.writer
             if writer.detection is Detection.NATIVE and writer.layout is not None:
@@ -324,7 +332,7 @@ class FleetResidency:
         return None, None
 
     def _known_schemes(self) -> list[HashScheme]:
-        """Schemes other engines of this fleet were found to use: the likeliest for a new one."""
+        """Schemes found for other engines of this fleet: the most likely ones for a new engine."""
         writers = [e.writer for e in self._engines.values()]
         schemes = [w.scheme for w in writers if w.detection is Detection.NATIVE]
         if self._remembered is not None and self._remembered_mode == "native":
@@ -335,7 +343,10 @@ class FleetResidency:
 def _assumed(
     scheme: HashScheme, remembered: CacheLayout, own: CacheLayout | None
 ) -> tuple[HashScheme | None, CacheLayout]:
-    """What to predict with until the engine's scheme is detected; no scheme where its groups contradict."""
+    """Return the scheme and layout to predict with until the engine's scheme is detected.
+
+    No scheme if its groups contradict the assumption.
+    """
     if own is None or set(own.groups) <= set(remembered.groups):
         return scheme, remembered
     alike = own.hash_block_size == scheme.hash_block_size and own.lookahead == scheme.lookahead
@@ -348,15 +359,13 @@ def _why_unknown(engine: EngineResidency) -> str:
     return f"hash scheme not detected yet ({engine.detection})"
 
 
-# One residency per model: the sink of all feeds, whatever model their engines serve.
-#
-# Equal block hashes mean equal prefixes only within one model, so every base model has a ``FleetResidency``
-# of its own. Always true: an engine belongs to at most one model; when it comes back with another one, what
-# it held before is forgotten.
+# One residency per model. Equal block hashes mean equal prefixes only within one model, so every base model
+# has a ``FleetResidency`` of its own. An engine belongs to at most one model; when it returns with another
+# model, its earlier residency is discarded.
 
 
 class ModelIndexes:
-    """Base model -> residency of the engines that serve it."""
+    """Base model -> residency of the engines that serve it; the sink of all feeds."""
 
     def __init__(
         self,
@@ -365,26 +374,32 @@ class ModelIndexes:
         *,
         applied: Callable[[str], None] = lambda engine_id: None,
     ) -> None:
-        """``index_of`` makes the index of a model; without it every model has one in memory. ``applied`` is
-        called with the engine's id after each batch and each snapshot."""
+        """Create an empty mapping.
+
+        Args:
+
+          index_of: Creates the index of a model; without it every model has one in memory.
+
+          applied: Called with the engine's id after each batch and each snapshot.
+        """
         self._facts_of = facts_of
         self._index_of = index_of
         self._applied = applied
         self._by_model: dict[str, FleetResidency] = {}
         self._model_of: dict[str, str] = {}
         self._slices = 0
+        # Number of possible changes of knowledge about engines' hashes and groups.
         self.changes = 0
-        """How often anything may have changed that is known of engines' hashes and groups."""
 
     def assign(self, engine_id: str, base_model: str) -> Residency:
-        """The engine serves this model (from now on). Returns its part of it."""
+        """Record the model that the engine serves from now on. Returns the engine's residency."""
         if self._model_of.get(engine_id) != base_model:
             self.remove(engine_id)
             self._model_of[engine_id] = base_model
         return self.scope(base_model).residency(engine_id)
 
     def scope(self, base_model: str) -> FleetResidency:
-        """The residency of one model, made on first use."""
+        """Return the residency of one model, created on first use."""
         found = self._by_model.get(base_model)
         if found is None:
             found = self._by_model[base_model] = self._new_scope(base_model)
@@ -401,12 +416,12 @@ class ModelIndexes:
         return self._by_model
 
     def engine(self, engine_id: str) -> EngineResidency | None:
-        """The writer of one engine; None before it was assigned."""
+        """Return the writer of one engine; None before it was assigned."""
         model = self._model_of.get(engine_id)
         return None if model is None else self.scope(model).engine(engine_id)
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
-        """Feed sink: one batch, in order. An engine that was never assigned has no feed, so no batch."""
+        """Feed sink: apply one batch, in order. An engine that was never assigned has no feed."""
         self.scope(self._model_of[engine_id]).apply(engine_id, batch)
         self._applied(engine_id)
 
@@ -416,42 +431,45 @@ class ModelIndexes:
             self.scope(self._model_of[engine_id]).forget(engine_id)
 
     def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        """Feed sink: a piece of a snapshot."""
+        """Feed sink: apply a piece of a snapshot."""
         self.scope(self._model_of[engine_id]).stage(engine_id, batch)
 
     def adopt(self, engine_id: str) -> None:
-        """Feed sink: the snapshot is complete, and the truth."""
+        """Feed sink: the snapshot is complete and replaces the residency."""
         self.scope(self._model_of[engine_id]).adopt(engine_id)
         self._applied(engine_id)
 
     def unstage(self, engine_id: str) -> None:
-        """Feed sink: the snapshot broke off."""
+        """Feed sink: the snapshot failed."""
         if engine_id in self._model_of:
             self.scope(self._model_of[engine_id]).unstage(engine_id)
 
     def age(self, now_s: float) -> None:
-        """Expire shared-store blocks older than the TTL. Call it periodically; monotonic clock."""
+        """Expire shared-store blocks older than the TTL.
+
+        Call it periodically with a monotonic time in seconds.
+        """
         for scope in self._by_model.values():
             scope.age(now_s)
 
     def check_integrity(self) -> list[str]:
-        """Recounts every index; an empty list, or one sentence per contradiction."""
+        """Recount every index; returns one sentence per contradiction."""
         return [problem for scope in self._by_model.values() for problem in scope.check_integrity()]
 
     def remove(self, engine_id: str) -> None:
-        """The engine left, or serves another model now."""
+        """Remove an engine that left, or serves another model now."""
         model = self._model_of.pop(engine_id, None)
         if model is not None:
             self.scope(model).remove(engine_id)
 
     def relearn(self, base_model: str) -> None:
-        """What is known of the model has changed: no engine serves it until it is assigned again."""
+        """Discard a model whose facts changed: its engines must be assigned again."""
         for engine_id in [one for one, model in self._model_of.items() if model == base_model]:
             self.remove(engine_id)
         self._by_model.pop(base_model, None)
 
     def advance_detection(self) -> bool:
-        """One slice of one running seed search, of each in turn; True while any is left."""
+        """Run one slice of one running seed search, round robin; True while any is left."""
         searching = [engine for scope in self._by_model.values() for engine in scope.searching()]
         if not searching:
             return False
@@ -460,6 +478,6 @@ class ModelIndexes:
         return True
 
     def refill(self, now_s: float) -> None:
-        """Time has passed: more of the engines' events may be learned from. Monotonic clock."""
+        """Refill the learning budgets; call it several times a second with a monotonic time."""
         for scope in self._by_model.values():
             scope.refill(now_s)

@@ -1,19 +1,19 @@
-"""How far an engine would get with what its connectors hold outside the GPU.
+"""Hit rules for blocks that an engine's connectors hold outside the GPU.
 
-The GPU hit ``L`` is settled first. A connector is then asked for the rest: from ``L`` on it looks in its
-own places only, by the rules of ``hits.py``, where everything before ``L`` counts as there, because it is.
-Hence for a boundary ``x > L``: full attention needs every block from ``L`` to ``x`` there, a window its
-last blocks before ``x`` as far as they lie behind ``L``, Mamba the state at ``x``. A boundary that needs
-blocks of two connectors is none. Places that events name no owner for are of one connector (vLLM's
-offloading looks in all its tiers), and an owner is a connector of its own. One gives all that is loaded: the
-one that reaches furthest (``HybridMultiConnector``), or the first that has more than the GPU (vLLM's
-MultiConnector, ``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
+The GPU hit ``L`` is determined first. A connector is then asked for the rest: from ``L`` on it looks in its
+own places only, by the rules of ``hit_rules.py``, where everything before ``L`` counts as present. Hence for
+a boundary ``x > L``: full attention needs every block from ``L`` to ``x``, a window its last blocks before
+``x`` as far as they lie after ``L``, Mamba the state at ``x``. A boundary that needs blocks of two connectors
+is not valid. Places without an owner in events belong to one connector (vLLM's offloading looks in all its
+tiers), and each owner is a separate connector. One connector loads everything: the one that reaches furthest
+(``HybridMultiConnector``), or the first that has more than the GPU (vLLM's MultiConnector,
+``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
 
-Where hits may end inside a block, a connector is asked from the last whole block on; the block that a load
-ends in must be held under the hash at that end, and with EAGLE loads end on whole blocks. A shared store
-holds for every engine that uses it what any engine wrote to it. Sources: vLLM 0.32 (``Scheduler.schedule``,
-the offloading connectors' look-up, MultiConnector); checked in
-tests/router/index/rules/test_offload.py against a plain reading of it.
+If hits may end inside a block, a connector is asked from the last whole block on; the block in which a load
+ends must be held under the hash at that end, and with EAGLE loads end on whole blocks. Blocks that any engine
+wrote to a shared store are available to every engine that uses it. Sources: vLLM 0.32
+(``Scheduler.schedule``, the offloading connectors' lookup, MultiConnector); checked against a direct
+implementation in tests/router/index/rules/test_offload.py.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ from router.index.base import GPU, Plane, Rows, Words, connector_of, is_shared, 
 from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout
 
-# Word numbers from here down are of other replicas' rows; -1 is nobody's (``predict.NOWHERE``).
+# Word numbers from here down are of other replicas' rows; -1 is unused (``NOWHERE``).
 _ELSEWHERE = -2
 
 
 class Tier(NamedTuple):
-    """All that one connector looks in. ``layers``: media in the order of nearness, each with the places up to
-    and with it, so that the last layer is the whole."""
+    """All places in which one connector looks.
+
+    ``layers``: media from the nearest on, each with all places up to and including it, so that the last layer
+    is complete.
+    """
 
     stores: frozenset[str]
-    """Shared stores in it, by owner; it counts for the engines that use one of them."""
+    """Shared stores in it, by owner; it applies to engines that use one of them."""
     layers: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Reach(NamedTuple):
-    """Per layer of a tier: its medium, and what is valid with it and the nearer ones, per bit of a word."""
+    """Per layer of a tier: its medium, and the hits with this layer and the nearer ones, by bit of a word."""
 
     tier: Tier
     layers: tuple[tuple[str, WordHits], ...]
 
 
 def tiers(rows: Rows) -> tuple[Tier, ...]:
-    """The connectors that hold anything anywhere, in the order in which they are asked."""
+    """Return the connectors that hold anything, in the order in which they are asked."""
     return _tiers(frozenset(plane.medium for plane, _ in rows.places if plane.medium != GPU))
 
 
@@ -77,7 +80,7 @@ def _tiers(places: frozenset[str]) -> tuple[Tier, ...]:
 def reach(
     rows: Rows, layout: CacheLayout, num_tokens: int, word: int, on_gpu: WordHits, *, detail: bool = False
 ) -> tuple[Reach, ...]:
-    """What each tier would make of the GPU hits of the 64 engines of ``word``, were it asked."""
+    """Return the extent of the hits of the 64 engines of ``word`` with each tier."""
     below = _below(on_gpu.hit, layout, rows.num_hashes)
     ends = _ends(layout)
     return tuple(
@@ -103,12 +106,13 @@ def reach(
 
 
 def usable(reaches: tuple[Reach, ...], stores: frozenset[str]) -> tuple[Reach, ...]:
-    """The tiers that an engine has; ``stores`` are the shared ones it uses."""
+    """Return the tiers that an engine has; ``stores`` are the shared stores it uses."""
     return tuple(r for r in reaches if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
 
 
 def loaded(reaches: tuple[Reach, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
-    """Tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its tiers.
+    """Return the tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its
+    tiers.
 
     ``first``: the first connector that has any loads, however little it has.
     """
@@ -129,7 +133,7 @@ def loaded(reaches: tuple[Reach, ...], bit: int, hit: int, *, first: bool = Fals
 
 
 def shared_part(rows: Rows) -> Rows:
-    """What rows of the shared index say of shared stores, to be added to rows of one's own."""
+    """Return the rows of shared stores in the shared index, in a form that can be merged with local rows."""
     columns = {
         (plane, _ELSEWHERE - word): column
         for (plane, word), column in rows.columns.items()
@@ -140,7 +144,7 @@ def shared_part(rows: Rows) -> Rows:
 
 @lru_cache(maxsize=256)
 def _ends(layout: CacheLayout) -> CacheLayout:
-    """The layout with the boundaries at which a load may end."""
+    """Return the layout with the boundaries at which a load may end."""
     if layout.lookahead or not any(c.spec.is_eagle for c in layout.classes):
         return layout
     whole = max(layout.alignment, scheduler_block_size(layout.groups))
@@ -148,7 +152,7 @@ def _ends(layout: CacheLayout) -> CacheLayout:
 
 
 def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words) -> Rows:
-    """One tier's rows as if they were the GPU's, with all before the GPU hits there."""
+    """Return one tier's rows as GPU rows, with everything before the GPU hits present."""
     columns: dict[tuple[Plane, int], Words] = {}
     for group in layout.groups:
         held = below
@@ -160,7 +164,7 @@ def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...],
 
 
 def _anybody(rows: Rows, plane: Plane) -> Words:
-    """All bits where any engine told of the block."""
+    """Return all bits set for blocks that any engine published."""
     told = np.zeros(rows.num_hashes, bool)
     for (at, _), column in rows.columns.items():
         if at == plane:
@@ -169,7 +173,7 @@ def _anybody(rows: Rows, plane: Plane) -> Words:
 
 
 def _below(hits: list[int], layout: CacheLayout, num_hashes: int) -> Words:
-    """Per hash block: the engines whose GPU hit, down to a whole block, covers it."""
+    """Return per hash block the engines whose GPU hit, rounded down to a whole block, covers it."""
     whole = scheduler_block_size(layout.groups)
     ends = np.zeros(num_hashes, np.uint64)
     for bit, tokens in enumerate(hits):

@@ -1,13 +1,13 @@
-"""What one engine's connectors tell of blocks outside its GPU: the writer's side.
+"""Blocks of one engine outside its GPU, as published by its connectors: the writer's side.
 
-Own places (host memory, a local disk) are counted as the GPU is: one store, one copy, one removal, one copy
-less, each owner for itself. What is told of a shared store is a hint: a block is there or not, however
-often it was told, and it goes when it was not told again for ``facts.shared_store_ttl_s`` (half of that at
-the least), because what the store evicts nobody tells. A removal takes back what this engine told, not what
-others did.
+Own places (host memory, a local disk) are counted like the GPU: one store adds a copy, one removal removes
+one, separately for each owner. Events about a shared store are hints: a block is present or not, however
+often it was published, and it expires if not published again for ``facts.shared_store_ttl_s`` (at least half
+of that), because the store's evictions are not published. A removal revokes what this engine published, not
+what others did.
 
-Always true: nothing here touches what the GPU holds; one engine has at most ``PLACES_MAX`` places, events of
-further ones are counted and left out.
+Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
+are counted and ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from router.index.base import (
     place,
 )
 
-# Per engine, outside its GPU. An engine with host memory and one shared store has three.
+# Maximum number of places per engine outside its GPU. An engine with host memory and one shared store has
+# three.
 PLACES_MAX = 8
 _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 
@@ -36,18 +37,18 @@ _Key = tuple[str | None, int | None, str | None, str | None]
 
 
 class OffloadedBlocks:
-    """Blocks of one engine outside its GPU. ``rejected`` counts events that make no sense, by reason."""
+    """Blocks of one engine outside its GPU. ``rejected`` counts invalid events by reason."""
 
     def __init__(self, engine_id: str, index: Index, rejected: Counter[str]) -> None:
         self.engine_id = engine_id
         self._index = index
         self._rejected = rejected
+        # Shared stores that this engine wrote to.
         self.stores: frozenset[str] = frozenset()
-        """Shared stores that this engine wrote to."""
         self.reset()
 
     def reset(self) -> None:
-        """The engine is another process now; the index was told."""
+        """Reset after a restart of the engine; the caller resets the index."""
         self._planes: dict[_Key, Plane] = {}
         self._places: set[str] = set()
         self._cleared_with_gpu: set[str] = set()
@@ -56,7 +57,7 @@ class OffloadedBlocks:
         self.stores = frozenset()
 
     def stored(self, event: BlockStored) -> None:
-        """One more copy of each block; in a shared store, that it is there."""
+        """Add one copy of each block; in a shared store, mark it present."""
         plane = self._plane(event)
         if plane is None:
             return
@@ -68,7 +69,7 @@ class OffloadedBlocks:
             self._index.set_copies(self.engine_id, plane, block, 1)
 
     def removed(self, event: BlockRemoved) -> None:
-        """One copy of each block less, or as many as the event says are left."""
+        """Remove one copy of each block, or set the number of copies given in the event."""
         plane = self._plane(event)
         if plane is None:
             return
@@ -89,7 +90,7 @@ class OffloadedBlocks:
                     self._index.set_copies(self.engine_id, plane, block, left)
 
     def gpu_cleared(self) -> None:
-        """The engine cleared its GPU's cache: what it empties with that is empty too."""
+        """Handle a cleared GPU cache: empty the media that the engine clears with it."""
         for name in self._cleared_with_gpu:
             self._index.clear(self.engine_id, name)
 
@@ -142,6 +143,6 @@ class OffloadedBlocks:
 
 
 def _of_turn(name: str, turn: int) -> str:
-    """The shared store's other place, or the same."""
+    """Return the shared store's place for ``turn``."""
     head, at, owner = name.partition("@")
     return f"{head.partition('*')[0]}*{turn}{at}{owner}"

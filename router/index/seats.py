@@ -1,7 +1,7 @@
-"""The query for each engine (hash scheme, layout, place in the rows), and its hit from the rows.
+"""The query for each engine (hash scheme, layout, position in the rows), and its hit from the rows.
 
 Engines whose hashes and groups are known from their own events share a ``QueryPlan``, which is valid until
-one of them changes: a decision then takes their hits in one step per layout and 64 engines.
+one of them changes: a decision then computes their hits in one step per layout and 64 engines.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 class ClassHit(msgspec.Struct, frozen=True):
     """Largest boundary valid in one spec class alone, in tokens.
 
-    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` says how far the class would get from the joint GPU
-    hit on, with CPU, and with CPU and STORAGE, of the connector that gets furthest.
+    ``hit_tokens`` counts blocks on the GPU; ``by_medium`` gives the extent of the class from the joint GPU
+    hit on, with CPU, and with CPU and STORAGE, for the connector that reaches furthest.
     """
 
     spec_class: str
@@ -34,11 +34,11 @@ class ClassHit(msgspec.Struct, frozen=True):
 
 
 class EngineHit(msgspec.Struct, frozen=True, gc=False):
-    """What one engine would take from its cache for a prompt; tokens.
+    """Number of tokens that one engine would take from its caches for a prompt.
 
     ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
-    beyond them (``offload.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled when
-    detail is asked.
+    beyond them (``offload_rules.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled
+    only with ``detail``.
     """
 
     mode: Mode
@@ -47,22 +47,22 @@ class EngineHit(msgspec.Struct, frozen=True, gc=False):
     storage_tokens: int = 0
     trunk_tokens: int = 0
     alignment: int = 1
-    """A hit is a multiple of this."""
+    """Hits are multiples of this, in tokens."""
     by_class: tuple[ClassHit, ...] = ()
     why_unknown: str = ""
     replay_tokens: int = 0
-    """Tokens of the hit that the engine computes again."""
+    """Tokens of the hit that the engine recomputes."""
     stale: bool = False
-    """Nobody keeps this engine's residency up to date at the moment: to be shown, not to be counted on."""
+    """Whether this engine's residency is currently not kept up to date: for display, not for decisions."""
 
     @property
     def offloaded_tokens(self) -> int:
-        """The hit with all that would be loaded: never less than ``hit_tokens``."""
+        """The hit including all tokens that would be loaded: never less than ``hit_tokens``."""
         return self.hit_tokens + self.cpu_tokens + self.storage_tokens
 
 
 class EngineQuery(NamedTuple):
-    """All that a prediction needs of one engine."""
+    """Everything a prediction needs of one engine."""
 
     engine_id: str
     scheme: HashScheme
@@ -77,16 +77,16 @@ class EngineQuery(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Nothing of it will be found out by the next prompt."""
+        """Whether the next prompt cannot change this query."""
         return self.proven and self.learned is None and self.slot is not NOWHERE
 
 
-# A word no column has: the rows of an engine that stored nothing yet are empty.
+# Slot of an engine that stored nothing yet: no column has this word, so its rows are empty.
 NOWHERE = Slot(-1, 0)
 
 
 class _Row:
-    """Seats of one layout, word and mode, whose hits are worked out together."""
+    """Queries with equal layout, word and mode, whose hits are computed together."""
 
     __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "seats", "word")
 
@@ -103,7 +103,7 @@ class _Row:
         self._bits = sum([1 << bit for bit in self._by_bit])
 
     def hits(self, rows: Rows, num_tokens: int) -> dict[str, EngineHit]:
-        """Of what lies on GPUs. Engines that hold as much share theirs."""
+        """Return hits on GPUs. Engines with equal extent share one object."""
         hit_ends, trunk_ends = self._rule.ends(rows, num_tokens)
         answers = dict.fromkeys(self._engine_ids, self._nothing)
         left = self._bits
@@ -112,12 +112,12 @@ class _Row:
             if reached:
                 left ^= reached
                 self._enter(answers, hit_ends, trunk, reached)
-        if left:  # some families hit without a full-attention prefix
+        if left:  # some families have hits without a full-attention prefix
             self._enter(answers, hit_ends, 0, left)
         return answers
 
     def _enter(self, answers: dict[str, EngineHit], hit_ends: Ends, trunk: int, left: int) -> None:
-        """The hits of engines that have the same trunk."""
+        """Enter the hits of engines with the same full-attention prefix."""
         for end, bits in hit_ends:
             alike = bits & left
             if alike:
@@ -137,7 +137,7 @@ class _Row:
 
 
 class PlanRows:
-    """Seats of one hash scheme, arranged for ``hits``."""
+    """Queries of one hash scheme, arranged for ``hits``."""
 
     __slots__ = ("_rows",)
 
@@ -145,13 +145,15 @@ class PlanRows:
         rows: dict[tuple[int, int, Mode, str], list[EngineQuery]] = {}
         for seat in seats:
             word = seat.slot.word
-            # Engines laid out alike share the object; those that are nowhere share a bit too.
+            # Engines with equal layouts share the layout object; engines without a slot share a bit too.
             key = id(seat.layout), word, seat.mode, seat.engine_id if word < 0 else ""
             rows.setdefault(key, []).append(seat)
         self._rows = [_Row(alike) for alike in rows.values()]
 
     def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
-        """The hit of each seat from the rows of its scheme's hashes; ``detail``: by spec class too."""
+        """Return the hit of each query from the rows of its scheme's hashes; ``detail``: by spec class
+        too.
+        """
         answers: dict[str, EngineHit] = {}
         for row in self._rows:
             if detail or not found.only_gpu:
@@ -166,19 +168,19 @@ class PlanRows:
 
 
 class QueryPlan(NamedTuple):
-    """Some engines of a model: those whose seats stay as they are, and the ids of the others."""
+    """A set of engines of a model: those whose queries are settled, and the ids of the others."""
 
     settled: dict[HashScheme, PlanRows]
     unsettled: tuple[str, ...]
 
 
 def seat_hits(rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool) -> dict[str, EngineHit]:
-    """The hit of each seat, all of one hash scheme, from the rows of that scheme's hashes."""
+    """Return the hit of each query, all of one hash scheme, from the rows of that scheme's hashes."""
     return PlanRows(seats).hits(rows, num_tokens, detail=detail)
 
 
 def _loading(seat: EngineQuery, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:
-    """One engine's hit where connectors hold blocks too, or every class is asked for by itself."""
+    """Return one engine's hit if connectors hold blocks too, or details by class are requested."""
     layout, bit = seat.layout, seat.slot.bit
     hit, its = gpu.hit[bit], usable(reaches, seat.stores)
     by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
@@ -199,7 +201,7 @@ def _loading(seat: EngineQuery, gpu: WordHits, reaches: tuple[Reach, ...], *, de
 def _class_hits(
     layout: CacheLayout, on_gpu: WordHits, reaches: Sequence[Reach], bit: int
 ) -> tuple[ClassHit, ...]:
-    """Every class by itself, for one engine; only explanations ask for it."""
+    """Return the hit of every class alone, for one engine; used by explanations only."""
     hits = []
     for number, spec_class in enumerate(layout.classes):
         tokens = on_gpu.by_class[number][bit]

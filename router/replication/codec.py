@@ -1,11 +1,11 @@
-"""Presence as bytes: one small *code* per engine and block, and back to the rows of a look-up.
+"""Presence as bytes: one small *code* per engine and block, and its conversion to the rows of a lookup.
 
 A block's value has ``unit`` bytes per engine slot: a code (1 or 2 bytes, little endian) and the slot's
 generation (1 byte). A code names the set of planes (medium, group) that hold the block: its *pattern*. The
-scope keeps one table of patterns for all its engines, which only grows. Few patterns occur, as blocks of one
-prompt share theirs, so one byte says exactly what any number of groups and media hold; nothing depends on how
-the groups form spec classes, which is still being learned while blocks are written.
-Always true: a byte of another generation, or a code nobody knows, means "not here".
+scope has one table of patterns for all its engines, which only grows. Few patterns occur, as blocks of one
+prompt share theirs, so one byte represents any number of groups and media; nothing depends on how groups form
+spec classes, which is still being learned while blocks are written. Invariant: a byte of another generation,
+or an unknown code, means "not present".
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from router.index.base import WORD_BITS, Plane, Rows, Words
 
 Bytes = npt.NDArray[np.uint8]
 
-# Planes of one scope; blocks in further ones are not shown to other replicas.
+# Maximum number of planes of one scope; blocks in further ones are not visible to other replicas.
 PLANES_MAX = 64
 
 
 def codes_max(code_bytes: int) -> int:
-    """Patterns a code can tell apart, besides "nowhere"."""
+    """Return the number of patterns a code can represent, besides "nowhere"."""
     return int((1 << 8 * code_bytes) - 1)
 
 
 def pattern_name(planes: Iterable[Plane]) -> bytes:
-    """The canonical name of a set of planes."""
+    """Return the canonical name of a set of planes."""
     return msgspec.msgpack.encode(sorted(planes))
 
 
 def pattern_planes(name: bytes) -> tuple[Plane, ...]:
-    """The planes a name stands for."""
+    """Return the planes of a pattern name."""
     return tuple(msgspec.msgpack.decode(name, type=tuple[Plane, ...]))
 
 
 def pack_records(hashes: Words, codes: npt.NDArray[np.intp], generation: int, code_bytes: int) -> bytes:
-    """What the write script takes: per block its hash and the slot's new bytes."""
+    """Encode the records of the write script: per block its hash and the slot's new bytes."""
     records = np.zeros((len(hashes), 8 + code_bytes + 1), np.uint8)
     records[:, :8] = hashes.astype("<u8").view(np.uint8).reshape(-1, 8)
     for position in range(code_bytes):
@@ -54,7 +54,7 @@ def pack_records(hashes: Words, codes: npt.NDArray[np.intp], generation: int, co
 
 
 class Decoder:
-    """Values to rows, for one version of the registry: slots, generations and patterns."""
+    """Converts values to rows, for one version of the registry: slots, generations and patterns."""
 
     def __init__(
         self, code_bytes: int, generations: Mapping[int, int], patterns: Mapping[int, Sequence[Plane]]
@@ -75,7 +75,7 @@ class Decoder:
         self._byte_tables = [table.tobytes() for table in self._tables]
 
     def rows(self, values: Sequence[bytes | None]) -> Rows:
-        """Presence of each block, in the order of its values."""
+        """Return the presence of each block, in the order of its values."""
         count = len(values)
         if not count or not self._words or not self.planes:
             return Rows(count, {})
@@ -91,7 +91,7 @@ class Decoder:
         return Rows(count, columns)
 
     def _codes(self, values: Sequence[bytes | None]) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
-        """Per block and slot the code, 0 where the generation is another."""
+        """Return the code per block and slot, 0 if the generation differs."""
         width = self._words * WORD_BITS * self._unit
         joined = b"".join([b"\0" * width if v is None else v[:width].ljust(width, b"\0") for v in values])
         cells = np.frombuffer(joined, np.uint8).reshape(len(values), -1, self._unit)
@@ -104,7 +104,7 @@ class Decoder:
         return codes
 
     def _translate(self, codes: npt.NDArray[np.uint8] | npt.NDArray[np.uint16], number: int) -> Bytes:
-        """Eight planes at once: per block and slot one bit each."""
+        """Translate eight planes at once: one bit each per block and slot."""
         if self._code_bytes == 1:
             raw = codes.tobytes().translate(self._byte_tables[number])
             return np.frombuffer(raw, np.uint8).reshape(codes.shape)
@@ -123,7 +123,7 @@ class Decoder:
 # it.
 
 
-# Of keys and values; another number in the same namespace is refused.
+# Version of keys and values; another version in the same namespace is refused.
 SCHEMA = 1
 
 EPOCH_BYTES = 6
@@ -131,8 +131,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
 class ScopeKeys:
-    """The keys of one scope: registry, leases, and what replicas exchange (load, prompts in flight,
-    members)."""
+    """Keys of one scope: registry, leases, and the messages of replicas (load, prompts in flight,
+    members).
+    """
 
     def __init__(self, namespace: str, model: str) -> None:
         self.namespace = namespace
@@ -145,32 +146,34 @@ class ScopeKeys:
         self._model = quote(model, safe="/:@._~-+")
 
     def fence(self, partition: int, partitions: int) -> bytes:
-        """Tokens and sequence numbers of the writers in one partition."""
+        """Key of the writers' tokens and sequence numbers in one partition."""
         return f"{self.namespace}:{tag(partition, partitions)}fence:{self._model}".encode()
 
     def prefix(self, epoch: bytes, partition: int, partitions: int) -> bytes:
-        """A block's key up to its hash."""
+        """Return a block's key up to its hash."""
         return f"{self.namespace}:{tag(partition, partitions)}".encode() + epoch
 
 
 def schema_key(namespace: str) -> bytes:
-    """The key of a namespace's schema number; must never change."""
+    """Key of a namespace's schema number; must never change."""
     return f"{namespace}:schema".encode()
 
 
 def response_key(namespace: str, response_id: str) -> bytes:
-    """Where it stands which engine holds a response, and whose it is."""
+    """Key of the entry with the engine and the tenant of a response."""
     return f"{namespace}:response:{response_id}".encode(errors="replace")
 
 
 def limits_key(namespace: str) -> bytes:
-    """Where replicas tell each other what tenants use."""
+    """Key of the tenants' usage reported by all replicas."""
     return f"{namespace}:limits".encode()
 
 
 @cache
 def tag(partition: int, partitions: int) -> str:
-    """The hash tag of a partition, such that partitions spread evenly over the slots; "" for a single one."""
+    """Return the hash tag of a partition, chosen so that partitions spread evenly over the slots; "" for
+    a single one.
+    """
     if partitions == 1:
         return ""
     width = SLOTS // partitions
@@ -182,12 +185,12 @@ def tag(partition: int, partitions: int) -> str:
 
 
 def partition_of(hashes: Words, partitions: int) -> npt.NDArray[np.intp]:
-    """Which partition each hash lies in."""
+    """Return the partition of each hash."""
     return (hashes & np.uint64(partitions - 1)).astype(np.intp)
 
 
 def mget(prefix: bytes, hashes: Words) -> bytes:
-    """The packed MGET of these blocks."""
+    """Pack the MGET command of these blocks."""
     head = b"$%d\r\n" % (len(prefix) + 8) + prefix
     width = len(head) + 10
     packed = np.empty((len(hashes), width), np.uint8)
@@ -198,7 +201,7 @@ def mget(prefix: bytes, hashes: Words) -> bytes:
 
 
 def as_words(hashes: Sequence[int]) -> tuple[Words, npt.NDArray[np.bool_] | None]:
-    """The hashes as 64-bit words, and which of them are not negative; None if all are."""
+    """Return the hashes as 64-bit words, and which of them are not negative (None if all are)."""
     if not hashes or min(hashes) >= 0:
         return np.array(hashes, np.uint64), None
     real = np.array([value >= 0 for value in hashes], np.bool_)

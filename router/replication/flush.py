@@ -1,8 +1,8 @@
 """One flush: the changes of all engines, in batches, in order.
 
 Batches of an engine carry the lease's token and a rising number. The server refuses a batch that was
-overtaken by another writer, or by a later batch of this one on another connection. Always true: blocks taken
-from an engine's waiting list are either acknowledged by the server or waiting again.
+overtaken by another writer, or by a later batch of this one on another connection. Invariant: blocks taken
+from an engine's pending list are either acknowledged by the server or pending again.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from router.replication.redis.topology import ScriptCall
 from router.replication.registry import Codes, EngineSlot, EpochChanged, LeaseLost, Scope
 from router.replication.write_queue import Batch, PendingEngine, WriteQueue
 
-# Blocks of one engine written before the next engine gets its turn.
+# Number of blocks of one engine written before the next engine's turn.
 _SLICE = 2048
 
 
 class Flush:
-    """``run`` is called once; it may be cancelled."""
+    """One run over all pending blocks. ``run`` is called once; it may be cancelled."""
 
     def __init__(self, queue: WriteQueue) -> None:
         self._queue = queue
+        # Engines whose pending list was empty at some time since the start.
         self._drained: set[PendingEngine] = set()
-        """Engines whose waiting list was empty at some moment since the start."""
+        # Batches of the next round: built, not sent.
         self._ready: list[Batch] = []
-        """The batches of the next round: built, not sent."""
 
     async def run(self) -> None:
-        """Write all that waits now. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again.
+        """Write everything pending now. Raises ``IndexUnavailable``; ``EpochChanged`` to be called again.
 
-        Changes that come meanwhile are written too, first of all, but not waited for.
+        Changes that arrive meanwhile are written too, with priority, but not waited for.
         """
         await self._queue.current_scope()
         failure: IndexUnavailable | None = None
         while failure is None and (self._ready or not self._done):
             sending, self._ready = self._ready, []
-            try:  # the next round is made while the server works on this one
+            try:  # the next round is built while the server processes this one
                 made, written = await asyncio.gather(self._make_round(), self._write(sending))
             except BaseException:
                 self._again(*sending, *self._ready)
@@ -63,7 +63,7 @@ class Flush:
         return self._drained.issuperset(self._queue.engines.values())
 
     def _again(self, *batches: Batch) -> None:
-        """Put the blocks of these batches back on the waiting list."""
+        """Return the blocks of these batches to the pending list."""
         for batch in batches:
             if batch.finish():
                 self._queue.touch_engine(batch.engine, batch.hashes)
@@ -84,7 +84,7 @@ class Flush:
         return None
 
     async def _make_some(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
-        """Claim and describe where due, then build batches of one slice of blocks."""
+        """Claim and describe if due, then build batches of one slice of blocks."""
         if engine.slot is None:
             await self._queue.claim(scope, engine_id, engine)
         if engine.facts_due:
@@ -108,7 +108,7 @@ class Flush:
         try:
             await self._queue.registry.describe(scope, engine_id, engine.token, facts)
         except IndexUnavailable as error:
-            if error.reason == "OOM":  # others would go on predicting with the old description
+            if error.reason == "OOM":  # other replicas would continue to predict with the old description
                 engine.invalidate(whole=False)
                 await self._queue.registry.invalidate(engine_id, engine.token)
             raise
@@ -123,7 +123,7 @@ class Flush:
         words: Words,
         codes: Codes,
     ) -> Iterator[Batch]:
-        """One script call per partition and ``script_blocks`` blocks."""
+        """Yield one script call per partition and ``script_blocks`` blocks."""
         queue, settings = self._queue, self._queue.settings
         ttls = int(settings.block_ttl_s * 1000), int(settings.control_ttl_s * 1000)
         partitions = partition_of(words, scope.partitions)
@@ -141,7 +141,7 @@ class Flush:
                 yield Batch(engine_id, engine, hashes, call, queue.codes.provisional)
 
     async def _write(self, batches: list[Batch]) -> IndexUnavailable | None:
-        """Send batches in order; what was not written waits again. Returns the last failure, if any."""
+        """Send batches in order; unwritten blocks become pending again. Returns the last failure, if any."""
         failure: IndexUnavailable | None = None
         replies = await self._queue.client.batch([batch.call for batch in batches])
         for batch, reply in zip(batches, replies, strict=True):
@@ -176,7 +176,7 @@ class Flush:
         return None
 
     async def _fence_again(self, engine_id: str, engine: PendingEngine) -> IndexUnavailable | None:
-        """The server lost the fence: create it again; the claim that follows checks the lease."""
+        """Recreate the fence that the server lost; the claim that follows checks the lease."""
         try:
             await self._queue.registry.fence(await self._queue.current_scope(), engine_id, engine.token)
         except LeaseLost:

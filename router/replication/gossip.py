@@ -1,11 +1,11 @@
-"""Exchanges prompts in flight between replicas, so that all know what an engine will soon hold.
+"""Exchange of prompts in flight and load between replicas.
 
 Every replica appends the events of its own prompts (sent, first token seen, ended, failed) to a stream in the
-index, and reads new entries with each look-up. Other replicas' prompts are kept in the same tree as its own
-(``InflightPrefixes``). The batches of engines that another replica follows are not seen here: the blocks of a
-computed prompt count as coming for the whole grace period there. Two prompts with the same prefix that reach
-two replicas within one round trip do not see each other; the later one hits more than was predicted.
-Always true: publishing never waits and never fails a request; another replica's prompt whose end was not
+index, and reads new entries with each lookup. Other replicas' prompts are kept in the same tree as its own
+(``InflightPrefixes``). KV event batches of engines followed by another replica are not available here: the
+blocks of a computed prompt count as pending for the whole grace period. Two prompts with the same prefix that
+reach two replicas within one round trip do not see each other; the later one hits more than predicted.
+Invariants: publishing never waits and never fails a request; another replica's prompt whose end was not
 published counts no longer than ``_AGE_S_MAX``; entries of others are not published again.
 """
 
@@ -25,14 +25,14 @@ from router.placement.inflight import InflightPrefixes, InflightPrompt
 from router.placement.load.others import OthersLoad
 from router.replication.heartbeat import HeartbeatMonitor
 
-# Hash blocks published of one prompt, 8 bytes each: the longest prefix that others can match.
+# Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192
 _OTHERS_MAX = 8192
 _AGE_S_MAX = 60.0
 
 
 class InflightEvent(IntEnum):
-    """What happened to a prompt in flight."""
+    """Event of a prompt in flight."""
 
     SENT = 0
     PREFILLED = 1
@@ -79,9 +79,9 @@ _DECODE = msgspec.msgpack.Decoder(GossipEntry)
 
 
 def _little_endian(hashes: array[int]) -> array[int]:
-    """Between this machine's order of bytes and the entries'.
+    """Convert between native and little-endian byte order.
 
-    Arrays, since of what is heard only a few places are ever looked at.
+    The result stays an array, since only a few of its elements are ever read.
     """
     if sys.byteorder == "big":
         hashes.byteswap()
@@ -89,11 +89,16 @@ def _little_endian(hashes: array[int]) -> array[int]:
 
 
 class GossipedInflight(InflightPrefixes):
-    """Prompts in flight that publishes this replica's own and receives those of the others.
+    """Prompts in flight: publishes those of this replica and receives those of the others.
 
-    ``publish`` takes (engine id, entry) and gives False if it could not be sent; ``served`` is called with
-    each prompt that another replica has an answer to. ``publishes_prefills`` False: all follow every engine
-    themselves, and hear of a prompt's blocks from there; until its end it is only counted as coming too.
+    Args:
+
+      publish: Takes (engine id, entry); returns False if it could not be sent.
+
+      served: Called with each prompt that another replica has a response to.
+
+      publishes_prefills: False if all replicas follow every engine themselves and see a prompt's blocks
+          in its events; until its end it then counts only as pending.
     """
 
     def __init__(
@@ -168,7 +173,7 @@ class GossipedInflight(InflightPrefixes):
         self.gossip_stats.current = len(self._remote)
 
     def lost(self, replica: str) -> None:
-        """A replica ended, and its requests with it."""
+        """Drop the requests of a replica that ended."""
         for name in [name for name in self._remote if name[0] == replica]:
             super().drop(self._remote.pop(name).prompt)
         self.gossip_stats.current = len(self._remote)
@@ -196,8 +201,7 @@ class GossipedInflight(InflightPrefixes):
             super().drop(remote.prompt)
 
     def _publish_event(self, prompt: InflightPrompt, event: InflightEvent) -> None:
-        """Publish an event of an own prompt that was published before; ``ENDED`` and ``FAILED`` are the
-        last."""
+        """Publish an event of an own prompt that was published before; ``ENDED`` and ``FAILED`` are final."""
         number = self._own.get(prompt)
         if number is None:
             return
@@ -212,13 +216,11 @@ class GossipedInflight(InflightPrefixes):
         return sent
 
 
-# Exchanges in-flight load between replicas, so that two of them do not both pick the one idle engine.
-#
-# One hash in the index, one field per replica, read with every look-up. A replica writes when its load has
-# changed, at most every 50 ms, and repeats a load that is not empty as a heartbeat; recent
-# work, which decays by itself, is written with either. Always true: a replica's load counts no longer than
-# ``silence_s`` after its last heartbeat; its own field is never counted; a field that cannot be decoded, or
-# has values out of bounds, counts as empty.
+# Exchange of in-flight load, so that two replicas do not both select the one idle engine. One hash in the
+# index with one field per replica, read with every lookup. A replica writes when its load has changed, at
+# most every 50 ms, and repeats a load that is not empty as a heartbeat; recent work, which decays by itself,
+# is included in both. A replica's load counts no longer than ``silence_s`` after its last heartbeat; its own
+# field is never counted; a field that cannot be decoded, or has values out of bounds, counts as empty.
 
 
 SILENCE_S = 2.0
@@ -240,9 +242,10 @@ _LOADS = msgspec.msgpack.Decoder(ReplicaLoad)
 
 
 class LoadGossip:
-    """Encodes this replica's field and adds up those of the others. Pure.
+    """Encodes this replica's field and sums those of the others. Pure.
 
-    ``refused`` is called for each field of others that cannot be used."""
+    ``refused`` is called for each unusable field of others.
+    """
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class LoadGossip:
         self._decoded: dict[str, tuple[bytes, ReplicaLoad | None]] = {}
 
     def field(self, now: float) -> bytes | None:
-        """What to write now; None while nothing has changed and no heartbeat is due."""
+        """Return the field to write now; None if nothing has changed and no heartbeat is due."""
         load = self._own(now)
         due = bool(load) and now - self._sent_s >= REPEAT_S
         if not due and _in_flight_alike(load, self._sent):
@@ -271,12 +274,12 @@ class LoadGossip:
         return msgspec.msgpack.encode(ReplicaLoad(self._beat + 1, load))
 
     def sent(self, field: bytes, now: float) -> None:
-        """``field`` has been written."""
+        """Record that ``field`` has been written."""
         remote = _LOADS.decode(field)
         self._beat, self._sent, self._sent_s = remote.beat, remote.engines, now
 
     def others(self, fields: Mapping[str, bytes], now: float) -> dict[str, OthersLoad]:
-        """What all other live replicas together have in flight, by engine."""
+        """Return the load of all other live replicas together, by engine."""
         total: dict[str, OthersLoad] = {}
         for remote in self._alive(fields, now):
             for engine_id, load in remote.engines.items():
@@ -288,14 +291,14 @@ class LoadGossip:
         return total
 
     def _alive(self, fields: Mapping[str, bytes], now: float) -> Iterator[ReplicaLoad]:
-        """The fields of other replicas that can be read, and have been written lately."""
+        """Yield the valid and recently written fields of other replicas."""
         for name, value in fields.items():
             remote = None if name == self._me else self._decode(name, value)
             if remote is not None and self._heartbeats.beat(name, remote.beat, now):
                 yield remote
 
     def _decode(self, name: str, value: bytes) -> ReplicaLoad | None:
-        """A field decoded; the same bytes are decoded once."""
+        """Decode a field; equal bytes are decoded once."""
         known = self._decoded.get(name)
         if known is not None and known[0] == value:
             return known[1]
@@ -309,7 +312,7 @@ class LoadGossip:
 
 
 def _in_flight_alike(load: Mapping[str, OthersLoad], sent: Mapping[str, OthersLoad]) -> bool:
-    """Whether the same is in flight at the same engines."""
+    """Whether both have the same in flight at the same engines."""
     if load.keys() != sent.keys():
         return False
     return all(one.in_flight == sent[engine_id].in_flight for engine_id, one in load.items())

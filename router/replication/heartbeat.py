@@ -1,7 +1,7 @@
-"""Whether a replica that keeps writing a number is alive, without comparing two machines' clocks.
+"""Liveness of a replica that keeps writing a number, without comparing two machines' clocks.
 
-Every replica increases the number in what it writes; a reader notes, by its own clock, when the number last
-changed. Always true: a writer that stopped counts as dead ``limit_s`` after the reader first saw its last
+Every replica increases the number in its record; a reader notes, by its own clock, when the number last
+changed. Invariant: a writer that stopped counts as dead ``limit_s`` after the reader first saw its last
 number; a record seen for the first time counts as alive for that long.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Collection
 
 
 class HeartbeatMonitor:
-    """Last number and when it changed, by replica."""
+    """Last number and the time of its last change, by replica."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._seen: dict[str, tuple[int, float]] = {}
 
     def beat(self, name: str, number: int, now: float) -> bool:
-        """Note the number that ``name`` shows at ``now``; returns whether it is alive."""
+        """Record the number that ``name`` shows at ``now``; returns whether it is alive."""
         seen = self._seen.get(name)
         if seen is None or seen[0] != number:
             self._seen[name] = number, now
@@ -26,7 +26,7 @@ class HeartbeatMonitor:
         return now - seen[1] <= self._limit_s
 
     def silent_s(self, name: str, now: float) -> float:
-        """Seconds since its number last changed; 0 for a name never seen."""
+        """Return the seconds since its number last changed; 0 for an unknown name."""
         seen = self._seen.get(name)
         return 0.0 if seen is None else now - seen[1]
 

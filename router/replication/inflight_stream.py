@@ -1,7 +1,7 @@
 """Appends entries to the streams of prompts in flight, without blocking the caller.
 
-Always true: entries of one stream are sent in order and immediately, as another replica may be about to place
-a prompt with the same prefix; entries that cannot be sent are dropped, as replicas expire prompts themselves.
+Invariant: entries of one stream are sent in order and immediately, as another replica may be about to place a
+prompt with the same prefix; entries that cannot be sent are dropped, as replicas expire prompts themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SEND_S = 0.5
 
 
 class InflightStream:
-    """``put`` queues an entry; ``run`` sends what is queued."""
+    """Sender of stream entries: ``put`` queues an entry; ``run`` sends the queue."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -1,10 +1,10 @@
-"""Acquires, renews, releases and loses this replica's leases; the feeds start and stop with them.
+"""Acquires, renews, releases and loses this replica's leases; feeds start and stop with them.
 
 One round every ``renew_s``. Only the holder of an engine's lease follows its feed, and the server accepts
-nobody else's writes (the token fences them). Always true: a feed runs here only after its lease was acquired;
-once a lease is known to be lost nothing more of that engine is written and it is dropped at once; an
-unreachable server costs rounds, never the task. A lease that expired while the server was away is acquired
-again under a new token if nobody else has it, and the engine's residency is mirrored again.
+writes of no other replica (the token fences them). Invariants: a feed runs here only after its lease was
+acquired; once a lease is known to be lost nothing more of that engine is written and it is dropped
+immediately; an unreachable server costs rounds, never the task. A lease that expired while the server was
+away is acquired again under a new token if it is free, and the engine's residency is mirrored again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LeaseStats(msgspec.Struct):
     held: Annotated[int, "kvatlas_lease_held"] = 0
     """Engines whose events this router writes to the shared index."""
     wanted: Annotated[int, "kvatlas_lease_wanted"] = 0
-    """Engines with events that this router knows, whoever of the routers follows them."""
+    """Engines with events that this router knows, regardless of which router follows them."""
     replicas: Annotated[int, "kvatlas_lease_replicas"] = 0
     """Routers that share the index, this one included."""
     taken: Annotated[int, "kvatlas_lease_taken_total"] = 0
@@ -47,7 +47,7 @@ class LeaseStats(msgspec.Struct):
 
 
 class Held(NamedTuple):
-    """One lease. ``until_s`` on this replica's clock: before it nobody else can have it."""
+    """One lease. ``until_s`` on this replica's clock: before it no other replica can hold it."""
 
     model: str
     token: int
@@ -55,7 +55,7 @@ class Held(NamedTuple):
 
 
 class LeaseCandidate(NamedTuple):
-    """An engine this replica would follow."""
+    """An engine this replica is willing to follow."""
 
     engine: EngineAddress
     model: str
@@ -80,11 +80,17 @@ class LeaseManager:
         renew_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """``leases_of`` gives a model's leases, always the same object.
+        """Create a manager without leases.
 
-        ``on_acquired(candidate, token, again)`` takes over as writer at the server, then follows the feed,
-        which runs already if ``again``. ``on_ended(model, engine_id)``: the lease is lost or about to be
-        released; write nothing more and forget the engine.
+        Args:
+
+          leases_of: Returns a model's leases, always the same object.
+
+          on_acquired: ``(candidate, token, again)``; takes over as writer at the server, then follows the
+              feed, which runs already if ``again``.
+
+          on_ended: ``(model, engine_id)``; the lease is lost or about to be released: write nothing more
+              and forget the engine.
         """
         self.stats = LeaseStats()
         self.held: dict[str, Held] = {}
@@ -101,11 +107,13 @@ class LeaseManager:
         self._failing = False
         self._leaving = False
         self._releasing = asyncio.Lock()
-        self._unreleased: dict[str, Held] = {}  # leases given up here, as the server does not know yet
+        self._unreleased: dict[str, Held] = {}  # leases ended here and not yet released at the server
 
     def add_candidate(self, engine: EngineAddress, model: str) -> None:
-        """Follow this engine of ``model`` if its lease can be acquired. One known at other addresses, or for
-        another model, is dropped first."""
+        """Follow this engine of ``model`` if its lease can be acquired.
+
+        One known at other addresses, or for another model, is dropped first.
+        """
         if not self.is_candidate(engine, model):
             self.remove_candidate(engine.engine_id)
             self._candidates[engine.engine_id] = LeaseCandidate(engine, model)
@@ -116,7 +124,7 @@ class LeaseManager:
         return self._candidates.get(engine.engine_id) == (engine, model)
 
     def remove_candidate(self, engine_id: str) -> None:
-        """Follow this engine no longer; its lease expires by itself."""
+        """Stop following this engine; its lease expires by itself."""
         self._candidates.pop(engine_id, None)
         self._free_since.pop(engine_id, None)
         held = self.held.pop(engine_id, None)
@@ -124,16 +132,16 @@ class LeaseManager:
             self._on_ended(held.model, engine_id)
 
     def follows(self, engine_id: str) -> bool:
-        """Whether the feed runs here; it may run elsewhere too if the lease has expired unnoticed."""
+        """Whether the feed runs here; it may run elsewhere too if the lease expired unnoticed."""
         return engine_id in self.held
 
     def holds_exclusively(self, engine_id: str) -> bool:
-        """Whether nobody else can be following this engine now."""
+        """Whether no other replica can be following this engine now."""
         held = self.held.get(engine_id)
         return held is not None and self._clock() < held.until_s
 
     def lost(self, engine_id: str) -> None:
-        """The server refused a write: another replica has the engine."""
+        """Handle a write that the server refused: another replica has the engine."""
         held = self.held.pop(engine_id, None)
         if held is not None:
             self.stats.lost += 1
@@ -142,7 +150,7 @@ class LeaseManager:
             self._wake.set()
 
     async def run(self) -> None:
-        """One round after the other, until cancelled."""
+        """Run one round after another, until cancelled."""
         while True:
             self._wake.clear()
             try:
@@ -167,8 +175,10 @@ class LeaseManager:
             await self._pause()
 
     async def release_all(self) -> None:
-        """Release every lease and acquire none any more, for a replica that shuts down. A second caller waits
-        for the first one, and goes on where that was cancelled."""
+        """Release every lease and acquire none afterwards, for a replica that shuts down.
+
+        A second caller waits for the first one, and continues if that was cancelled.
+        """
         self._leaving = True
         async with self._releasing:
             while self.held:
@@ -183,7 +193,7 @@ class LeaseManager:
                 await self._leases_of(model).membership.leave()
 
     async def _pause(self) -> None:
-        """Until the next round; sooner if something changed and the server can be used."""
+        """Wait for the next round; ends early if something changed and the server is reachable."""
         pause_s = self._renew_s
         if self._failing:
             await asyncio.sleep(pause_s)
@@ -211,7 +221,7 @@ class LeaseManager:
     async def _apply_assignment(
         self, model_leases: ModelLeases, live: Mapping[str, Member], holder_of: Mapping[str, str | None]
     ) -> None:
-        """Acquire and release what the assignment says."""
+        """Acquire and release leases as the assignment plans."""
         now = self._clock()
         for engine_id, holder in holder_of.items():
             if holder is None:
@@ -233,7 +243,7 @@ class LeaseManager:
     async def _holders(
         self, model_leases: ModelLeases, engines: list[EngineAddress]
     ) -> dict[str, str | None]:
-        """Who holds each engine. A lease from before this replica's restart counts as nobody's."""
+        """Return the holder of each engine. A lease from before this replica's restart counts as free."""
         leases = await model_leases.leases.holders()
         found: dict[str, str | None] = {}
         for engine_id in [engine.engine_id for engine in engines]:
@@ -243,7 +253,7 @@ class LeaseManager:
         return found
 
     async def _renew(self, model: str, model_leases: ModelLeases) -> None:
-        """Renew what is held; what expired and nobody else has is acquired again."""
+        """Renew held leases; expired and free ones are acquired again."""
         held = {engine_id: held for engine_id, held in self.held.items() if held.model == model}
         if not held:
             return
@@ -295,7 +305,7 @@ class LeaseManager:
 
     async def _release(self, model_leases: ModelLeases, engine_id: str) -> None:
         held = self.held.pop(engine_id, None)
-        if held is None:  # lost since the plan was made
+        if held is None:  # lost since the plan was computed
             return
         self._on_ended(held.model, engine_id)
         self.stats.given += 1

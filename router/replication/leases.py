@@ -1,8 +1,8 @@
-"""One writer per engine: leases with fencing tokens that only rise, stored and timed by the server.
+"""One writer per engine: leases with monotonic fencing tokens, stored and timed by the server.
 
-Whoever acquires a lease gets a token higher than every one before it. Writes carry the token and the server
-compares it (``write_scripts.WRITE``), so a writer whose lease expired unnoticed cannot write.
-Always true: at any moment at most one token of an engine passes the fence.
+An acquired lease has a token higher than every one before it. Writes carry the token and the server compares
+it (``scripts.WRITE``), so a writer whose lease expired unnoticed cannot write. Invariant: at any time at most
+one token of an engine passes the fence.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from router.replication.redis.client import Client
 
 
 class Lease(NamedTuple):
-    """One engine's lease as the server has it."""
+    """One engine's lease as stored at the server."""
 
     holder: str
     """Replica id."""
     token: int
     expires_in_s: float
-    """By the server's clock when it was asked; not positive for one that expired or was released."""
+    """Remaining time by the server's clock at the time of the request; not positive if expired or
+    released.
+    """
 
     @property
     def held(self) -> bool:
@@ -43,7 +45,9 @@ class Leases:
         self.replica_id = replica_id
 
     async def acquire(self, engine_id: str, *, above: int = 0) -> int | None:
-        """A token, higher than ``above``; None while another replica holds the lease."""
+        """Acquire a lease. Returns a token higher than ``above``; None while another replica holds the
+        lease.
+        """
         settings = self._client.settings
         reply = await self._client.run(
             scripts.ACQUIRE,
@@ -57,7 +61,10 @@ class Leases:
         return int(reply[0]) or None
 
     async def renew(self, tokens: Mapping[str, int]) -> set[str]:
-        """Renew all at once. Returns the engines whose lease is lost; they must be dropped at once."""
+        """Renew all leases at once.
+
+        Returns the engines whose lease is lost; they must be dropped immediately.
+        """
         settings = self._client.settings
         pairs = [part for engine_id, token in tokens.items() for part in (engine_id, token)]
         held = await self._client.run(
@@ -71,23 +78,23 @@ class Leases:
         return {engine_id for engine_id, still in zip(tokens, held, strict=True) if not still}
 
     async def release(self, engine_id: str, token: int) -> bool:
-        """Release it, for another to acquire at once; False if it was not held any more."""
+        """Release a lease, so that another replica can acquire it; False if it was no longer held."""
         keys = [self._keys.leases]
         return bool(await self._client.run(scripts.RELEASE, keys, engine_id, token))
 
     async def holders(self) -> dict[str, Lease]:
-        """Every lease of the model, expired ones too."""
+        """Return every lease of the model, expired ones included."""
         return await holders(self._client, self._keys)
 
 
 async def holders(client: Client, keys: ScopeKeys) -> dict[str, Lease]:
-    """Every lease of a model, expired ones too. Raises ``IndexUnavailable``."""
+    """Return every lease of a model, expired ones included. Raises ``IndexUnavailable``."""
     found = await client.command("HGETALL", keys.leases)
     return parse_leases(found, await client.command("TIME", key=keys.leases))
 
 
 def parse_leases(fields: Mapping[bytes, bytes], now: Sequence[bytes | int]) -> dict[str, Lease]:
-    """The leases from the fields of their hash, and the server's clock (``TIME``)."""
+    """Parse leases from the fields of their hash, and the server's clock (``TIME``)."""
     now_ms = int(now[0]) * 1000 + int(now[1]) // 1000
     leases: dict[str, Lease] = {}
     for engine_id, text in fields.items():
@@ -96,25 +103,24 @@ def parse_leases(fields: Mapping[bytes, bytes], now: Sequence[bytes | int]) -> d
     return leases
 
 
-# Which engines a replica follows: its own decision, computed from state that all replicas share.
-#
-# There is no coordinator. Engines without holder are assigned, one after the other, to the live replica
-# that wants the engine and holds fewest; every replica computes the same assignment and acquires its own
-# part, and where their views differ the lease decides. A replica that holds at least two more than another
-# releases one that the other wants, one at a time. Pure. Always true: an engine that a live replica wants
-# gets a holder in the end, also where views differ (after ``patience_s`` anybody acquires it); while
-# nothing changes outside, the assignment becomes stable.
+# Assignment of engines to replicas: each replica computes it from state that all replicas share. There is no
+# coordinator. Engines without holder are assigned, one after the other, to the live replica that can follow
+# the engine and holds fewest; every replica computes the same assignment and acquires its own part, and if
+# their views differ the lease decides. A replica that holds at least two more than another releases one that
+# the other can follow, one at a time. Pure functions. An engine that a live replica can follow eventually
+# gets a holder, even if views differ (after ``patience_s`` any replica acquires it); without external changes
+# the assignment becomes stable.
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A live replica: the engines it would follow, and how many it follows."""
+    """A live replica: the engines it can follow, and the number it follows."""
 
     wants: Collection[str]
     held: int = 0
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """What to do now: ids of the leases to acquire, and the one to release."""
+    """Actions of one round: ids of the leases to acquire, and the one to release."""
 
     acquire: tuple[str, ...] = ()
     release: str | None = None
@@ -128,10 +134,15 @@ def plan_assignment(
     free_s: Mapping[str, float],
     patience_s: float,
 ) -> Assignment:
-    """What replica ``me`` is to acquire and to release.
+    """Return the leases that replica ``me`` has to acquire and to release.
 
-    ``holder_of``: the engines this replica wants, and which replica holds each. ``members``: all live
-    replicas, this one among them. ``free_s``: for how long an engine has been without holder, in seconds.
+    Args:
+
+      holder_of: The engines this replica can follow, and the holder of each.
+
+      members: All live replicas, this one included.
+
+      free_s: Seconds since each engine has been without holder.
     """
     free = sorted(engine for engine, holder in holder_of.items() if holder is None)
     assigned = _assign_free(free, members)
@@ -141,7 +152,7 @@ def plan_assignment(
 
 
 def _assign_free(free: list[str], members: Mapping[str, Member]) -> dict[str, str]:
-    """Engine without holder -> the replica that is to acquire it."""
+    """Return engine without holder -> replica that has to acquire it."""
     held = {replica: member.held for replica, member in members.items()}
     assigned = {}
     for engine in free:
@@ -154,7 +165,7 @@ def _assign_free(free: list[str], members: Mapping[str, Member]) -> dict[str, st
 
 
 def _to_release(me: str, mine: list[str], members: Mapping[str, Member]) -> str | None:
-    """One of ``mine`` that a replica with at least two fewer wants; None where there is no such replica."""
+    """Return one of ``mine`` that a replica with at least two fewer can follow; None if there is none."""
     less_loaded = [
         member for replica, member in members.items() if replica != me and member.held + 2 <= len(mine)
     ]
@@ -168,11 +179,9 @@ def _weight(replica: str, engine: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{replica}\n{engine}".encode())
 
 
-# The live replicas: each writes a heartbeat every tick, with the engines it can follow.
-#
-# One hash per model, one field per replica. Always true: a replica that stopped writing counts as dead
-# after the lease time, and another replica deletes its field after ten lease times; the hash expires when
-# nobody writes it any more.
+# Live replicas: each writes a heartbeat every round, with the engines it can follow. One hash per model, one
+# field per replica. A replica that stopped writing counts as dead after the lease time, and another replica
+# deletes its field after ten lease times; the hash expires when it is no longer written.
 
 
 _DELETE_AFTER_LEASES = 10
@@ -185,11 +194,11 @@ class MemberRecord(msgspec.Struct, array_like=True):
     started: int
     beat: int
     held: int
-    """How many engines of this scope the replica follows."""
+    """Number of engines of this scope the replica follows."""
     wants: list[EngineAddress]
 
     def member(self) -> Member:
-        """What the assignment needs."""
+        """Return the input of the assignment."""
         return Member(frozenset(engine.engine_id for engine in self.wants), self.held)
 
 
@@ -197,7 +206,7 @@ _DECODE = msgspec.msgpack.Decoder(MemberRecord)
 
 
 def decode_members(fields: Mapping[bytes, bytes]) -> dict[str, MemberRecord | None]:
-    """Replica -> record from the fields of the hash; None where it cannot be decoded."""
+    """Decode replica -> record from the fields of the hash; None for an invalid field."""
     records: dict[str, MemberRecord | None] = {}
     for field, value in fields.items():
         try:
@@ -208,7 +217,7 @@ def decode_members(fields: Mapping[bytes, bytes]) -> dict[str, MemberRecord | No
 
 
 class Command(Protocol):
-    """Carries out one command at the server, see ``router.replication.redis.client.Client.command``."""
+    """Runs one command at the server (``Client.command``)."""
 
     async def __call__(self, *args: bytes | str | int) -> Any: ...
 
@@ -236,7 +245,7 @@ class Membership:
         self._heartbeats = HeartbeatMonitor(lease_s)
 
     async def report(self, wants: Sequence[EngineAddress], held: int) -> dict[str, Member]:
-        """Write this replica's heartbeat and read the live replicas, this one among them."""
+        """Write this replica's heartbeat and return the live replicas, this one included."""
         self._beat += 1
         own = MemberRecord(self._started, self._beat, held, list(wants))
         await self._command("HSET", self._key, self._me, msgspec.msgpack.encode(own))
@@ -253,7 +262,7 @@ class Membership:
         await self._command("HDEL", self._key, self._me)
 
     def _split(self, records: dict[str, MemberRecord | None]) -> tuple[dict[str, Member], list[str]]:
-        """The live replicas, and the names whose fields are to be deleted."""
+        """Return the live replicas, and the names whose fields have to be deleted."""
         now = self._clock()
         live, dead = {}, []
         for name, record in records.items():

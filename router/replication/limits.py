@@ -1,14 +1,14 @@
-"""Limits of tenants hold for all replicas together: each says what its tenants use, and hears the others.
+"""Tenant limits across replicas: each replica reports its tenants' usage and reads that of the others.
 
 One hash in the shared index, one field per replica, written and read every ``EXCHANGE_S`` beside the
-requests, which never wait for it: a request is let in by what is known here. So together replicas let in at
-most what each of them can let in within ``EXCHANGE_S`` and two round trips more than a limit says. The
-algebra is in ``router.admission.peers``.
+requests, which never wait for it: a request is admitted by the local state. So replicas together admit at
+most what each of them can admit within ``EXCHANGE_S`` and two round trips more than a limit allows. The
+arithmetic is in ``router.admission.peers``.
 
-Always true: without the server every replica goes by its own counters, which is counted; a replica whose
-field is gone or does not change for ``SILENCE_S`` has no active requests. Content of the server is outside
-input: it can make a tenant wait for no more than one period's worth. Siblings of one machine tell each other
-by themselves and are skipped.
+Invariants: without the server every replica uses its own counters, which is counted; a replica whose field is
+absent or unchanged for ``SILENCE_S`` has no active requests. Content of the server is untrusted: it can make
+a tenant wait for no more than one period's worth. Workers of one parent exchange usage directly and are
+skipped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.topology import Script, ScriptCall
 
 EXCHANGE_S = 0.1
-# A field that has not changed for so long is taken out, by whoever sees it.
+# A field unchanged for this many seconds is deleted by the next replica that reads it.
 GONE_S = 60.0
 _KEPT_S = 120
-# More than any replica writes.
+# Size limit of a field; larger than any replica writes.
 _FIELD_BYTES_MAX = 1 << 20
 
 
@@ -52,7 +52,7 @@ class LimitStats(msgspec.Struct):
 
 
 class UseMessage(msgspec.Struct, array_like=True):
-    """One replica's field; ``crew`` is the same for workers of one parent."""
+    """One replica's field; ``crew`` is equal for workers of one parent."""
 
     crew: Annotated[str, msgspec.Meta(max_length=256)]
     uses: Uses
@@ -70,7 +70,7 @@ _DECODE = msgspec.msgpack.Decoder(UseMessage)
 
 
 class OtherReplicas:
-    """The fields of other replicas, as they are read. Pure; ``now`` is monotonic seconds."""
+    """The fields of other replicas, as last read. Pure; ``now`` is monotonic seconds."""
 
     def __init__(self, name: str, gate: KeyGate, crew: str = "") -> None:
         self.stats = LimitStats()
@@ -80,8 +80,9 @@ class OtherReplicas:
         self._fields: dict[str, tuple[int, float]] = {}
 
     def hear(self, fields: Mapping[str, bytes], now: float) -> list[str]:
-        """Every replica's field; a replica without one is gone. Returns those to be taken out, which have not
-        changed for long."""
+        """Process every replica's field; a replica without one has ended. Returns the stale fields to
+        delete.
+        """
         heard: dict[str, Uses] = {}
         for name, field in fields.items():
             uses = None if name == self._name else self._read(field)
@@ -97,11 +98,11 @@ class OtherReplicas:
         ]
 
     def age(self, now: float) -> None:
-        """The server may not have answered for some time."""
+        """Expire usage, since the server may not have responded for some time."""
         self._uses.age(now)
 
     def _since(self, name: str, field: bytes, now: float) -> tuple[int, float]:
-        """By its hash: what it is now, and since when."""
+        """Return the field's hash, and since when it is unchanged."""
         last, new = self._fields.get(name), hash(field)
         return last if last is not None and last[0] == new else (new, now)
 
@@ -120,7 +121,7 @@ class OtherReplicas:
 
 
 class SharedLimits:
-    """The exchange. ``name`` is this replica's, ``key`` where all replicas meet."""
+    """Periodic exchange of usage. ``name`` is this replica's, ``key`` the hash shared by all replicas."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class SharedLimits:
             await asyncio.sleep(EXCHANGE_S)
 
     async def exchange(self) -> None:
-        """Once; a server that does not answer is counted."""
+        """Exchange once; a server that does not respond is counted."""
         call = ScriptCall(_EXCHANGE, [self._key], [self._name, self._message(), _KEPT_S, *self._gone])
         try:
             reply = (await self._client.batch([call]))[0]
@@ -170,14 +171,14 @@ class SharedLimits:
         self.stats.exchanges += 1
 
     async def withdraw(self) -> None:
-        """This replica ends. Raises ``IndexUnavailable``."""
+        """Delete this replica's field at its end. Raises ``IndexUnavailable``."""
         await self._client.command("HDEL", self._key, self._name)
 
     def _message(self) -> bytes:
         self._beat += 1
         uses = self._gate.uses()
         whole = len(uses) <= TENANTS_MAX
-        if not whole:  # in turns
+        if not whole:  # round robin
             self.stats.omitted += len(uses) - TENANTS_MAX
             names = list(uses)
             start = self._beat * TENANTS_MAX % len(names)

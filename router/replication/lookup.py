@@ -1,8 +1,8 @@
-"""Look-ups in the shared index: one round trip per prompt, and a fallback for every failure.
+"""Lookups in the shared index: one round trip per prompt, and a fallback for every failure.
 
-Engines that this replica follows are predicted from its own memory, which is ahead of the index by the time
-a write takes; all others from the index. Always true: a look-up raises nothing and waits no longer than its
-deadline; an engine without a live writer is marked stale; where no prediction is possible the hit is
+Engines that this replica follows are predicted from its own memory, which is ahead of the index by the
+duration of a write; all others from the index. Invariants: a lookup raises nothing and waits no longer than
+its deadline; an engine without a live writer is marked stale; if no prediction is possible the hit is
 ``unknown`` with the reason.
 """
 
@@ -51,20 +51,22 @@ class LookupStats(msgspec.Struct):
 
 
 class Ownership(Protocol):
-    """Which engines this replica follows; see ``LeaseManager``."""
+    """The engines this replica follows (implemented by ``LeaseManager``)."""
 
     others_alive: bool
 
     def follows(self, engine_id: str) -> bool:
-        """Its feed runs here."""
+        """Whether its feed runs here."""
 
     def holds_exclusively(self, engine_id: str) -> bool:
-        """Its feed runs here, and nobody else can be following it."""
+        """Whether its feed runs here and no other replica can be following it."""
 
 
 class IndexLookup:
-    """See ``router.placement.engine.SharedView``. ``reader`` returns the reader; it is called in the event
-    loop."""
+    """View of the shared index for placement (``SharedView``).
+
+    ``reader`` returns the reader; it is called in the event loop.
+    """
 
     def __init__(
         self,
@@ -76,8 +78,8 @@ class IndexLookup:
         clock: Callable[[], float],
     ) -> None:
         self.stats = LookupStats()
+        # Why the last lookup failed; "" if it did not.
         self.problem = ""
-        """Why the last look-up failed; "" if it did not."""
         self.breaker = Breaker(BreakerSettings(open_s_max=5.0))
         self._reader = reader
         self._own = own
@@ -89,19 +91,19 @@ class IndexLookup:
         self._load_s = -math.inf
 
     def assign(self, engine_id: str, model: str) -> None:
-        """The engine serves this model."""
+        """Record the model that the engine serves."""
         self._models[engine_id] = model
 
     def remove(self, engine_id: str) -> None:
-        """The engine left the fleet."""
+        """Forget an engine that left the fleet."""
         self._models.pop(engine_id, None)
 
     def model_of(self, engine_id: str) -> str | None:
-        """The model an engine serves."""
+        """Return the model an engine serves."""
         return self._models.get(engine_id)
 
     def known(self, engine_id: str) -> SharedEngine | None:
-        """An engine's description as of the last look-up; sends nothing."""
+        """Return an engine's description as of the last lookup; sends nothing."""
         model = self._models.get(engine_id)
         return None if model is None else self._reader().engines(model).get(engine_id)
 
@@ -122,7 +124,7 @@ class IndexLookup:
     async def look(
         self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
     ) -> PeerSnapshot:
-        """See ``SharedView``."""
+        """Look up the prompt on the engines of other replicas; never raises."""
         remote = {e: model for e, model in engines.items() if not self._own.holds_exclusively(e)}
         if not remote and not self._own.others_alive:
             return NO_PEER_SNAPSHOT
@@ -145,7 +147,7 @@ class IndexLookup:
         except IndexRefused:
             self.breaker.record(False, self._clock())
             return self._fallback("refused", remote)
-        except Exception:  # noqa: BLE001  # whatever it is, no request may fail because of the index
+        except Exception:  # noqa: BLE001  # no request may fail because of the index
             _log.exception("shared index look-up failed")
             self.breaker.record(False, self._clock())
             return self._fallback("fault", remote)
@@ -156,7 +158,7 @@ class IndexLookup:
         return PeerSnapshot(hits, self._load, stores)
 
     def last_load(self) -> Mapping[str, OthersLoad] | None:
-        """What the last look told of other replicas' load; None: that is too long ago."""
+        """Return other replicas' load as of the last lookup; None if that is too long ago."""
         if not self._own.others_alive:
             return {}
         return self._load if self._clock() - self._load_s <= SILENCE_S else None
@@ -166,8 +168,9 @@ class IndexLookup:
         await self.look(None, dict(self._models))
 
     def _fallback(self, reason: str, remote: Mapping[str, str]) -> PeerSnapshot:
-        """The answer without the index: engines followed here are known from memory, the others
-        ``unknown``."""
+        """Return the result without the index: engines followed here are known from memory, the others
+        ``unknown``.
+        """
         self.stats.fallbacks[reason] = self.stats.fallbacks.get(reason, 0) + 1
         self.problem = reason
         why = f"the shared index did not answer ({reason})"
@@ -185,8 +188,10 @@ class IndexLookup:
         *,
         detail: bool,
     ) -> SharedRows:
-        """Adds the hits of ``ids`` to ``hits`` and rows of shared stores to ``stores``; repeats the look-up
-        where an engine turned out to have a new hash scheme."""
+        """Add the hits of ``ids`` to ``hits`` and rows of shared stores to ``stores``.
+
+        The lookup is repeated if an engine turns out to have a new hash scheme.
+        """
         reader = self._reader()
         schemes = _schemes(reader.engines(model), ids)
         while True:
@@ -237,7 +242,7 @@ class IndexLookup:
 
 
 def _span(rows: Rows, start: int, end: int) -> Rows:
-    """The rows of one scheme's hashes."""
+    """Return the rows of one scheme's hashes."""
     return Rows(end - start, {key: column[start:end] for key, column in rows.columns.items()})
 
 
@@ -252,7 +257,7 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
 
 
 def _seat(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit:
-    """What a prediction needs, or an ``unknown`` hit with the reason."""
+    """Return the query of an engine, or an ``unknown`` hit with the reason."""
     if known is None:
         return EngineHit("unknown", why_unknown="no replica follows this engine yet")
     if known.mode == "learned":
@@ -261,7 +266,7 @@ def _seat(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit
     if known.scheme is None or known.layout is None:
         if _trusted(known) and known.mode == "empty":
             return EngineHit("native")
-        return EngineHit("unknown", why_unknown=known.why_unknown or "nothing is known of this engine yet")
+        return EngineHit("unknown", why_unknown=known.why_unknown or "nothing is known about this engine yet")
     if known.layout.missing_facts:
         why = f"configure {', '.join(known.layout.missing_facts)} for this model"
         return EngineHit("unknown", why_unknown=why)

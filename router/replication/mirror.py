@@ -1,10 +1,10 @@
-"""The writer's side: a ``MemoryIndex`` whose engines' presence is mirrored to the shared index.
+"""The writer's side: a ``MemoryIndex`` whose content is mirrored to the shared index.
 
 Copies are counted in memory only. A change marks its blocks as *touched*; ``flush`` reads their state at that
-time and writes it as absolute values, so that ten changes of a block are one write and any write may be
-repeated. Forgetting an engine is a new generation in the registry, whatever the engine held.
-Always true: a change is written as soon as the server accepts it; while it cannot be written, readers trust
-the engine no longer than its lease runs. How the writes stay in order: ``flush.py``.
+time and writes absolute values, so that ten changes of a block are one write and any write may be repeated.
+Forgetting an engine is a new generation in the registry, independent of the number of its blocks. Invariant:
+a change is written as soon as the server accepts it; while it cannot be written, readers trust the engine no
+longer than its lease is valid. ``flush.py`` keeps the writes in order.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ _ATTEMPTS = 3
 
 
 class MirroredIndex:
-    """An ``Index`` (see ``router.index.base``) that answers from memory. Engines that were never taken over
-    are not mirrored. ``on_lost`` is called with the id of an engine that another writer has taken over."""
+    """An ``Index`` that answers from memory and mirrors engines taken over by this writer.
+
+    ``on_lost`` is called with the id of an engine that another writer has taken over.
+    """
 
     def __init__(
         self,
@@ -111,8 +113,8 @@ class MirroredIndex:
     async def take_over(self, engine_id: str, token: int) -> None:
         """Become the writer of an engine whose lease was acquired with ``token``.
 
-        On return older writers are fenced, and the engine holds what the memory index has of it (nothing
-        before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
+        On return older writers are fenced, and the shared index holds what the memory index has of the engine
+        (nothing before its feed is started). Raises ``LeaseLost``, ``IndexUnavailable`` or ``IndexRefused``.
         """
         async with self._writing():
             for _ in range(_ATTEMPTS):
@@ -122,15 +124,15 @@ class MirroredIndex:
             raise EpochChanged
 
     def drop(self, engine_id: str) -> None:
-        """The lease is lost or released: write nothing more, and forget the engine here.
+        """Stop writing and forget the engine here: the lease is lost or released.
 
-        What was written stays until the next writer claims it; ``flush`` before releasing a lease.
+        Written blocks stay until the next writer claims the engine; ``flush`` before releasing a lease.
         """
         self._queue.engines.pop(engine_id, None)
         self.memory.forget(engine_id)
 
     async def retire(self, engine_id: str) -> None:
-        """The engine left the fleet: drop it and free its slot. The lease must still be held."""
+        """Drop an engine that left the fleet and free its slot. The lease must still be held."""
         engine = self._queue.engines.get(engine_id)
         self.drop(engine_id)
         if engine is not None:
@@ -145,7 +147,7 @@ class MirroredIndex:
             self._dirty.set()
 
     def mirrored(self) -> dict[str, int]:
-        """The engines of this writer, with their tokens."""
+        """Return the engines of this writer, with their tokens."""
         return {engine_id: engine.token for engine_id, engine in self._queue.engines.items()}
 
     def written(self, engine_id: str) -> bool:
@@ -155,11 +157,11 @@ class MirroredIndex:
 
     @property
     def waiting(self) -> int:
-        """Blocks not written yet."""
+        """Number of blocks not written yet."""
         return sum(engine.waiting for engine in self._queue.engines.values())
 
     async def run(self) -> None:
-        """Flush whenever something changed, until cancelled; retries while the server does not answer."""
+        """Flush on every change, until cancelled; retries while the server is unreachable."""
         pause = _BACKOFF_S
         while True:
             with suppress(TimeoutError):
@@ -182,7 +184,7 @@ class MirroredIndex:
                 await asyncio.sleep(_BACKOFF_S_MAX)
 
     async def flush(self) -> None:
-        """Write everything that waits. Raises ``IndexUnavailable``; what was not written keeps waiting."""
+        """Write everything pending. Raises ``IndexUnavailable``; unwritten blocks stay pending."""
         async with self._writing():
             self._dirty.clear()
             self.counters.flushes += 1
@@ -201,7 +203,7 @@ class MirroredIndex:
         raise EpochChanged
 
     def _writing(self) -> asyncio.Lock:
-        """One flush or take-over at a time; created in the event loop that uses it."""
+        """Allow one flush or take-over at a time; the lock is created in the event loop that uses it."""
         if self._lock is None:
             self._lock = asyncio.Lock()
         return self._lock
@@ -210,13 +212,12 @@ class MirroredIndex:
         self._dirty.set()
 
 
-# What other replicas are told of the engines followed here: layout, hash scheme, and how far the feed is.
-#
-# Always true: an engine is said to be READY only once everything replayed of it has been written.
+# Descriptions published to other replicas for the engines followed here: layout, hash scheme, and feed state.
+# An engine is described as READY only once everything replayed for it has been written.
 
 
 class Descriptions:
-    """What was said last of each engine, so that only what changed is written."""
+    """Last published description of each engine, so that only changes are written."""
 
     def __init__(self) -> None:
         self._published: dict[str, EngineFacts] = {}
@@ -224,12 +225,13 @@ class Descriptions:
     def renew(
         self, engine_id: str, model: str, mirror: MirroredIndex, residency: ModelIndexes, feeds: FeedManager
     ) -> None:
-        """Say what holds now of this engine, if it is something else than before."""
+        """Publish the current description of this engine if it differs from the last one."""
         engine, feed = residency.engine(engine_id), feeds.stats.get(engine_id)
         if engine is None or feed is None:
             return
         seat = residency.scope(model).residency(engine_id).seat()
-        # Others take a degraded feed's blocks as they are: of a process that may have ended, none counts.
+        # Other replicas use a degraded feed's blocks as they are; those of a process that may have ended must
+        # not count.
         state = FeedState.STALE if feed.unconfirmed else feed.state
         facts = engine_facts(engine, seat, state, feed.missing_batches)
         published = self._published.get(engine_id)
@@ -242,14 +244,16 @@ class Descriptions:
         mirror.describe(engine_id, facts)
 
     def forget(self, engine_id: str) -> None:
-        """It is followed anew, or not here any more: all of it is to be said again."""
+        """Forget the published description: it has to be published again, or the engine is no longer
+        followed here.
+        """
         self._published.pop(engine_id, None)
 
 
 def engine_facts(
     engine: EngineResidency, seat: EngineQuery | EngineHit, feed_state: FeedState, missing: int
 ) -> EngineFacts:
-    """What other replicas need to predict this engine's hits, or why they cannot."""
+    """Return what other replicas need to predict this engine's hits, or why they cannot."""
     state = str(feed_state)
     if isinstance(seat, EngineQuery) and seat.mode == "assumed":
         why = "hash scheme not proven yet, only assumed"

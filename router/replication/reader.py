@@ -1,12 +1,11 @@
-"""Reads residency from the shared index: one round trip per look-up, and only entries that are current.
+"""Reads residency from the shared index: one round trip per lookup, and only current entries.
 
-A look-up asks for the blocks, then for the version of the registry, on all servers concerned at once. The
+A lookup requests the blocks, then the version of the registry, from all servers concerned at once. The
 registry is cached and fetched again when its version differs, before anything is decoded; so a forgotten
-engine is absent from every look-up that began after it was forgotten, and a code or generation is decoded
-with a registry at least as new as the value. Leases and the server's clock are read twice per renewal: an
-engine whose lease has expired is ``stale``.
-Always true: if the servers are not those the registry was written to (restarted, failed over), every engine
-is stale until its writer has written everything again.
+engine is absent from every lookup that began after it was forgotten, and a code or generation is decoded with
+a registry at least as new as the value. Leases and the server's clock are read twice per renewal: an engine
+whose lease has expired is ``stale``. Invariant: if the servers are not those the registry was written to
+(restarted, failed over), every engine is stale until its writer has written everything again.
 """
 
 from __future__ import annotations
@@ -29,29 +28,28 @@ from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, pack, within
 from router.replication.registry import EngineFacts, ScopeView, parse_view
 
-# A reader's copy of one model's registry, and the engines that it describes.
-#
-# Always true: an engine is fresh only while the lease last read has not expired by the server's clock, and
-# only on the servers that the registry was written to.
+# A reader's copy of one model's registry, and the engines described in it. An engine is fresh only while the
+# lease last read has not expired by the server's clock, and only on the servers that the registry was written
+# to.
 
 
 class SharedEngine(NamedTuple):
-    """One engine as its writer describes it."""
+    """One engine as described by its writer."""
 
     engine_id: str
     slot: Slot
     generation: int
     layout: CacheLayout | None
-    """Equal layouts are one object, which a look-up evaluates once."""
+    """Equal layouts are one object, which a lookup evaluates once."""
     scheme: HashScheme | None
     mode: str
     why_unknown: str
     feed_state: str
     missing_batches: int
     holder: str
-    """The replica that writes it; empty if none does."""
+    """Replica that writes it; empty if none does."""
     stale: bool
-    """No live writer keeps it up to date: its hits may be shown, but not relied on."""
+    """Whether no live writer keeps it up to date: its hits may be shown, but not relied on."""
     stores: frozenset[str] = frozenset()
     """Shared stores that it loads from."""
 
@@ -67,10 +65,10 @@ class ScopeCache:
         self.leases: dict[str, Lease] = {}
         self.leases_at = float("-inf")
         self.engines: dict[str, SharedEngine] = {}
+        # Id of the last entry read from the stream of prompts in flight; None before the first read.
         self.inflight_position: bytes | None = None
-        """Id of the last entry read from the stream of prompts in flight; None before the first read."""
+        # Time at which the next engine becomes stale if no lease is renewed.
         self.next_expiry = 0.0
-        """When the next engine becomes stale if no lease is renewed."""
         self._layouts: dict[CacheLayout, CacheLayout] = {}
 
     @property
@@ -89,7 +87,7 @@ class ScopeCache:
         self.leases, self.leases_at, self.next_expiry = leases, now, 0.0
 
     def engines_at(self, now: float) -> Mapping[str, SharedEngine]:
-        """Every engine that has a slot, with ``stale`` as of this moment."""
+        """Return every engine that has a slot, with ``stale`` as of ``now``."""
         if now >= self.next_expiry:
             view = self.view
             self.engines = {} if view is None else {e: self._engine(view, e, now) for e in view.slots}
@@ -126,12 +124,12 @@ _INFLIGHT_MAX = 512
 
 
 class SharedRows(NamedTuple):
-    """The answer to one look-up."""
+    """Result of one lookup."""
 
     rows: Rows
     engines: Mapping[str, SharedEngine]
     load: Mapping[str, bytes]
-    """What each replica wrote of its load (``ScopeKeys.load``), undecoded."""
+    """Load reported by each replica (``ScopeKeys.load``), undecoded."""
     inflight: Sequence[bytes] = ()
     """New entries of the stream of prompts in flight (``ScopeKeys.inflight``), undecoded."""
 
@@ -141,12 +139,12 @@ class ReaderStats(msgspec.Struct):
 
     lookups: int = 0
     fetches: int = 0
-    """Times the registry had changed, which costs a second round trip."""
+    """Number of changes of the registry, each of which costs a second round trip."""
     failures: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class _Answer(NamedTuple):
-    """The result of one round trip."""
+    """Result of one round trip."""
 
     values: list[bytes | None]
     order: npt.NDArray[np.intp] | None
@@ -157,7 +155,7 @@ class _Answer(NamedTuple):
 
 
 class _RoundTrip:
-    """Commands for several servers, sent to all of them at once; replies in the order of ``add``."""
+    """Commands for several servers, sent concurrently; replies in the order of ``add``."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -171,7 +169,10 @@ class _RoundTrip:
         commands.append(command)
 
     async def replies(self, deadline: float) -> Iterator[Reply]:
-        """Raises ``IndexUnavailable``, for an error among the replies too."""
+        """Send the commands and return the replies.
+
+        Raises ``IndexUnavailable``, also for an error among the replies.
+        """
         sent = [
             (connection, await connection.send(b"".join(commands), len(commands), deadline - _now()))
             for connection, commands in self._requests.items()
@@ -181,7 +182,7 @@ class _RoundTrip:
 
 
 class SharedReader:
-    """Look-ups over one client, which nothing else should use, so that no look-up waits behind a write."""
+    """Lookups over one dedicated client, so that no lookup waits behind a write."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -189,15 +190,17 @@ class SharedReader:
         self._caches: dict[str, ScopeCache] = {}
 
     def engines(self, model: str) -> Mapping[str, SharedEngine]:
-        """The engines as of the last look-up of this model, with ``stale`` as of now; sends nothing."""
+        """Return the engines as of the last lookup of this model, with ``stale`` as of now; sends nothing."""
         return self._cache_of(model).engines_at(_now())
 
     async def lookup(
         self, hashes: Sequence[BlockHash], model: str, *, timeout_s: float | None = None
     ) -> SharedRows:
-        """Who holds each block. Raises ``IndexUnavailable``, at the deadline at the latest.
+        """Look up the engines that hold each block.
 
-        ``timeout_s`` replaces the setting ``lookup_timeout_s``. Raises ``IndexRefused`` for another schema.
+        Raises ``IndexUnavailable``, at the deadline at the latest.
+
+        ``timeout_s`` overrides the setting ``lookup_timeout_s``. Raises ``IndexRefused`` for another schema.
         """
         self.counters.lookups += 1
         scale = max(1.0, len(hashes) / _BLOCKS_PER_TIMEOUT)
@@ -226,7 +229,7 @@ class SharedReader:
                 }
                 rows = Rows(rows.num_hashes, columns)
             return SharedRows(rows, cache.engines_at(_now()), answer.load, inflight)
-        raise IndexUnavailable("changing", "the registry was created anew several times")
+        raise IndexUnavailable("changing", "the registry was recreated several times")
 
     def _cache_of(self, model: str) -> ScopeCache:
         found = self._caches.get(model)
@@ -235,7 +238,7 @@ class SharedReader:
         return found
 
     async def _ask(self, cache: ScopeCache, words: Words, deadline: float) -> _Answer:
-        """The blocks, then the version and the load, and the leases where due."""
+        """Request the blocks, then the version and the load, and the leases if due."""
         keys, round_trip = cache.keys, _RoundTrip(self.client)
         order, queries = self._queries(cache, words)
         for prefix, query in queries:
@@ -261,7 +264,9 @@ class SharedReader:
     def _queries(
         self, cache: ScopeCache, words: Words
     ) -> tuple[npt.NDArray[np.intp] | None, list[tuple[bytes, bytes]]]:
-        """(Positions of the hashes in the order of the queries, one MGET per partition with its prefix)."""
+        """Return (positions of the hashes in the order of the queries, one MGET per partition with its
+        prefix).
+        """
         if cache.view is None or not len(words):
             return None, []
         epoch, partitions = cache.view.scope.epoch, cache.view.scope.partitions
@@ -288,7 +293,7 @@ class SharedReader:
 
 
 def _fields(flat: Reply) -> dict[bytes, bytes]:
-    """A hash from the reply to HGETALL."""
+    """Parse a hash from the reply to HGETALL."""
     it = iter(flat)
     return dict(zip(it, it, strict=True))
 
@@ -298,7 +303,7 @@ def _now() -> float:
 
 
 def _inflight_query(cache: ScopeCache) -> bytes:
-    """The first time only the stream's end; afterwards the entries since the last one read."""
+    """Query only the stream's end the first time; afterwards the entries since the last one read."""
     if cache.inflight_position is None:
         return pack("XREVRANGE", cache.keys.inflight, "+", "-", "COUNT", 1)
     return pack("XREAD", "COUNT", _INFLIGHT_MAX, "STREAMS", cache.keys.inflight, cache.inflight_position)

@@ -1,9 +1,9 @@
 """The registry of one scope: epoch, engine slots and generations, patterns, and a description of each engine.
 
-A scope's registry is one hash: if the server loses it, it loses all of it, and whoever opens the scope again
-creates another epoch, in which nothing written before is found. Each change draws a new ``version``, a random
-number and no counter, so that equal versions mean equal content even if a failover undid the last changes.
-Always true: a ``ScopeView`` is a consistent snapshot.
+A scope's registry is one hash: if the server loses it, it loses all of it, and the replica that opens the
+scope again creates another epoch, in which earlier blocks are not found. Each change draws a new ``version``,
+a random number and not a counter, so that equal versions mean equal content even if a failover undid the last
+changes. Invariant: a ``ScopeView`` is a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _LOG = structlog.get_logger()
 
 SLOTS_MAX = 4096
 _CLUSTER_PARTITIONS = 16
-# Of what Redis holds instead of a schema, which may be of any length.
+# Bytes shown in an error of a value that is not a schema number.
 _SCHEMA_SHOWN_BYTES = 40
 _CHECK_NAMESPACE_S = 60.0
 
 
 class IndexRefused(Exception):  # noqa: N818  # a state of the index, no error in the code
-    """This replica must not use the index; ``str()`` says why and what to do."""
+    """This replica must not use the index; ``str()`` gives the reason and the remedy."""
 
 
 class EpochChanged(IndexUnavailable):
     """The scope has another epoch than the caller knows: everything must be claimed and written again."""
 
     def __init__(self) -> None:
-        super().__init__("epoch", "the registry was created anew")
+        super().__init__("epoch", "the registry was recreated")
 
 
 class LeaseLost(IndexUnavailable):
@@ -67,7 +67,7 @@ class LeaseLost(IndexUnavailable):
 
 
 class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine's writer publishes about it, beside the blocks."""
+    """Description of an engine, published by its writer beside the blocks."""
 
     layout: CacheLayout | None = None
     scheme: HashScheme | None = None
@@ -92,7 +92,7 @@ class EngineSlot(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What never changes within one epoch."""
+    """Properties that never change within one epoch."""
 
     epoch: bytes
     partitions: int
@@ -122,7 +122,7 @@ class Registry:
         self._schema_checked, self._check_again_at = "", 0.0
 
     async def open(self) -> Scope:
-        """The scope, created if there is none. Raises ``IndexRefused`` for another schema."""
+        """Open the scope, and create it if there is none. Raises ``IndexRefused`` for another schema."""
         settings, identity = self.client.settings, self.client.identity
         await self._check_namespace(identity)
         default = _CLUSTER_PARTITIONS if self.client.cluster else 1
@@ -141,7 +141,7 @@ class Registry:
         return Scope(reply[3], int(reply[1]), int(reply[2]), reply[4].decode())
 
     async def replace_servers(self, scope: Scope) -> None:
-        """The servers are not those the scope was written to: invalidate everything written before."""
+        """Invalidate everything written before: the servers are not those the scope was written to."""
         _LOG.warning("index servers changed; residency is written again", model=self.model)
         identity = self.client.identity
         await self.client.run(
@@ -157,7 +157,7 @@ class Registry:
         )
 
     async def check(self) -> None:
-        """Raises ``IndexRefused`` if this namespace, or this scope, is another schema's; changes nothing."""
+        """Check the schema of this namespace and scope; changes nothing. Raises ``IndexRefused``."""
         found = await self.client.command("GET", schema_key(self.client.settings.namespace))
         _refuse_other_schema(found, self.client.settings.namespace)
         await self.fetch()
@@ -167,7 +167,7 @@ class Registry:
         return parse_view(await self.client.command("HGETALL", self.keys.scope))
 
     async def fence(self, scope: Scope, engine_id: str, token: int) -> None:
-        """Shut out writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
+        """Fence off writers with older tokens in every partition. Raises ``LeaseLost`` for a newer one."""
         for partition in range(scope.partitions):
             key = self.keys.fence(partition, scope.partitions)
             stands = await self.client.run(write_scripts.FENCE, [key], engine_id, token, self._control_ttl_ms)
@@ -175,7 +175,7 @@ class Registry:
                 raise LeaseLost(engine_id)
 
     async def claim(self, scope: Scope, engine_id: str, token: int) -> EngineSlot:
-        """Give the engine a new generation, which invalidates everything written of it, in O(1).
+        """Give the engine a new generation, which invalidates all its blocks, in O(1).
 
         Raises ``LeaseLost`` or ``EpochChanged``.
         """
@@ -205,7 +205,7 @@ class Registry:
         _raise_for(reply, engine_id)
 
     async def codes(self, scope: Scope, patterns: Sequence[Sequence[Plane]]) -> list[int]:
-        """The code of each pattern, allocated on first use; 0 where none is left."""
+        """Return the code of each pattern, allocated on first use; 0 if none is left."""
         names = [pattern_name(planes) for planes in patterns]
         limit = codes_max(scope.code_bytes)
         reply = await self.client.run(
@@ -215,16 +215,18 @@ class Registry:
         return [int(code) for code in reply[1:]]
 
     async def invalidate(self, engine_id: str, token: int) -> None:
-        """Invalidate everything written of this engine until it is claimed again; works on a full server too.
-        Raises ``LeaseLost``."""
+        """Invalidate all blocks of this engine until it is claimed again; works on a full server too.
+
+        Raises ``LeaseLost``.
+        """
         keys = [self.keys.scope, self.keys.leases]
         _raise_for(await self.client.run(scripts.INVALIDATE, keys, engine_id, token), engine_id)
 
     async def retire(self, scope: Scope, engine_id: str, token: int | None, idle_s: float = 0.0) -> bool:
-        """Remove an engine that left the fleet and free its slot. Without a token only if its lease expired
-        ``idle_s`` ago.
+        """Remove an engine that left the fleet and free its slot.
 
-        False if the lease forbids it. Raises ``EpochChanged``.
+        Without a token only if its lease expired ``idle_s`` ago. Returns False if the lease forbids it.
+        Raises ``EpochChanged``.
         """
         reply = await self.client.run(
             scripts.RETIRE,
@@ -244,8 +246,11 @@ class Registry:
         return int(self.client.settings.control_ttl_s * 1000)
 
     async def _check_namespace(self, identity: str) -> None:
-        """Raises ``IndexRefused`` if the namespace has another schema. Checked once a minute and after the
-        servers changed, which also renews the key's time to live."""
+        """Check the schema of the namespace, once a minute and after the servers changed; also renews the
+        key.
+
+        Raises ``IndexRefused`` if the namespace has another schema.
+        """
         now = asyncio.get_running_loop().time()
         if self._schema_checked == identity and now < self._check_again_at:
             return
@@ -257,7 +262,7 @@ class Registry:
 
 
 def parse_view(fields: Mapping[bytes, bytes]) -> ScopeView | None:
-    """The registry from the fields of its hash; None if the scope does not exist (completely)."""
+    """Parse the registry from the fields of its hash; None if the scope does not exist (completely)."""
     if not {b"epoch", b"p", b"w", b"home", b"schema", b"used"} <= fields.keys():
         return None
     _refuse_other_schema(fields[b"schema"], "this namespace")
@@ -301,41 +306,43 @@ def _new_epoch() -> bytes:
     return secrets.token_bytes(EPOCH_BYTES)
 
 
-# The writer's table of patterns: which code stands for the planes that hold a block of one engine.
-#
-# Always true: a block's code names no plane that does not hold it. Blocks held in several media form many
-# more patterns than blocks of the GPU alone; once half of the scope's codes are allocated, new patterns are
-# reduced to their GPU part, so that what connectors hold never hides what the GPU holds. Where no codes are
-# left, a pattern is reduced to the known part with most of the GPU's planes.
+# The writer's table of patterns: the code of each set of planes that hold a block of one engine. A block's
+# code names no plane that does not hold it. Blocks held in several media form many more patterns than blocks
+# of the GPU alone; once half of the scope's codes are allocated, new patterns are reduced to their GPU part,
+# so that offloaded blocks never hide GPU blocks. Without free codes, a pattern is reduced to the known subset
+# with most GPU planes.
 
 
 Codes = npt.NDArray[np.intp]
 
 
 class PatternCodes:
-    """The codes that one writer knows in one epoch."""
+    """Codes that one writer knows in one epoch."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._planes: list[Plane] = []
+        # Bit set of the GPU planes.
         self._gpu = 0
-        """The planes of the GPU, as bits."""
         self._known: dict[int, int] = {0: 0}
+        # Patterns written only in part, because no code was free.
         self.without_code = 0
-        """Patterns shown only in part, for want of codes."""
+        # Whether the last codes were reduced because the server had no memory for new ones.
         self.provisional = False
-        """Whether the last codes were reduced because the server had no memory for new ones."""
+        # Planes beyond ``PLANES_MAX``: not shown at all.
         self.planes_left_out = 0
-        """Planes beyond ``PLANES_MAX``: not shown at all."""
 
     def clear(self) -> None:
-        """Another epoch has other codes."""
+        """Forget all codes: another epoch has different ones."""
         self._known = {0: 0}
 
     async def of(
         self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
     ) -> Codes:
-        """The code of what this engine holds of each block now. Raises ``IndexUnavailable``."""
+        """Return the code of the planes in which this engine holds each block now.
+
+        Raises ``IndexUnavailable``.
+        """
         self._add_planes(memory.planes(engine_id))
         bits = memory.held_in(engine_id, self._planes, hashes)
         patterns, inverse = np.unique(bits, return_inverse=True)
@@ -348,7 +355,7 @@ class PatternCodes:
         return np.array([known[pattern] for pattern in wanted], np.intp)[inverse]
 
     async def _allocate(self, scope: Scope, new: list[int]) -> dict[int, int]:
-        """The code of every known and every new pattern."""
+        """Return the code of every known and every new pattern."""
         self.provisional = False
         if not new:
             return self._known
@@ -357,7 +364,7 @@ class PatternCodes:
         except ServerError as error:
             if error.reason != "OOM":
                 raise
-            self.provisional = True  # removals must be written though new codes cannot
+            self.provisional = True  # removals must be written although new codes cannot
             return self._known | {pattern: self._part_of(pattern) for pattern in new}
         for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
             self._known[pattern] = code or self._part_of(pattern)

@@ -1,9 +1,9 @@
-"""Which engine holds which response, and whose it is, for all replicas: one key per response in the shared
-index, written when the response is made and read where it is asked for and not known.
+"""Engine and tenant of each response, for all replicas: one key per response in the shared index.
 
-Always true: no request waits for a write, and a read ends in time; the index's content is outside input.
-With a key file each entry is signed with a secret made of all keys' digests, which no tenant knows and the
-index does not hold: an entry that says who may read a response counts only if a router wrote it.
+The key is written when the response is created, and read by a replica that does not know the response. No
+request waits for a write, and a read has a deadline; the index's content is untrusted. With a key file each
+entry is signed with a secret derived from all keys' digests, which no tenant knows and the index does not
+hold: an entry is accepted only if a router wrote it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.replication.codec import response_key
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, pack
 
-# How long a response can be found by replicas that did not see it made.
+# Seconds for which other replicas can find a response.
 KEPT_S = 3600
 _WAITING_MAX = 4096
 _SEND_S = 0.5
@@ -40,9 +40,9 @@ class ResponseStats(msgspec.Struct):
     missing: Annotated[int, "kvatlas_responses_missing_total"] = 0
     """Responses that were not known here and not found in the shared index, or not in time."""
     dropped: Annotated[int, "kvatlas_responses_dropped_total"] = 0
-    """Responses that other replicas were not told of, as too many waited or the index did not answer."""
+    """Responses not reported to other replicas, because too many were queued or the index did not respond."""
     refused: Annotated[int, "kvatlas_responses_refused_total"] = 0
-    """Entries for responses that no router with these keys wrote, or that could not be read."""
+    """Entries for responses that were not written by a router with these keys, or could not be decoded."""
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -55,7 +55,10 @@ _DECODE = msgspec.msgpack.Decoder(_Entry)
 
 
 class ResponseDirectory:
-    """``secrets``: the one to sign with first, then earlier ones that still count; none without keys."""
+    """Directory of responses.
+
+    ``secrets``: the current signing secret, then earlier accepted ones; none without keys.
+    """
 
     def __init__(
         self,
@@ -73,14 +76,14 @@ class ResponseDirectory:
         self._waiting: asyncio.Queue[tuple[str, HeldResponse]] = asyncio.Queue(_WAITING_MAX)
 
     def put(self, response_id: str, held: HeldResponse) -> None:
-        """To be written soon."""
+        """Queue an entry to be written soon."""
         try:
             self._waiting.put_nowait((response_id, held))
         except asyncio.QueueFull:
             self.stats.dropped += 1
 
     async def run(self) -> None:
-        """Write what waits, until cancelled, without waiting for replies."""
+        """Write queued entries until cancelled, without waiting for replies."""
         while True:
             response_id, held = await self._waiting.get()
             key = response_key(self._namespace, response_id)
@@ -94,7 +97,7 @@ class ResponseDirectory:
                 self.stats.dropped += 1
 
     async def find(self, response_id: str) -> HeldResponse | None:
-        """The entry that a router wrote; None also where the index does not answer in time."""
+        """Return the entry written by a router; None also if the index does not respond in time."""
         found = await self._read(response_id)
         if found is None:
             self.stats.missing += 1

@@ -1,7 +1,7 @@
-"""Lua scripts on a scope's registry and leases. Writes: ``write_scripts.py``.
+"""Lua scripts on a scope's registry, leases, fences and blocks.
 
-Scripts touch keys of one hash tag only. A script that refuses returns a status: ``EPOCH`` the scope has
-another epoch than the caller knows, ``LEASE`` another replica holds the engine's lease. Tokens are
+Scripts touch keys of one hash tag only. A script that refuses returns a status: ``EPOCH``: the scope has
+another epoch than the caller knows; ``LEASE``: another replica holds the engine's lease. Tokens are
 microseconds of the server's clock, never lower than an earlier one, so that they keep rising even if the
 server loses the last one.
 """
@@ -36,7 +36,7 @@ REPLACE_SERVERS = Script(
 -- scope; schema, epoch known, home known, new epoch, new home, nonce, ttl ms
 -- The servers are others than those the scope was written to: nothing written before counts. One server's
 -- history is a prefix of what was written, so its generations can go on; a Cluster's parts may lack different
--- ends, so there everything begins anew.
+-- ends, so there everything starts again.
 local s = redis.call('HMGET', KEYS[1], 'epoch', 'home', 'p', 'w', 'used')
 if s[1] ~= ARGV[2] or s[2] ~= ARGV[3] then return 0 end
 if s[3] ~= '1' then
@@ -208,7 +208,7 @@ RENEW = Script(
     _NOW
     + """
 -- leases, scope; replica, lease ms, ttl ms, (engine, token)...
--- 1 for each lease still held: it may have run out, as long as nobody else has taken it; one that the server
+-- 1 for each lease still held: it may have expired unless another replica took it; one that the server
 -- lost is taken again.
 local held = {}
 for i = 4, #ARGV, 2 do

@@ -1,8 +1,8 @@
-"""This replica's part in a shared index: leases, mirrored feeds, look-ups and load reports.
+"""This replica's part in a shared index: leases, mirrored feeds, lookups and load reports.
 
-One per router. It owns the connections (one client for writing, one for look-ups) and a ``MirroredIndex``
-per model, which the feeds write to. Always true: a feed runs only while its engine's lease is held here;
-no failure in here ends the router.
+One per router. It owns the connections (one client for writing, one for lookups) and a ``MirroredIndex`` per
+model, which the feeds write to. Invariants: a feed runs only while its engine's lease is held here; no
+failure in here ends the router.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from router.replication.settings import IndexSettings
 from router.replication.write_queue import MirrorStats
 
 _log = structlog.get_logger()
-# Delay until other replicas are told a feed's new state or an engine's new layout.
+# Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.
 _DESCRIBE_S = 0.02
 _REFRESH_S = 0.5
 _SHUTDOWN_S_MAX = 2.0
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
-# Shortest pause between two reports of this replica's load to the others.
+# Minimum pause in seconds between two reports of this replica's load.
 _LOAD_INTERVAL_S = 0.05
 
 
@@ -59,7 +59,7 @@ class _Scope(NamedTuple):
 
 
 class SharedIndex:
-    """See the module. ``attach`` before ``run``; placement asks ``lookup``."""
+    """Shared index of a router. Call ``attach`` before ``run``; placement uses ``lookup``."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class SharedIndex:
         self._residency: ModelIndexes | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._reader: SharedReader | None = None
+        # Tenants' usage across replicas, if tenants have limits.
         self.limits: SharedLimits | None = None
-        """What tenants use, where they have limits."""
         self.responses: ResponseDirectory | None = None
         self._descriptions = Descriptions()
         self.load_gossip = LoadGossip(
@@ -112,13 +112,16 @@ class SharedIndex:
         self.inflight.gossip_stats.malformed += 1
 
     def attach(self, feeds: FeedManager, residency: ModelIndexes) -> None:
-        """Set the feeds to start and stop with the leases, and the residency to describe to other
-        replicas."""
+        """Set the feeds that start and stop with the leases, and the residency to describe to other
+        replicas.
+        """
         self._feeds, self._residency = feeds, residency
 
     def share_limits(self, gate: KeyGate, crew: str) -> None:
-        """The limits of tenants hold for all replicas together. ``crew``: the same for workers of one parent,
-        who tell each other by themselves."""
+        """Apply the limits of tenants to all replicas together.
+
+        ``crew``: equal for workers of one parent, which exchange usage directly.
+        """
         self.limits = SharedLimits(
             self._write_client,
             limits_key(self.settings.namespace),
@@ -130,8 +133,10 @@ class SharedIndex:
         )
 
     def share_responses(self, holders: ResponseHolders, secrets: Callable[[], Sequence[bytes]]) -> None:
-        """Responses made here are found by other replicas, and theirs here; ``secrets`` as in
-        ``ResponseDirectory``."""
+        """Make responses created here findable by other replicas, and theirs here.
+
+        ``secrets`` as in ``ResponseDirectory``.
+        """
         self.responses = ResponseDirectory(
             self._write_client,
             self.settings.namespace,
@@ -142,7 +147,7 @@ class SharedIndex:
         holders.sources.append(self.responses.find)
 
     def scope(self, model: str) -> _Scope:
-        """The shared index of a model, created on first use."""
+        """Return the shared index of a model, created on first use."""
         found = self._scopes.get(model)
         if found is None:
             keys = ScopeKeys(self.settings.namespace, model)
@@ -162,41 +167,41 @@ class SharedIndex:
         return found
 
     def reader(self) -> SharedReader:
-        """The reader; created in the running event loop."""
+        """Return the reader, created in the running event loop."""
         if self._reader is None:
             self._reader = SharedReader(self._lookup_client)
         return self._reader
 
     def index_of(self, model: str) -> MirroredIndex:
-        """The index that the feeds of a model's engines write to."""
+        """Return the index that the feeds of a model's engines write to."""
         return self.scope(model).mirror
 
     # -- the engines ----------------------------------------------------------------------------------
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
-        """See ``EngineLifecycle``: by this replica or another."""
+        """Whether this replica or another follows the engine."""
         return self.lease_manager.is_candidate(engine, model)
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
-        """See ``EngineLifecycle``: here, if the lease can be acquired."""
-        del tasks  # feeds come and go with their leases
+        """Follow the engine here, if the lease can be acquired."""
+        del tasks  # feeds start and stop with their leases
         self.lookup.assign(engine.engine_id, model)
         self.lease_manager.add_candidate(engine, model)
 
     def stop(self, engine_id: str) -> None:
-        """See ``EngineLifecycle``."""
+        """Stop following the engine."""
         self.lease_manager.remove_candidate(engine_id)
         self.lookup.remove(engine_id)
 
     def follower(self, engine_id: str) -> str | None:
-        """The replica that follows an engine, as of the last look-up; None if none does."""
+        """Return the replica that follows an engine, as of the last lookup; None if none does."""
         if self.lease_manager.follows(engine_id):
             return self.replica
         known = self.lookup.known(engine_id)
         return None if known is None else known.holder or None
 
     def stop_all(self) -> None:
-        """See ``EngineLifecycle``. ``close`` releases the leases."""
+        """Stop all feeds. ``close`` releases the leases."""
         for engine_id in list(self.lease_manager.held):
             self.lease_manager.remove_candidate(engine_id)
 
@@ -214,7 +219,7 @@ class SharedIndex:
     # -- leases -----------------------------------------------------------------------------------------
 
     async def _lease_acquired(self, candidate: LeaseCandidate, token: int, again: bool) -> None:
-        """See ``LeaseManager``."""
+        """Take over as writer, and start the feed unless it runs already."""
         engine_id = candidate.engine.engine_id
         await self.scope(candidate.model).mirror.take_over(engine_id, token)
         self._descriptions.forget(engine_id)
@@ -222,7 +227,7 @@ class SharedIndex:
             self._feeds.follow(candidate.engine, candidate.model, self._tasks)
 
     def _lease_ended(self, model: str, engine_id: str) -> None:
-        """See ``LeaseManager``."""
+        """Stop writing and stop the feed."""
         self._descriptions.forget(engine_id)
         self.scope(model).mirror.drop(engine_id)
         if self._feeds is not None:
@@ -251,8 +256,10 @@ class SharedIndex:
                 self._tasks.create_task(_restarting(self.limits.run), name="shared index: limits")
 
     async def release_leases(self) -> None:
-        """Release the leases, so that others take over at once; from then on engines are looked up. May be
-        called more than once: see ``LeaseManager.release_all``."""
+        """Release the leases, so that others take over immediately; engines are looked up from then on.
+
+        May be called more than once.
+        """
         try:
             async with asyncio.timeout(_SHUTDOWN_S_MAX):
                 await self.lease_manager.release_all()
@@ -278,7 +285,7 @@ class SharedIndex:
             _log.warning("connections to the shared index not closed in time")
 
     async def _describe_engines(self) -> None:
-        """Publish what changed of each engine followed here."""
+        """Publish changed descriptions of the engines followed here."""
         while True:
             if self._residency is not None and self._feeds is not None:
                 for engine_id, held in list(self.lease_manager.held.items()):
@@ -287,7 +294,7 @@ class SharedIndex:
             await asyncio.sleep(_DESCRIBE_S)
 
     async def _refresh_periodically(self) -> None:
-        """Read the registry also while no requests come, so that explain and metrics stay current."""
+        """Read the registry also without requests, so that explain and metrics stay current."""
         while True:
             await self.lookup.refresh()
             await asyncio.sleep(_REFRESH_S)
@@ -319,17 +326,17 @@ class SharedIndex:
 
 
 async def _restarting(work: Callable[[], Awaitable[None]]) -> None:
-    """Run ``work`` until cancelled, starting it again whatever ends it: a bug must not end the router."""
+    """Run ``work`` until cancelled and restart it after a failure: a bug must not end the router."""
     while True:
         try:
             await work()
-        except Exception:  # noqa: BLE001  # see above
+        except Exception:  # noqa: BLE001  # a bug must not end the router
             _log.exception("task of the shared index failed, restarting it")
         await asyncio.sleep(_RESTART_PAUSE_S)
 
 
 async def check_index(settings: IndexSettings, model: str = "") -> str:
-    """Why the index cannot be used; "" if it can. Raises ``IndexRefused`` for another schema."""
+    """Return why the index cannot be used; "" if it can. Raises ``IndexRefused`` for another schema."""
     client: Client = Client(settings)
     try:
         if not await client.start(2 * settings.connect_timeout_s):

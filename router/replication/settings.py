@@ -1,4 +1,4 @@
-"""The ``index`` section of the configuration: without a URL a router has an index of its own, in memory."""
+"""The ``index`` section of the configuration; without a URL a router keeps its own index in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from router.replication.redis.settings import SettingsError, SharedSettings
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The residency index that several replicas share through Redis or Valkey."""
+    """Residency index that several replicas share through Redis or Valkey."""
 
     url: str = ""
     """URL of the shared index (forms: docs/redis.md); empty: each router keeps an index of its own in

@@ -1,10 +1,10 @@
-"""The engines of one writer in one scope: what waits to be written of each, and under which generation.
+"""The engines of one writer in one scope: pending blocks and generation of each.
 
 Nothing is written before a generation was claimed; after a claim everything that the memory index holds is
 written. A generation is claimed when an engine is taken over, forgotten or cleared, when too much of it
 changed, when the registry or the engine's slot was lost, and when the servers changed. An engine that cannot
-be given a new generation because the server is full, or whose changes could not be written for the length of
-a lease, is invalidated, so that readers ignore it. Where that fails too, its lease cannot be renewed either.
+get a new generation because the server is full, or whose changes could not be written for the length of a
+lease, is invalidated, so that readers ignore it. If that fails too, its lease cannot be renewed either.
 Everything held is written again within two thirds of its time to live, which also restores evicted blocks.
 """
 
@@ -37,7 +37,7 @@ from router.replication.registry import (
     ScopeView,
 )
 
-# What waits to be written of one mirrored engine, what has been sent, and what is due for a refresh.
+# Pending, sent and refreshed blocks of one mirrored engine.
 
 
 class MirrorStats(msgspec.Struct):
@@ -75,8 +75,10 @@ class MirrorStats(msgspec.Struct):
 
 
 class PendingEngine:
-    """One engine of a writer. Bounded by ``touched_max`` changed blocks, and by what the memory index
-    holds."""
+    """One engine of a writer.
+
+    Bounded by ``touched_max`` changed blocks, and by the content of the memory index.
+    """
 
     __slots__ = (
         "_refresh",
@@ -94,17 +96,17 @@ class PendingEngine:
 
     def __init__(self, token: int, *, whole: bool) -> None:
         self.token = token
+        # None: a generation must be claimed before anything is written.
         self.slot: EngineSlot | None = None
-        """None: a generation must be claimed before anything is written."""
         self.touched: set[BlockHash] = set()
+        # Without a slot: whether ``touched`` is everything that the memory index holds of the engine.
         self.whole = whole
-        """Without a slot: whether ``touched`` is all that the memory index holds of the engine."""
+        # Unchanged blocks to write again: arrays, taken from the end.
         self.backlog: list[Words] = []
-        """Unchanged blocks to write again: arrays, taken from the end."""
         self.facts = EngineFacts()
         self.facts_due = True
+        # Number of batches sent without a reply yet.
         self.in_flight = 0
-        """Batches sent whose reply has not arrived."""
         self._refresh: Words | None = None
         self._refreshed = 0
         self._round_began = 0.0
@@ -120,21 +122,21 @@ class PendingEngine:
 
     @property
     def waiting(self) -> int:
-        """Blocks not sent yet."""
+        """Number of blocks not sent yet."""
         return len(self.touched) + sum(map(len, self.backlog))
 
     def claimed(self, slot: EngineSlot, now: float) -> None:
-        """Note the slot and generation that were claimed."""
+        """Record the slot and generation that were claimed."""
         self.slot, self.facts_due = slot, True
         self._refresh, self._round_began = None, now
 
     def invalidate(self, *, whole: bool) -> None:
-        """What was written no longer counts: claim a new generation before the next write."""
+        """Discard what was written: claim a new generation before the next write."""
         self.slot, self.whole = None, whole
         self.touched, self.backlog = set(), []
 
     def touch(self, hashes: Sequence[BlockHash], limit: int) -> bool:
-        """Note changed blocks; False if they exceed ``limit``, so that all blocks must be written again."""
+        """Record changed blocks; False if they exceed ``limit``, so that all blocks must be written again."""
         if self.slot is None and not self.whole:
             return True  # the claim writes everything
         self.touched.update(hashes)
@@ -144,7 +146,7 @@ class PendingEngine:
         return False
 
     def take(self, limit: int) -> list[BlockHash]:
-        """The next blocks to write, changes first."""
+        """Take the next blocks to write, changes first."""
         if len(self.touched) <= limit:
             taken, self.touched = list(self.touched), set()
         else:
@@ -158,8 +160,10 @@ class PendingEngine:
         return taken
 
     def refresh(self, held: Callable[[], Words], now: float, period_s: float) -> None:
-        """Move the blocks that are due to the backlog, if it is empty; ``held`` lists all blocks for the next
-        round."""
+        """Move the blocks that are due to the backlog, if it is empty.
+
+        ``held`` lists all blocks for the next round.
+        """
         if self.slot is None or self.backlog:
             return
         share = (now - self._round_began) / period_s
@@ -189,13 +193,13 @@ class Batch:
         self.engine = engine
         self.hashes = hashes
         self.call = call
+        # Whether its codes were reduced for lack of memory: it must then be written again.
         self.provisional = provisional
-        """Its codes were reduced for want of memory: it must be written again."""
         self._finished = False
         engine.in_flight += 1
 
     def finish(self) -> bool:
-        """The reply arrived or the batch was given up; False if ``finish`` was called before."""
+        """End the batch: the reply arrived or the batch was abandoned. Returns False if called before."""
         if self._finished:
             return False
         self._finished = True
@@ -203,10 +207,9 @@ class Batch:
         return True
 
 
-# Garbage collection in the shared index: engines that left while no replica could retire them.
-#
-# Every writer runs it; the server decides what is removed. Always true: an engine whose lease is held, or
-# expired less than ``idle_s`` ago, is kept.
+# Garbage collection in the shared index: engines that left while no replica could retire them. Every writer
+# runs it; the server decides what is removed. An engine whose lease is held, or expired less than ``idle_s``
+# ago, is kept.
 
 
 class RegistryGc:
@@ -217,9 +220,11 @@ class RegistryGc:
         self._orphans: set[str] = set()
 
     async def run(self, idle_s: float) -> ScopeView | None:
-        """Remove engines whose lease expired ``idle_s`` ago, and those found without a lease twice in a row
-        (a writer whose lease the server lost renews it in between). Returns the registry as it was before;
-        None if there is none. Raises ``IndexUnavailable``."""
+        """Remove engines whose lease expired ``idle_s`` ago, and those found without a lease twice in a row.
+
+        A writer whose lease the server lost renews it in between. Returns the registry as it was before; None
+        if there is none. Raises ``IndexUnavailable``.
+        """
         registry = self._registry
         view = await registry.fetch()
         if view is None:
@@ -240,15 +245,18 @@ __all__ = ["IDLE_S", "MirrorStats", "WriteQueue"]
 
 _LOG = structlog.get_logger()
 
-# Blocks of one engine written before the next engine gets its turn.
+# Number of blocks of one engine written before the next engine's turn.
 _SLICE = 2048
-# How often a writer checks that the registry has not been replaced.
+# Seconds between two checks that the registry has not been replaced.
 IDLE_S = 0.25
 AUDIT_S = 60.0
 
 
 class WriteQueue:
-    """The engines of one writer in one scope. One task at a time, except for ``touch`` and ``invalidate``."""
+    """The engines of one writer in one scope.
+
+    Used by one task at a time, except for ``touch`` and ``invalidate``.
+    """
 
     def __init__(
         self,
@@ -275,28 +283,31 @@ class WriteQueue:
         self._gc = RegistryGc(registry)
 
     def touch(self, engine_id: str, hashes: Sequence[BlockHash]) -> None:
-        """Note changed blocks of an engine."""
+        """Record changed blocks of an engine."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             self.touch_engine(engine, hashes)
             self._on_change()
 
     def invalidate(self, engine_id: str) -> None:
-        """The engine was cleared or replaced as a whole: claim a new generation for it."""
+        """Claim a new generation for an engine that was cleared or replaced as a whole."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             engine.invalidate(whole=not self.memory.planes(engine_id))
             self._on_change()
 
     def refresh(self) -> None:
-        """Put the blocks that are due for a refresh on the waiting list."""
+        """Queue the blocks that are due for a refresh."""
         period_s, now = self.settings.block_ttl_s / 3, _now()
         for engine_id, engine in self.engines.items():
             engine.refresh(partial(self.memory.blocks_of, engine_id), now, period_s)
 
     async def audit(self) -> None:
-        """Once a minute: engines whose slot in the registry differs claim another; engines without a writer
-        are removed from the registry."""
+        """Audit the registry once a minute.
+
+        Engines whose slot in the registry differs claim another; engines without a writer are removed from
+        the registry.
+        """
         now = _now()
         if now < self._audit_at:
             return
@@ -309,7 +320,7 @@ class WriteQueue:
                 self._on_change()
 
     async def take_over(self, engine_id: str, token: int) -> None:
-        """See ``MirroredIndex.take_over``; raises ``EpochChanged`` to be called again."""
+        """Become the writer of an engine. Raises ``EpochChanged`` to be called again."""
         scope = await self.current_scope()
         engine = PendingEngine(token, whole=False)
         await self.registry.fence(scope, engine_id, token)
@@ -317,7 +328,9 @@ class WriteQueue:
         self.engines[engine_id] = engine
 
     async def current_scope(self) -> Scope:
-        """The scope on the current servers; if either changed, every engine is to be claimed again."""
+        """Return the scope on the current servers; if either changed, every engine has to be claimed
+        again.
+        """
         identity, now = self.client.identity, _now()
         if (
             self._scope is not None
@@ -339,16 +352,17 @@ class WriteQueue:
         return scope
 
     def reopen_scope(self) -> None:
-        """Another writer created a new epoch: read the scope again before the next write."""
+        """Read the scope again before the next write: another writer created a new epoch."""
         self._scope = None
 
     def succeeded(self) -> None:
-        """Note that a flush wrote everything."""
+        """Record that a flush wrote everything."""
         self._failing_since = None
 
     async def failed(self, error: IndexUnavailable) -> None:
-        """Note that a flush failed. After the length of a lease, engines with unwritten changes are
-        invalidated."""
+        """Record a failed flush. After the length of a lease, engines with unwritten changes are
+        invalidated.
+        """
         now = _now()
         if self._failing_since is None:
             self._failing_since = now
@@ -362,7 +376,7 @@ class WriteQueue:
                 except LeaseLost:
                     self.drop_fenced(engine_id, engine)
                 except IndexUnavailable:
-                    return  # the lease cannot be renewed either, so readers will call the engine stale
+                    return  # the lease cannot be renewed either, so readers will mark the engine stale
 
     async def claim(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
         """Claim a new generation, and queue everything that the memory index holds of the engine."""
@@ -388,7 +402,7 @@ class WriteQueue:
             self.counters.overflows += 1
 
     def drop_fenced(self, engine_id: str, engine: PendingEngine) -> None:
-        """Another writer holds the engine: forget it here."""
+        """Forget an engine that another writer holds."""
         if self.engines.get(engine_id) is engine:
             self.counters.fenced += 1
             _LOG.warning("another replica writes this engine now", engine=engine_id)

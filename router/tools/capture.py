@@ -341,8 +341,8 @@ class CaptureWriter:
         if not is_capture_name(path):
             raise CaptureError(f"{path}: the name of a capture ends in .jsonl or .jsonl.gz")
         self.stats = WriterStats()
+        # Files written and not deleted, oldest first.
         self.pieces: deque[Path] = deque()
-        """Files written and not deleted, oldest first."""
         self._path = path
         self._rotate_bytes = rotate_bytes
         self._total_bytes_max = total_bytes_max

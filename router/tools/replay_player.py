@@ -220,8 +220,8 @@ class Player:
     ) -> None:
         self.ledger = JournaledIndex() if ledger is None else ledger
         self.fleet = FleetResidency(facts, self.ledger if index is None else index)
+        # By engine and group, then by the parent of the span.
         self.masked: dict[tuple[str, int], dict[BlockHash | None, list[MaskedSpan]]] = {}
-        """By engine and group, then by the parent of the span."""
         self._cursors: dict[str, _Cursor] = {}
 
     @property

@@ -74,8 +74,8 @@ class Supervisor:
         self._processes: dict[int, _Process] = {}
         self._lives = [0] * sockets.count
         self._pauses_s = [0.0] * sockets.count
+        # When to start the worker of a slot again.
         self._due: dict[int, float] = {}
-        """When to start the worker of a slot again."""
         self._all_were_up = False
         self._stop_by: float | None = None
         self._status = 0

@@ -97,10 +97,10 @@ class CounterStore:
 
     def __init__(self, file: int | None = None) -> None:
         self._file = file
+        # Counts of lives that are over, together.
         self._ended: dict[Key, float] = {}
-        """Counts of lives that are over, together."""
+        # Slot -> (life, counts).
         self._last: dict[int, tuple[int, dict[Key, float]]] = {}
-        """Slot -> (life, counts)."""
         if file is not None:
             self._load(file)
 
@@ -324,8 +324,8 @@ class AggregateView:
         self._ledger: CounterStore | None = None
         self._lives: dict[int, int] = {}
         self._asking = asyncio.Lock()
+        # With both, answers are merged in the order in which they were asked for: counts never fall.
         self._merger = ThreadPoolExecutor(1, "kvatlas-metrics")
-        """With both, answers are merged in the order in which they were asked for: counts never fall."""
 
     async def own_page(self) -> WorkerPage:
         """This worker's part of ``metrics``, for a sibling."""

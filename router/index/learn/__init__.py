@@ -1,1 +1,1 @@
-"""What is learned from an engine's events: layout, hash scheme, removal semantics."""
+"""Facts learned from an engine's events: layout, hash scheme, removal semantics."""

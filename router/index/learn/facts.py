@@ -1,10 +1,10 @@
-"""Facts about one engine that no event carries: the value of each, its source, and how certain it is.
+"""Facts about one engine that no event carries: value, source and certainty of each.
 
 Sources by rank: configuration, the engine's own statement (``/server_info``, then its metrics), the model's
-``config.json``, and without any of these the receipts. A look-up that drops the last block (EAGLE, MTP) shows
-in receipts: predictions that leave it out promise one alignment unit too much, again and again. So receipts
-also revoke what was found, though not what is configured. Always true: a fact that only follows from a hint
-is never called certain.
+``config.json``, and without any of these the receipts. A lookup that drops the last block (EAGLE, MTP) is
+visible in receipts: predictions that ignore it are repeatedly one alignment unit too high. So receipts can
+also revoke what was found, but not what is configured. Invariant: a fact derived from a hint only is never
+called certain.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from router.index.learn.layout import ModelFacts
 Source = Literal["configuration", "server_info", "metrics", "config.json", "events", "receipts", "none"]
 Certainty = Literal["certain", "confirmed", "likely", "assumed", "disputed"]
 
-# Methods whose look-ups drop a block (``SpeculativeConfig.use_eagle``, vLLM 0.32).
+# Methods whose lookups drop a block (``SpeculativeConfig.use_eagle``, vLLM 0.32).
 _DROPPING: Final = frozenset({"eagle", "eagle3", "mtp", "dflash", "dspark"})
 _RECEIPTS_KEPT: Final = 64
 _RECEIPTS_MIN: Final = 4
-# Changes by receipts after which a fact is disputed and stays as it is.
+# Number of changes by receipts after which a fact is disputed and no longer changed.
 _SHIFTS_MAX: Final = 3
 
 Drops = Literal["none", "last", "all"]
@@ -35,8 +35,11 @@ _LEVELS: Final[tuple[Drops, ...]] = ("none", "last", "all")
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """``certainty``: ``certain`` (stated or proven), ``confirmed`` (receipts agree), ``likely`` (follows from
-    a hint), ``assumed`` (nothing speaks for it), ``disputed`` (receipts spoke for and against it)."""
+    """One fact.
+
+    ``certainty``: ``certain`` (stated or proven), ``confirmed`` (receipts agree), ``likely`` (derived from a
+    hint), ``assumed`` (no evidence), ``disputed`` (receipts both for and against it).
+    """
 
     name: str
     value: Any
@@ -45,37 +48,39 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class SetupEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Statements of the engine, the first before the next, and hints of its model's ``config.json``."""
+    """Statements of the engine, by rank, and hints of its model's ``config.json``."""
 
     statements: tuple[EngineStatement, ...] = ()
     drafter: Literal["", "mtp", "eagle"] = ""
-    """The kind of drafter that the file tells of."""
+    """Kind of drafter that ``config.json`` implies."""
     replay_tokens: int = 0
-    """Window that such a model rebuilds by replay, if its engine does so."""
+    """Window that such a model rebuilds by replay, in tokens, if its engine does so."""
     from_file: frozenset[str] = frozenset()
-    """Names of facts that are the file's, not configured."""
+    """Names of facts that come from ``config.json``, not from the configuration."""
 
 
 NO_EVIDENCE: Final = SetupEvidence()
 
 
 class DropReceipts:
-    """Evidence of dropped blocks in receipts: whether the latest were off by one block or more."""
+    """Evidence of dropped blocks in receipts: whether the latest predictions were off by at least one
+    block.
+    """
 
     def __init__(self) -> None:
+        # Levels of ``Drops`` that receipts add to (negative: subtract from) the level by other evidence.
         self.shift = 0
-        """Levels of ``Drops`` that receipts put above (negative: below) what other evidence says."""
         self.shifts = 0
         self._errors: deque[int] = deque(maxlen=_RECEIPTS_KEPT)
 
     def restart(self) -> None:
-        """Other evidence has changed."""
+        """Reset: other evidence has changed."""
         self.shift = self.shifts = 0
         self._errors.clear()
 
     @property
     def agree(self) -> bool:
-        """Most of a good number of predictions were exact."""
+        """Whether most of a sufficient number of predictions were exact."""
         exact = self._errors.count(0)
         return exact >= 2 * _RECEIPTS_MIN and exact * 10 >= len(self._errors) * 9
 
@@ -84,10 +89,19 @@ class DropReceipts:
         return self.shifts >= _SHIFTS_MAX
 
     def add(self, error: int, blocks: Container[int], *, single: bool) -> int:
-        """Count a prediction that was over by ``error`` tokens (negative: under); ``blocks``: how much is
-        dropped where a block is. Returns +1 or -1 where too
-        little or too much is taken to be dropped, else 0. ``single``: groups of one kind drop a block of
-        every hit, so that most are wrong; of several kinds, only hits that end there show it."""
+        """Count a prediction that was too high by ``error`` tokens (negative: too low).
+
+        Args:
+
+          blocks: Sizes in tokens that a dropped block can have.
+
+          single: All groups are of one kind: they drop a block of every hit, so that most predictions are
+              wrong. With several kinds, only hits that end at a block show it.
+
+        Returns:
+
+          +1 or -1 if too little or too much is assumed to be dropped, otherwise 0.
+        """
         sign = (error > 0) - (error < 0)
         one = abs(error) in blocks
         self._errors.append(sign if one else 2 * sign)
@@ -95,8 +109,8 @@ class DropReceipts:
             return 0
         seen = Counter(self._errors)
         times, others = seen[sign], seen[-sign] + seen[-2 * sign]
-        # Evictions make a prediction too high by any amount, but nothing too low; a block that is not dropped
-        # may cost more than itself where the kinds have to agree.
+        # Evictions make a prediction too high by any amount, but never too low; a block that is not dropped
+        # may change the hit by more than itself if the kinds have to agree.
         others += seen[2] if sign > 0 else max(0, seen[-2] - times)
         of_all = 8 if single else 1
         proven = (
@@ -107,7 +121,7 @@ class DropReceipts:
         return sign if proven else 0
 
     def shifted(self, by: int) -> None:
-        """The level changed by so much: what was counted was counted under another one."""
+        """Record a change of the level; earlier receipts referred to the old level and are dropped."""
         self.shift += by
         self.shifts += 1
         self._errors.clear()
@@ -120,7 +134,7 @@ def find_facts(
     groups: tuple[GroupSpec, ...],
     lookahead: int,
 ) -> tuple[ModelFacts, tuple[Fact, ...]]:
-    """The facts to predict with, and each that had to be found, with where it is from."""
+    """Return the facts to predict with, and each fact that had to be found, with its source."""
     eagle = _eagle(configured, evidence, receipts, groups, lookahead)
     mode = _mamba_mode(configured, evidence)
     size = _block_size(evidence)
@@ -139,7 +153,7 @@ def find_facts(
 
 
 def drops(evidence: SetupEvidence, groups: tuple[GroupSpec, ...]) -> tuple[Drops, Source, Certainty]:
-    """Which groups' look-ups drop their last block, by the evidence other than receipts."""
+    """Return which groups' lookups drop their last block, by evidence other than receipts."""
     for statement in evidence.statements:
         if statement.drafts is False or statement.keeps_last_block:
             return "none", statement.source, "certain"
@@ -161,7 +175,7 @@ def drops(evidence: SetupEvidence, groups: tuple[GroupSpec, ...]) -> tuple[Drops
 def level(
     evidence: SetupEvidence, receipts: DropReceipts, groups: tuple[GroupSpec, ...], change: int = 0
 ) -> Drops | None:
-    """The level by all evidence, or the one ``change`` above; None: there is no such level."""
+    """Return the level by all evidence, or the one ``change`` above; None if that level does not exist."""
     levels = [name for name in _LEVELS if name != "last" or _last_group(groups) is not None]
     start = drops(evidence, groups)[0]
     at = (levels.index(start) if start in levels else len(levels) - 1) + receipts.shift + change
@@ -169,9 +183,12 @@ def level(
 
 
 def _last_group(groups: tuple[GroupSpec, ...]) -> int | None:
-    """The group taken for that of the last layer, which is an MTP drafter's: of full attention with all
-    public models. vLLM drops the block of all groups alike (``HybridKVCacheCoordinator``, vLLM 0.32), so that
-    any of them will do. None where there is one kind of groups only."""
+    """Return the group assumed to be the last layer's, which is an MTP drafter's: full attention in all
+    public models.
+
+    vLLM drops the block of all groups alike (``HybridKVCacheCoordinator``, vLLM 0.32), so any of them is
+    correct. None if there is one kind of groups only.
+    """
     full = [group.group_idx for group in groups if group.family is Family.FULL]
     return full[-1] if full and len(spec_classes(groups)) > 1 else None
 
@@ -216,8 +233,11 @@ def _block_size(evidence: SetupEvidence) -> Fact | None:
 
 
 def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[GroupSpec]) -> Fact:
-    """Groups that are rebuilt by replay publish nothing: where windows of this size are published, there is
-    no replay, whatever the engine was asked for (vLLM turns it off where it cannot: models/deepseek_v41)."""
+    """Find whether bounded replay is used.
+
+    Groups rebuilt by replay publish nothing: if windows of this size are published, there is no replay,
+    whatever was requested (vLLM disables it where it is unsupported: models/deepseek_v41).
+    """
     if configured.replay_tokens:
         return Fact("replay_tokens", configured.replay_tokens, "configuration", "certain")
     stated = any(statement.bounded_replay for statement in evidence.statements)
@@ -228,7 +248,7 @@ def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[Gr
 
 
 def _of_the_model(configured: ModelFacts, evidence: SetupEvidence) -> list[Fact | None]:
-    """Facts that are configured, or the model's file has."""
+    """Return the facts that are configured or come from the model's file."""
     found: list[Fact | None] = []
     for name in ("attention_chunk_size", "attention_chunk_sizes", "kinds", "windows", "partial_hash_hits"):
         value = getattr(configured, name)

@@ -1,26 +1,25 @@
-"""Which hash scheme an engine uses, found from its own events; what is not proven is said to be assumed.
+"""Detection of an engine's hash scheme from its own events; an unproven scheme is reported as assumed.
 
-An event that starts at token 0 shows both the tokens and the hashes the engine computed for them. Every
-known scheme is tried on it: algorithm, seed, hash block size (the divisors of the event's block size),
-with or without tagged extra keys; a match on 64 bits settles it. Where no such event comes (chunked local
-attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried:
-a root span with the parents its children name, and the blocks told of that stand in prompts the router was
-asked to place (``told.py``). Seeds are tried in three rounds: those the operator named or the fleet already
-uses, vLLM's fixed default, then the small integers people give to PYTHONHASHSEED. The last round is long, so
-``advance`` does it a slice at a time. Where all fail (xxhash with a random seed, a custom hash), the scheme
-is *unknown* and the engine is read in learned mode.
+An event that starts at token 0 contains both the tokens and the hashes the engine computed for them. Every
+known scheme is tried on it: algorithm, seed, hash block size (the divisors of the event's block size), with
+or without tagged extra keys; a match on 64 bits proves the scheme. If no such event arrives (chunked local
+attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried: a
+root span with the parents named by its children, and published blocks that occur in prompts the router had to
+place (``told.py``). Seeds are tried in three rounds: those configured or already used in the fleet, vLLM's
+fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long, so
+``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is *unknown*
+and the engine is used in learned mode.
 
-Only a *plain* root event (every block listed, no extra keys) shows all that its hashes cover, so only such an
-event can disprove anything: that a search could still succeed, or that a settled scheme holds. Engines that
-show none are searched with the best of their other evidence (``evidence.py``). They are given up after
-``PATIENCE`` root events.
+Only a *plain* root event (every block listed, no extra keys) contains everything its hashes cover, so only
+such an event can disprove a scheme, or end a search. Engines without plain events are searched with the best
+of their other evidence (``SearchEvidence``), and abandoned after ``PATIENCE`` root events.
 
-Until a scheme is proven the likeliest one is *assumed* once ``_ASSUME_AFTER`` events told nothing of it, or
-the algorithm is proven. Hashes of a wrong scheme match nothing, so what rests on the assumption is never too
-high; where something does match, that is the proof. Receipts that report more take the assumption back.
+Until a scheme is proven, the likeliest one is *assumed* once ``_ASSUME_AFTER`` events were inconclusive, or
+the algorithm is proven. Hashes of a wrong scheme match nothing, so predictions based on the assumption are
+never too high; a match is the proof. Receipts that report more revoke the assumption.
 
-A settled scheme is checked again on a sample of later root events, and repeated mismatches start over; so is
-a given-up one, which a plain event after all may settle.
+A proven scheme is rechecked on a sample of later root events, and repeated mismatches restart the detection;
+an abandoned one is rechecked too, and a plain event may still prove it.
 """
 
 from __future__ import annotations
@@ -49,19 +48,17 @@ from publisher.events import BlockHash, BlockStored
 from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
 from router.index.learn.told import ToldBlocks, proven_algorithm
 
-# The long search: which small number is the engine's PYTHONHASHSEED.
-#
-# Every seed is tried with every algorithm and hash block size on one piece of evidence. Only the parent of
-# the first hash depends on the seed, so what is hashed is written out once, with a mark in the parent's
-# place, and each try puts its own parent there; that is several times as fast as hashing from the start.
-# What matches is checked again by the ordinary way, so a defect here can cost a detection but never make a
-# wrong one.
+# Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
+# algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the
+# seed, so the hash input is serialised once with a placeholder for the parent, and each try substitutes its
+# own parent; that is several times as fast as serialising each time. A match is verified by the ordinary hash
+# function, so an error here can miss a scheme but never report a wrong one.
 
 
-# One slice of the search costs up to 1 ms of the event loop.
+# One slice of the search takes up to 1 ms of the event loop (measured).
 _HASHES_PER_SLICE = 512
 
-# Stands for a parent; 32 bytes, the first 16 of it for the shorter digests.
+# Placeholder for a parent; 32 bytes, of which the shorter digests use the first 16.
 _MARK = bytes(range(100, 132))
 
 _PARTS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes], int]] = {
@@ -73,13 +70,13 @@ _PARTS: dict[str, tuple[Callable[[object], bytes], Callable[[bytes], bytes], int
 
 
 class _Trial(NamedTuple):
-    """One way to hash the evidence, but for the seed."""
+    """One way to hash the evidence, without the seed."""
 
     scheme: HashScheme
     dump: Callable[[object], bytes]
     digest: Callable[[bytes], bytes]
     blocks: list[tuple[bytes, bytes]]
-    """What is hashed before and after the parent, block by block."""
+    """Hash input before and after the parent, block by block."""
 
     def meets(self, seed: str, told: frozenset[BlockHash], *, last: bool) -> bool:
         """Whether this seed gives one of the hashes ``told`` (``last``: at the last block)."""
@@ -94,8 +91,10 @@ class _Trial(NamedTuple):
 def search(
     root: RootEvent, sizes: Iterable[int], algos: Iterable[str], seeds_max: int
 ) -> Iterator[HashScheme | None]:
-    """The scheme with a seed below ``seeds_max`` that gives the hashes of ``root``; None per slice without
-    one. ``sizes`` are hash block sizes."""
+    """Search the seeds below ``seeds_max`` for the scheme that gives the hashes of ``root``.
+
+    Yields None per slice without a match. ``sizes`` are hash block sizes in tokens.
+    """
     trials = [t for algo in algos for size in sizes for t in _trials(root, algo, size)]
     told = frozenset(root.hashes[:1] if root.full else root.hashes)
     hashes_per_seed = sum(1 + len(trial.blocks) for trial in trials)
@@ -113,7 +112,9 @@ def search(
 
 
 def _trials(root: RootEvent, algo: str, size: int) -> Iterator[_Trial]:
-    """The ways to hash the evidence with this algorithm and hash block: extra keys tagged or not."""
+    """Yield the ways to hash the evidence with this algorithm and hash block size: extra keys tagged or
+    not.
+    """
     if root.block_size % size:
         return
     dump, digest, width = _PARTS[algo]
@@ -128,40 +129,43 @@ def _trials(root: RootEvent, algo: str, size: int) -> Iterator[_Trial]:
         yield _Trial(scheme, dump, digest, [(before, after) for before, _, after in blocks])
 
 
-# What the long search for a seed may begin with, where no event shows all that its hashes cover.
-#
-# One piece is kept, the surest seen and of equals the cheapest. Those that most likely show everything are
-# searched with at once, others after 8 pieces and again after 64. Every kind has searches of its own, so
-# that what is wrong with one leaves those of the others; and nothing is searched with twice.
+# Evidence for the exhaustive search if no event contains everything its hashes cover. One piece is kept: the
+# most trusted seen, and of equals the cheapest. Pieces that most likely contain everything are searched
+# immediately, others after 8 pieces and again after 64. Every trust level has a separate search budget, so
+# that a flaw of one level leaves the searches of the others; no piece is searched twice.
 
 
 PATIENCE = 64
 _WEAK_PATIENCE = 8
-# With evidence of each trust.
+# Searches per trust level.
 _SEARCHES_MAX = 2
 _SEARCHED_MAX = 16
 
-# A span is searched with only if it is this short: every seed hashes it whole.
+# Longest span that is searched, in tokens: every seed hashes it completely.
 _SEARCH_TOKENS_MAX = 4096
 
-# One longer than this has to wait until ``PATIENCE`` pieces of evidence proved nothing.
+# A longer span is searched only after ``PATIENCE`` inconclusive pieces of evidence.
 _CHEAP_TOKENS = 512
 
 
 class Trust(IntEnum):
-    """How surely a piece of evidence shows all that its hashes cover; the surest first."""
+    """How likely a piece of evidence contains everything its hashes cover; the most trusted first."""
 
     PLACED = 0
-    """A placed prompt that begins as the event does; nothing else tells how far multimodal items reach."""
+    """A placed prompt with the same first tokens as the event; only this shows the extent of multimodal
+    items.
+    """
     LEGIBLE = 1
-    """An event whose first block shows all of its extra keys."""
+    """An event whose first block lists all of its extra keys."""
     JOINED = 2
-    """The block stands in a placed prompt, but the engine may have told of it after another beginning."""
+    """The block occurs in a placed prompt, but the engine may have published it after different first
+    tokens.
+    """
     HIDDEN = 3
 
 
 class SearchEvidence:
-    """The evidence of one engine, and how often it was searched with."""
+    """The best evidence of one engine, and the number of searches made with it."""
 
     def __init__(self) -> None:
         self._best: RootEvent | None = None
@@ -171,7 +175,7 @@ class SearchEvidence:
         self._searched: deque[RootEvent] = deque(maxlen=_SEARCHED_MAX)
 
     def keep(self, root: RootEvent, *, placed: bool) -> None:
-        """Look at a span that lists hashes; ``placed``: its tokens are a prompt's that is to be placed."""
+        """Consider a span that lists hashes; ``placed``: its tokens are those of a prompt to be placed."""
         if root.full:
             root = root.first_block
         if root.cost > _SEARCH_TOKENS_MAX or root in self._searched:
@@ -182,11 +186,14 @@ class SearchEvidence:
             self._best, self._trust = root, trust
 
     def drop(self) -> None:
-        """Nothing is to be searched for any more."""
+        """Discard the evidence: the search is over."""
         self._best = None
 
     def take(self, pending: PendingRoots, unmatched: int) -> RootEvent | None:
-        """What to search with now; None where it is too early. ``unmatched`` events proved nothing so far."""
+        """Return the evidence to search with now; None if it is too early.
+
+        ``unmatched``: inconclusive events so far.
+        """
         seen = max(self._seen, unmatched)
         trust = Trust.HIDDEN if self._best is None else self._trust
         if self._searches[trust] >= _SEARCHES_MAX:
@@ -214,10 +221,10 @@ def _trust(root: RootEvent, *, placed: bool) -> Trust:
 # PYTHONHASHSEED values 0..65535 are tried; others must be configured as ``hash_seeds``.
 SEEDS_MAX = 1 << 16
 
-# Pairings of prompts and told blocks that are tried before no more are.
+# Maximum number of (prompt, published block) pairs that are tried.
 _OFFERS_MAX = 64
 
-# Prompts are searched for told blocks only so often: about 1 ms for a long one.
+# Limits how many prompts are searched for published blocks: about 1 ms for a long one (measured).
 _PROMPTS_PER_EVENT = 4
 
 _ALGORITHM_TRIES_MAX = 64
@@ -228,7 +235,7 @@ _DOUBTS_MAX = 3
 _CHECK_EVERY = 64
 _MISMATCHES_MAX = 3
 
-# Spans up to here are tried with hash blocks of fewer than 16 tokens too.
+# Longest span in tokens that is also tried with hash blocks of fewer than 16 tokens.
 _SMALL_UNITS_MAX_TOKENS = 2048
 
 
@@ -237,7 +244,7 @@ _EXHAUSTED = object()
 
 
 class Detection(StrEnum):
-    """What is known about an engine's scheme."""
+    """State of knowledge about an engine's scheme."""
 
     WAITING = "waiting"
     SEARCHING = "searching"
@@ -246,7 +253,7 @@ class Detection(StrEnum):
 
 
 class SchemeDetector:
-    """Detection for one engine; fed with its root events in order."""
+    """Detection for one engine; receives its root events in order."""
 
     def __init__(self, seeds: Iterable[str] = (), known: Iterable[HashScheme] = ()) -> None:
         self._seeds = list(dict.fromkeys((*seeds, DEFAULT_SEED)))
@@ -270,7 +277,9 @@ class SchemeDetector:
         self.mismatches = 0
 
     def wants(self, *, root: bool) -> bool:
-        """Whether the next event, starting at token 0 or not, would be looked at (asked for every event)."""
+        """Whether the next event should be examined; ``root``: it starts at token 0. Called for every
+        event.
+        """
         if self.state is Detection.WAITING:
             return True
         if not root or self.state is Detection.SEARCHING:
@@ -279,9 +288,12 @@ class SchemeDetector:
         return self._since_check >= _CHECK_EVERY
 
     def assumed(self, unit: int, lookahead: int, *, hidden: bool) -> HashScheme | None:
-        """What to predict with while nothing is proven: a scheme of the fleet, else the default seed; None
-        where it is too early, or receipts spoke against it. ``hidden``: no event of this layout need ever
-        show anything, so nothing is waited for."""
+        """Return the scheme to predict with while nothing is proven: one of the fleet, otherwise the
+        default seed.
+
+        None if it is too early, or receipts contradicted it. ``hidden``: events of this layout may never be
+        conclusive, so do not wait for any.
+        """
         early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
         if not self.unproven or early or self.doubted:
             return None
@@ -292,8 +304,10 @@ class SchemeDetector:
         return next((k for k in alike if self._algorithm is None or k.algo == first.algo), first)
 
     def observe(self, root: RootEvent | None, event: BlockStored, unit: int) -> None:
-        """Look at one root event, read as ``root`` (None: it hides what its hashes need); ``unit`` is the
-        gcd of the block sizes known so far."""
+        """Examine one root event, parsed as ``root`` (None: it lacks inputs of its hashes).
+
+        ``unit`` is the gcd of the block sizes known so far.
+        """
         if self.state is Detection.WAITING:
             self._events_seen += 1
             self._told.add(event)
@@ -305,8 +319,9 @@ class SchemeDetector:
             self._try_known(root)
 
     def observe_child(self, event: BlockStored, lora_paths: dict[str, str]) -> None:
-        """Look at an event that goes on from a parent: it may continue a root span that listed no hash, or
-        prove the algorithm."""
+        """Examine an event with a parent: it may continue a root span without listed hashes, or prove the
+        algorithm.
+        """
         if self.state is not Detection.WAITING:
             return
         self._events_seen += 1
@@ -322,7 +337,7 @@ class SchemeDetector:
             )
 
     def offer(self, prompt: Sequence[int], extras: PromptExtras, unit: int) -> None:
-        """Look at a prompt that is to be placed: blocks the engine told of may stand in it."""
+        """Examine a prompt to be placed: it may contain blocks that the engine published."""
         if self.state is not Detection.WAITING or self._offers >= _OFFERS_MAX:
             return
         if self._prompts_seen >= _PROMPTS_PER_EVENT * (self._events_seen + PATIENCE):
@@ -338,27 +353,29 @@ class SchemeDetector:
         self._search_weak(unit)
 
     def confirm(self, scheme: HashScheme) -> None:
-        """Hashes under this scheme are held by the engine: it is the engine's."""
+        """Accept ``scheme``: the engine holds hashes made with it."""
         if self.unproven:
             self._found(scheme)
 
     def doubt(self) -> None:
-        """A receipt reported more than the assumption made expect."""
+        """Record a receipt that reported more than the assumed scheme predicted."""
         self._doubts += self.unproven
 
     @property
     def unproven(self) -> bool:
-        """Whether nothing is proven or given up: a search on weak evidence changes nothing until it finds."""
+        """Whether no scheme is proven or abandoned; a running search on weak evidence does not change
+        that.
+        """
         weak = self._search is not None and self._given_up_after is Detection.WAITING
         return self.state is Detection.WAITING or weak
 
     @property
     def doubted(self) -> bool:
-        """Whether so many receipts reported more that nothing is assumed any more."""
+        """Whether too many receipts reported more, so that nothing is assumed any more."""
         return self._doubts >= _DOUBTS_MAX
 
     def advance(self) -> None:
-        """Try one slice of numeric seeds if a search is on."""
+        """Try one slice of numeric seeds if a search is running."""
         if self._search is None:
             return
         found = next(self._search, _EXHAUSTED)
@@ -368,7 +385,7 @@ class SchemeDetector:
             self._search, self.state = None, self._given_up_after
 
     def finish(self) -> None:
-        """Run a search to its end (tools that replay recorded streams have no event loop to spare)."""
+        """Run a search to its end (for tools without an event loop)."""
         while self._search is not None:
             self.advance()
 
@@ -386,14 +403,14 @@ class SchemeDetector:
         self.state = Detection.LEARNED
 
     def _keep(self, root: RootEvent, *, placed: bool = False) -> None:
-        """Remember a span that a child may complete, or one to search with if no plain one comes."""
+        """Keep a span that a child may complete, or one to search with if no plain one arrives."""
         if not root.hashes:
             self._pending.add(root, self._candidates(root))
         else:
             self._evidence.keep(root, placed=placed)
 
     def _search_weak(self, unit: int) -> bool:
-        """Search with the best evidence that is no proof if it fails; False where it is too early."""
+        """Search with the best inconclusive evidence; False if it is too early."""
         evidence = self._evidence.take(self._pending, self._unmatched)
         if evidence is None:
             return False
@@ -401,10 +418,10 @@ class SchemeDetector:
         return True
 
     def _try_known(self, root: RootEvent) -> bool:
-        """Settle on the first candidate that gives the event's hashes; False where none does.
+        """Accept the first candidate that gives the event's hashes; False if none does.
 
-        Where none gives the hash of the first block with extra keys (how far a multimodal item reaches is not
-        on the wire), the blocks before it are proof enough.
+        If none gives the hash of the first block with extra keys (the extent of a multimodal item is not on
+        the wire), the blocks before it are sufficient proof.
         """
         scheme = next((s for s in self._candidates(root) if matches(root, s)), None)
         if scheme is None and root.full and root.keyed:
@@ -420,7 +437,7 @@ class SchemeDetector:
         self.state = Detection.SEARCHING
 
     def _numeric(self, root: RootEvent, unit: int) -> Iterator[HashScheme | None]:
-        """First with the hash blocks that models have unless told otherwise, then with finer ones."""
+        """Search with the usual hash block sizes first, then with smaller ones."""
         algos = ALGORITHMS if self._algorithm is None else (self._algorithm.algo,)
         usual = sorted({root.block_size, unit}, reverse=True)
         finer = [size for size in _FINE_UNITS if unit % size == 0 and size < unit]
@@ -456,10 +473,10 @@ class SchemeDetector:
             self.scheme = other
             return
         if not root.plain:
-            return  # its extra keys may be hidden or not what they seem
+            return  # its extra keys may be incomplete or ambiguous
         self.mismatches += 1
         self._mismatches_in_row += 1
-        self._since_check = _CHECK_EVERY  # look at the very next root event too
+        self._since_check = _CHECK_EVERY  # examine the next root event too
         if self._mismatches_in_row >= _MISMATCHES_MAX:
             self.state, self.scheme, self._mismatches_in_row = Detection.WAITING, None, 0
 
@@ -470,7 +487,7 @@ class SchemeDetector:
 
 
 def _hash_block_sizes(block_size: int, cost_tokens: int) -> list[int]:
-    """Sizes to try on evidence of so many tokens: the longer it is, the fewer of those few models have."""
+    """Return the hash block sizes to try; for long evidence, uncommon small sizes are left out."""
     divisors = [block_size // n for n in range(1, block_size + 1) if block_size % n == 0]
     if cost_tokens <= block_size:
         return divisors
@@ -479,5 +496,5 @@ def _hash_block_sizes(block_size: int, cost_tokens: int) -> list[int]:
 
 
 def learned_scheme(unit: int, lookahead: int = 0) -> HashScheme:
-    """Our own chain, used where the engine's cannot be reproduced: token prefix -> engine hash is learned."""
+    """Scheme of the router's own chain, used in learned mode: it maps token prefixes to engine hashes."""
     return HashScheme("learned", "", unit, lookahead, tagged=False)

@@ -1,8 +1,8 @@
-"""What is known of an engine's cache and hashes: its groups and layout, its hash scheme, and how surely.
+"""Knowledge about an engine's cache and hashes: groups and layout, hash scheme, and their certainty.
 
-Groups come from stored events (``layout.py``), the scheme from events and prompts (``hash_scheme.py``). Where
-the scheme cannot be found, prefixes are learned instead (``prefixes.py``). Always true: ``changed`` is told
-whenever something that predictions rest on may be another; what makes no sense is counted in ``rejected``.
+Groups come from stored events (``layout.py``), the scheme from events and prompts (``hash_scheme.py``). If
+the scheme cannot be found, prefixes are learned instead (``LearnedKeys``). Invariant: ``changed`` is called
+whenever a basis of predictions may have changed; invalid events are counted in ``rejected``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from router.index.learn.root_events import LearnedKeys, root_event
 
 
 def _nobody() -> None:
-    """There is nobody to tell."""
+    """Default of ``changed``: no listener."""
 
 
 class EngineKnowledge:
-    """See the module. Nothing here says what the engine holds."""
+    """Groups, layout, facts and hash scheme of one engine; not the blocks it holds."""
 
     def __init__(
         self,
@@ -35,23 +35,22 @@ class EngineKnowledge:
     ) -> None:
         self.engine_id = engine_id
         self._configured = facts
+        # Facts to predict with: configured or found.
         self.facts = facts
-        """The facts to predict with: configured or found."""
+        # Each of these facts with its source and certainty.
         self.found_facts: tuple[Fact, ...] = ()
-        """Each of those with its source, and how certain it is."""
         self._setup = NO_EVIDENCE
         self._drop_receipts = DropReceipts()
         self.rejected: Counter[str] = Counter()
+        # Called whenever layout, scheme, mode or stores may have changed.
         self.changed: Callable[[], None] = _nobody
-        """Told whenever layout, scheme, mode or stores may have changed."""
+        # Scheme to hash prompts with: the engine's own, or the router's in learned mode; None before either.
         self.scheme: HashScheme | None = None
-        """The scheme to hash prompts with: the engine's own, or ours in learned mode; None before either."""
         self._known_schemes = known_schemes
         self._shared_layouts = shared_layouts
 
     def _unlearn(self, expected: tuple[GroupSpec, ...], *, inside_seen: bool) -> None:
-        """Nothing is known, but for the groups that it is expected to have, and whether hits end inside a
-        block of them."""
+        """Reset all knowledge except the expected groups, and whether hits end inside a block of them."""
         self._groups = GroupLearner(self.facts, expected, inside_seen=inside_seen)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
@@ -62,7 +61,7 @@ class EngineKnowledge:
         self._find_facts()
 
     def _inherit(self, old: EngineKnowledge) -> None:
-        """Of the same process: what is not known better here stays as it was known there."""
+        """Take over knowledge of the same engine process that is missing here."""
         if self._detector.state is not Detection.NATIVE and old._detector.state is not Detection.WAITING:
             self._detector, self._detected, self._learned = old._detector, old._detected, old._learned
             self.assumed = old.assumed
@@ -82,7 +81,9 @@ class EngineKnowledge:
             self._relayout()
 
     def learn_receipt(self, predicted: int, actual: int) -> None:
-        """The engine took ``actual`` tokens from its GPU cache where ``predicted`` were expected."""
+        """Learn from a receipt: the engine took ``actual`` tokens from its GPU cache, ``predicted`` were
+        expected.
+        """
         layout = self._layout
         if layout is None or layout.lookahead or self._configured.eagle_groups is not None:
             return
@@ -109,12 +110,12 @@ class EngineKnowledge:
         return self._detector.state
 
     def _settle(self) -> None:
-        """Something changed that predictions rest on."""
+        """Recompute the scheme and call ``changed``."""
         self.scheme = self._found_scheme()
         self.changed()
 
     def check_integrity(self) -> list[str]:
-        """Works out anew what is kept; an empty list, or one sentence per contradiction."""
+        """Recompute the stored scheme; returns one sentence per contradiction."""
         if self.scheme != self._found_scheme():
             return [f"{self.engine_id}: scheme {self.scheme} is kept, {self._found_scheme()} was found"]
         return []
@@ -128,61 +129,64 @@ class EngineKnowledge:
 
     @property
     def mode(self) -> str:
-        """How its hashes are had: the state of detection, or ``assumed`` while a scheme is only assumed."""
+        """How hashes are obtained: the state of detection, or ``assumed`` while a scheme is only assumed."""
         return str(self.detection) if self.assumed is None else "assumed"
 
     def expect(self, groups: tuple[GroupSpec, ...]) -> None:
-        """Another engine of the same model has these groups, so this one has them too: engines that fetch
-        prompts from others may never have told of some."""
+        """Expect the groups of another engine of the same model: engines that fetch prompts from others
+        may never have published some of them.
+        """
         if self._groups.expect(groups):
             self._relayout()
 
     def offer(self, prompt: Sequence[int], extras: PromptExtras) -> bool:
-        """A prompt to be placed somewhere: blocks that this engine told of may stand in it. True if that (or
-        ``confirm``) changed what is known of its hashes."""
+        """Search a prompt to be placed for blocks that this engine published.
+
+        Returns whether that (or ``confirm``) changed the knowledge about its hashes.
+        """
         if self._groups.groups:
             self._detector.offer(prompt, extras, self._unit())
         return self._after_detection()
 
     def confirm(self, scheme: HashScheme) -> None:
-        """It holds blocks of a prompt hashed by this scheme: that is the proof."""
+        """Accept ``scheme``: the engine holds blocks of a prompt hashed with it."""
         self._detector.confirm(scheme)
         self._after_detection()
 
     def doubt(self) -> None:
-        """It reported more cached tokens than the assumed scheme made expect."""
+        """Record a receipt with more cached tokens than the assumed scheme predicted."""
         self._detector.doubt()
         self._after_detection()
         self._settle()
 
     @property
     def doubted(self) -> bool:
-        """Whether receipts spoke against what was assumed."""
+        """Whether receipts contradicted the assumed scheme."""
         return self._detector.doubted
 
     @property
     def unproven(self) -> bool:
-        """Whether nothing is known of its hashes for sure; see ``SchemeDetector``."""
+        """Whether no hash scheme is proven or abandoned."""
         return self._detector.unproven
 
     @property
     def learned(self) -> LearnedKeys | None:
-        """The translation to use for look-ups; None in native mode."""
+        """Translation of own keys to engine hashes; None in native mode."""
         return self._learned if self._detector.state is Detection.LEARNED else None
 
     @property
     def layout(self) -> CacheLayout | None:
-        """Learned so far; None before the first stored block."""
+        """Layout learned so far; None before the first stored block."""
         return self._layout
 
     @property
     def missing_facts(self) -> tuple[str, ...]:
-        """Configuration without which this model's hits cannot be predicted."""
+        """Settings without which hits of this model cannot be predicted."""
         return self._layout.missing_facts if self._layout is not None else ()
 
     @property
     def assumed_kinds(self) -> frozenset[int]:
-        """Groups taken for full attention because nothing says what they are."""
+        """Groups assumed to be full attention because nothing names their kind."""
         return frozenset(self._groups.assumed_kinds)
 
     @property
@@ -190,7 +194,7 @@ class EngineKnowledge:
         return self._detector.mismatches
 
     def advance_detection(self) -> None:
-        """One bounded slice of a running seed search."""
+        """Run one bounded slice of a running seed search."""
         self._detector.advance()
         self._after_detection()
 
@@ -235,8 +239,7 @@ class EngineKnowledge:
         return math.gcd(*sizes, *self._groups.part_sizes)
 
     def _usual_unit(self) -> int:
-        """The hash block of an engine whose operator chose none: with Mamba states at every block it is that
-        of the scheduler."""
+        """Default hash block size: with Mamba states at every block it is the scheduler's block size."""
         groups = self._groups.groups
         dense = any(g.family is Family.MAMBA and g.mamba_cache_mode == "all" for g in groups)
         return scheduler_block_size(groups) if dense else self._unit()
@@ -256,7 +259,7 @@ class EngineKnowledge:
         return self._detector.assumed(self._usual_unit(), self._lookahead, hidden=hidden)
 
     def _after_detection(self) -> bool:
-        """Take over what the detector found; whether anything changed."""
+        """Apply the detector's result; returns whether anything changed."""
         now = self._detector.state, self._detector.scheme
         assumed = self._assumed()
         if now == self._detected and assumed == self.assumed:
@@ -271,31 +274,31 @@ class EngineKnowledge:
         return True
 
 
-# How much of an engine's events is looked at to learn its hashes.
-#
-# Learning takes some 3 us a block, against less than 1 us to count it (measured), so an engine whose hashes
-# are of no scheme that can be found would take a whole core at 200,000 blocks/s. Always true: no more than
-# ``BLOCKS_BURST`` blocks at once and ``BLOCKS_PER_S`` a second are looked at, and each one skipped is
-# counted. A skipped block is counted as held like any other; only its place in prompts stays unknown.
+# Limits how many blocks are examined to learn an engine's hashes. Learning takes some 3 us a block, counting
+# less than 1 us (measured), so an engine with an undetectable hash scheme would take a whole core at 200,000
+# blocks/s. At most ``BLOCKS_BURST`` blocks at once and ``BLOCKS_PER_S`` per second are examined; each skipped
+# one is counted. A skipped block counts as held like any other; only its position in prompts stays unknown.
 
 
-# 131,072 tokens/s in blocks of 16, more than an engine computes; about 3 % of a core.
+# 131,072 tokens/s in blocks of 16, more than an engine computes; about 3 % of a core (measured).
 BLOCKS_PER_S = 8192
-# 4 million tokens in blocks of 16, more than an engine holds: a replay's history is learned.
+# 4 million tokens in blocks of 16, more than an engine holds: a complete replay is learned.
 BLOCKS_BURST = 1 << 18
 
 
 class LearningBudget:
-    """Of one engine, over its restarts. Without a clock (``refill`` is never called) nothing is skipped."""
+    """Token bucket of one engine, kept over its restarts. Without ``refill`` (no clock) nothing is
+    skipped.
+    """
 
     def __init__(self) -> None:
+        # Number of skipped blocks.
         self.skipped = 0
-        """Blocks not looked at."""
         self._left = float(BLOCKS_BURST)
         self._at_s: float | None = None
 
     def take(self, blocks: int) -> bool:
-        """Whether an event of so many blocks may be looked at."""
+        """Whether an event with this number of blocks may be examined."""
         if self._at_s is None:
             return True
         if self._left < blocks:
@@ -305,7 +308,7 @@ class LearningBudget:
         return True
 
     def refill(self, now_s: float) -> None:
-        """Time has passed; call it several times a second. Monotonic clock."""
+        """Add budget for the time passed; call it several times a second with a monotonic time."""
         if self._at_s is not None:
             self._left = min(BLOCKS_BURST, self._left + BLOCKS_PER_S * max(0.0, now_s - self._at_s))
         self._at_s = now_s

@@ -1,8 +1,8 @@
-"""What an operator must say about a model, and the cache layout learned from an engine's events.
+"""Model facts that must be configured, and the cache layout learned from an engine's events.
 
-Groups, kinds, block sizes and windows come from ``BlockStored`` events. What no event carries (attention
-chunk, Mamba mode, EAGLE flags) comes from ``ModelFacts``, as configured or found (``facts.py``). A group's
-block size is the largest one seen in it: events of partial blocks carry the hash block size instead
+Groups, kinds, block sizes and windows come from ``BlockStored`` events. Facts that no event carries
+(attention chunk, Mamba mode, EAGLE flags) come from ``ModelFacts``, configured or found (``facts.py``). A
+group's block size is the largest one seen in it: events of partial blocks carry the hash block size instead
 (``partial.py``).
 """
 
@@ -22,19 +22,20 @@ _SILENT_ROOTS_MAX = 16
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Per model: what events do not tell. All sizes in tokens.
+    """Facts of a model that events do not carry. All sizes in tokens.
 
-    ``attention_chunk_sizes`` gives the chunk by group where ``attention_chunk_size`` is not that of all.
-    ``eagle_groups`` lists the groups whose look-up drops the last block (EAGLE/MTP drafter before 0.33),
-    None: to be found; ``attention_block_size`` is that of full attention where the engine states it;
-    ``partial_hash_hits`` overrides what is derived; ``report_mode_full`` says that requests set
-    ``kv_cache_report_mode=full`` (better: never do); ``hash_seeds`` are tried first when a scheme is
-    detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` serve vLLM 0.20-0.21, which does not
-    publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads from,
-    whether it wrote to them or not; what was told of a store counts for ``shared_store_ttl_s`` at most.
-    ``first_connector_loads``: of several connectors the first that has anything loads, not the one with most.
-    ``hidden_groups``: the engine has groups that publish nothing, though no number of a group is missing;
-    ``replay_tokens``: how many tokens of a hit it computes again for such groups (bounded replay).
+    ``attention_chunk_sizes`` gives the chunk by group if ``attention_chunk_size`` does not apply to all.
+        ``eagle_groups`` lists the groups whose lookup drops the last block (EAGLE/MTP drafter before 0.33),
+        None: to be found; ``attention_block_size`` is that of full attention if the engine states it;
+        ``partial_hash_hits`` overrides the derived value; ``report_mode_full`` means that requests set
+        ``kv_cache_report_mode=full`` (not recommended); ``hash_seeds`` are tried first when a scheme is
+        detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` are for vLLM 0.20-0.21, which does
+        not publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads
+        from, even if it never wrote to them; entries of a store expire after ``shared_store_ttl_s``.
+        ``first_connector_loads``: of several connectors the first that holds anything loads, not the one
+        that holds most. ``hidden_groups``: the engine has groups that publish nothing, although no group
+        number is missing; ``replay_tokens``: number of tokens of a hit that are recomputed for such groups
+        (bounded replay).
     """
 
     attention_chunk_size: int | None = None
@@ -55,21 +56,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     replay_tokens: int = 0
 
     def is_eagle(self, group_idx: int) -> bool:
-        """Whether the look-up of this group drops its last block."""
+        """Whether the lookup of this group drops its last block."""
         return self.eagle_groups == "all" or group_idx in (self.eagle_groups or ())
 
     @property
     def has_chunks(self) -> bool:
-        """Whether some group is known to have chunked local attention, which hits in an empty cache too."""
+        """Whether a group is known to have chunked local attention, which hits in an empty cache too."""
         return bool(self.attention_chunk_size or self.attention_chunk_sizes)
 
     def chunk_size(self, group_idx: int) -> int | None:
-        """The attention chunk of a group, None where nobody gave it."""
+        """Return the attention chunk of a group in tokens, None if unknown."""
         return self.attention_chunk_sizes.get(group_idx, self.attention_chunk_size)
 
 
 class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
-    """How one engine's look-up works: its spec classes, and where a hit may end.
+    """How one engine's lookup works: its spec classes, and where a hit may end.
 
     ``alignment`` and ``hash_block_size`` in tokens; a hit is a multiple of ``alignment``.
     """
@@ -83,18 +84,18 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     inside_seen: bool = False
     """Whether events proved that hits end inside a block."""
     hidden_groups: bool = False
-    """Whether the engine has groups that no event shows."""
+    """Whether the engine has groups without events."""
     replay_tokens: int = 0
-    """Tokens of a hit that are computed again; a hit of no more than these is none."""
+    """Tokens of a hit that are recomputed; a hit of no more than these is none."""
 
     @property
     def single_group(self) -> bool:
-        """Whether the engine looks its only group up by itself, not class after class."""
+        """Whether the engine looks up its only group directly, not class by class."""
         return len(self.groups) == 1 and not self.hidden_groups
 
     @property
     def missing_facts(self) -> tuple[str, ...]:
-        """Settings without which no hit can be predicted; empty for a complete description."""
+        """Settings without which no hit can be predicted; empty if the description is complete."""
         missing = []
         for spec in (c.spec for c in self.classes):
             if spec.family is Family.WINDOW and not spec.sliding_window:
@@ -113,9 +114,9 @@ def make_layout(
     *,
     inside_seen: bool = False,
 ) -> CacheLayout:
-    """The layout vLLM would derive from these groups (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
+    """Derive the layout as vLLM does (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
 
-    ``hash_block_size`` is what was detected; None: the greatest common divisor of the block sizes.
+    ``hash_block_size`` is the detected one; None: the greatest common divisor of the block sizes.
     ``inside_seen``: events proved hits inside a block (``partial.py``).
     """
     unit = hash_block_size or math.gcd(*(group.block_size for group in groups))
@@ -137,10 +138,13 @@ def make_layout(
 
 
 def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, *, inside_seen: bool) -> bool:
-    """A Mamba align group with blocks larger than a hash block, every other group able to follow. With decode
-    context parallelism blocks as long as a hash block will do (``partial_hash_hits_enabled``, vLLM 0.32);
-    which no event says, but stores inside a block prove it. A full-attention group of which nothing but parts
-    of blocks was seen proves it too."""
+    """Whether hits may end inside a block.
+
+    True with a Mamba align group whose blocks are larger than a hash block, if every other group can follow.
+    With decode context parallelism a Mamba block equal to a hash block is sufficient
+    (``partial_hash_hits_enabled``, vLLM 0.32); no event says so, but stores inside a block prove it. A
+    full-attention group that published only parts of blocks proves it too.
+    """
     least = unit if inside_seen else unit + 1
     align = any(
         g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size >= least for g in groups
@@ -150,8 +154,11 @@ def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, *, inside_seen: bool
 
 
 def _has_hidden(groups: tuple[GroupSpec, ...], facts: ModelFacts) -> bool:
-    """Ring buffers and windows that are rebuilt by replay publish nothing, but vLLM counts them when it
-    chooses how to look up (``get_kv_cache_coordinator``, vLLM 0.32). They may leave gaps in the numbers."""
+    """Whether there are groups without events.
+
+    Ring buffers and windows that are rebuilt by replay publish nothing, but vLLM counts them when it selects
+    the coordinator (``get_kv_cache_coordinator``, vLLM 0.32). They may leave gaps in the group numbers.
+    """
     missing = len(groups) < 1 + max(group.group_idx for group in groups)
     return missing or facts.hidden_groups or bool(facts.replay_tokens)
 
@@ -162,11 +169,11 @@ def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
 
 
 class GroupLearner:
-    """Groups of one engine as its events reveal them.
+    """Learns the groups of one engine from its events.
 
-    ``expected`` are the groups it had before a restart. They count until its events say otherwise: by
+    ``expected`` are the groups it had before a restart. They count until its events contradict them: by
     describing one of them differently, or by ``_SILENT_ROOTS_MAX`` prompts long enough to fill its blocks
-    that leave one out. Without them the first short prompts would show some groups only, and hits that the
+    that leave one out. Without them the first short prompts would show only some groups, and hits that the
     others forbid would be predicted.
     """
 
@@ -175,14 +182,14 @@ class GroupLearner:
     ) -> None:
         self._facts = facts
         self._partial = PartialEvidence(inside_seen=inside_seen)
+        # Observed sizes of blocks that are parts of longer ones, according to the engine.
         self.part_sizes: set[int] = set()
-        """Sizes seen of blocks that are parts of longer ones, as the engine states."""
         self._groups: dict[int, GroupSpec] = {}
         self._expected = {group.group_idx: group for group in expected}
         self._started = False
         self._silent_roots = 0
+        # Groups whose kind neither an event nor the configuration gave: assumed to be full attention.
         self.assumed_kinds: set[int] = set()
-        """Groups whose kind neither an event nor the configuration gave: taken for full attention."""
 
     @property
     def known(self) -> tuple[GroupSpec, ...]:
@@ -201,17 +208,17 @@ class GroupLearner:
         return self._partial.inside_seen
 
     def watches(self, group_idx: int) -> bool:
-        """Whether further events of this group may change what is known."""
+        """Whether further events of this group may change the knowledge."""
         return bool(self._expected) or self._partial.watches(self._groups.values(), group_idx)
 
     def take_facts(self, facts: ModelFacts) -> None:
-        """The facts are these from now on, also of the groups known already."""
+        """Replace the facts, and apply them to the groups known already."""
         self._facts = facts
         for groups in (self._groups, self._expected):
             groups.update({idx: self._fitted(group) for idx, group in groups.items()})
 
     def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
-        """Another engine of the same model has these; True when the groups changed."""
+        """Expect groups of another engine of the same model; returns whether the groups changed."""
         missing = {group.group_idx: self._fitted(group) for group in groups} if self._started else {}
         for idx in self._expected.keys() | self._groups.keys():
             missing.pop(idx, None)
@@ -219,10 +226,9 @@ class GroupLearner:
         return bool(missing)
 
     def observe(self, event: BlockStored, held: Callable[[], bool]) -> bool:
-        """Learn from one GPU event with blocks of at least one token; True when the groups changed.
-        ``held``: whether its group holds the event's parent.
+        """Learn from one GPU event with blocks of at least one token; returns whether the groups changed.
 
-        Raises ``ValueError`` for a kind nobody has described.
+        ``held``: whether its group holds the event's parent. Raises ``ValueError`` for an unknown kind.
         """
         before = self.groups, self.inside_seen
         idx = event.group_idx or 0
@@ -245,7 +251,7 @@ class GroupLearner:
         if expected is not None and seen != expected:
             partial = event.num_tokens() == event.block_size < expected.block_size
             if partial and replace(seen, block_size=expected.block_size) == expected:
-                return  # perhaps a partial block: its group is shown by an event of more than one
+                return  # possibly a partial block: wait for an event with more than one block
             self._expected.clear()
         elif expected is None and self._expected:
             self._expected.clear()
@@ -276,8 +282,11 @@ class GroupLearner:
         return self._fitted(spec)
 
     def _fitted(self, group: GroupSpec) -> GroupSpec:
-        """The group with what the facts say of it. Sizes seen of its blocks are those of parts of blocks
-        where the engine states a multiple."""
+        """Apply the facts to a group.
+
+        If the engine states a multiple of an observed block size, the observed size is that of a part of a
+        block.
+        """
         facts, family, size = self._facts, group.family, group.block_size
         stated = facts.attention_block_size if family is Family.FULL else None
         if stated is not None and stated > size and stated % size == 0:

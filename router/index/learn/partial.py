@@ -1,18 +1,20 @@
-"""Evidence of stores inside a block, which no event names as such.
+"""Evidence of stores inside a block, which no event marks as such.
 
-Where hits may end inside a block, vLLM publishes the end of a prompt as a block of one hash block, under that
-hash (``BlockPool.cache_partial_block``, vLLM 0.32). Two things follow from what comes with it:
+If hits may end inside a block, vLLM publishes the end of a prompt as a block of one hash block, under that
+hash (``BlockPool.cache_partial_block``, vLLM 0.32). Two conclusions follow:
 
-- *A block size not seen yet.* The parent of a whole block of full attention is the block before it, which the
-  same request still holds. So a block of one hash block whose parent the group does not hold is a part of a
-  longer one, and as long as no whole block came, every prefix stored there is shorter than a block.
-- *Hits inside a block under decode context parallelism (DCP)*, where a Mamba block is as long as a hash block
-  (``partial_hash_hits_enabled``). Without such hits a prefix is stored up to a multiple of all block sizes
-  (``HybridKVCacheCoordinator.get_num_cacheable_tokens``): a state that ends elsewhere proves them, and so
-  does a part right behind the whole blocks of its group. Groups with the EAGLE flag store one block more, and
-  prove nothing.
+- *A block size not seen yet.* The parent of a whole full-attention block is the block before it, which the
+  same request still holds. So a block of one hash block whose parent the group does not hold is a part of
+  a longer one; until a whole block arrives, every prefix stored there is shorter than a block.
+- *Hits inside a block under decode context parallelism (DCP)*, where a Mamba block is as long as a hash
+  block (``partial_hash_hits_enabled``). Without such hits a prefix is stored up to a multiple of all
+      block
+  sizes (``HybridKVCacheCoordinator.get_num_cacheable_tokens``): a state that ends elsewhere proves them,
+  and so does a part directly after the whole blocks of its group. Groups with the EAGLE flag store one
+  block more, and prove nothing.
 
-Only models with Mamba groups in align mode do either. Nothing here is ever guessed from what did not come.
+
+This applies only to models with Mamba groups in align mode. Nothing is inferred from missing events.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from publisher.events import BlockStored, Family, GroupSpec, scheduler_block_siz
 
 
 class PartialEvidence:
-    """Facts that the events of one engine have proved."""
+    """Facts proved by the events of one engine."""
 
     def __init__(self, *, inside_seen: bool = False) -> None:
+        # Whether hits inside a block are proven, if the block sizes leave it open.
         self.inside_seen = inside_seen
-        """Whether hits inside a block are proven where the block sizes leave it open."""
         self._whole: set[int] = set()
         self._last: dict[int, int | bytes] = {}
 
@@ -48,8 +50,10 @@ class PartialEvidence:
     def sized(
         self, event: BlockStored, group: GroupSpec, known: GroupSpec | None, held: Callable[[], bool]
     ) -> GroupSpec:
-        """``group``, its blocks as long as ``event`` shows them. ``known`` is what was known of it before;
-        ``held``: whether it holds the event's parent."""
+        """Return ``group`` with the block size that ``event`` shows.
+
+        ``known`` is the group as known before; ``held``: whether it holds the event's parent.
+        """
         idx = group.group_idx
         if group.family is not Family.FULL or event.block_size != group.block_size:
             return group
@@ -62,7 +66,7 @@ class PartialEvidence:
         return replace(group, partial_only=True) if part else group
 
     def prove_inside(self, event: BlockStored, groups: tuple[GroupSpec, ...]) -> None:
-        """Whether ``event`` shows that hits may end inside a block."""
+        """Record whether ``event`` proves that hits may end inside a block."""
         idx = event.group_idx or 0
         group = next((g for g in groups if g.group_idx == idx), None)
         if group is None or group.is_eagle or self.inside_seen or not _is_open(groups):
@@ -81,7 +85,7 @@ def _saves_states(groups: tuple[GroupSpec, ...]) -> bool:
 
 
 def _is_open(groups: tuple[GroupSpec, ...]) -> bool:
-    """Block sizes with which vLLM allows hits inside a block under DCP only."""
+    """Whether these are block sizes with which vLLM allows hits inside a block under DCP only."""
     unit = math.gcd(*(g.block_size for g in groups))
     states = [g.block_size for g in groups if g.family is Family.MAMBA and g.mamba_cache_mode == "align"]
     longer = any(g.family is Family.FULL and g.lookup_block_size > unit for g in groups)

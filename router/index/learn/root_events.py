@@ -1,8 +1,8 @@
-"""Stored events that start at token 0: the ones that show both the tokens and the hashes of them.
+"""Stored events that start at token 0: they contain both the tokens and their hashes.
 
-A root span whose blocks are all masked shows no hash of its own, but the next event of the prompt names the
-hash of the whole span as its parent: ``PendingRoots`` joins the two. Always true: whatever stands in an
-event's extra keys or token ids, reading it gives a ``RootEvent`` or None.
+A root span whose blocks are all masked lists no hash, but the next event of the prompt names the hash of the
+whole span as its parent: ``PendingRoots`` joins the two. Invariant: parsing returns a ``RootEvent`` or None,
+whatever an event's extra keys or token ids contain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.index.base import Plane
 _PENDING_MAX = 8
 _PARENTS_MAX = 64
 
-# Longer spans are not hashed whole: 10 ms of the event loop and more.
+# Longest span that is hashed completely, in tokens: 10 ms of the event loop and more (measured).
 _SPAN_TOKENS_MAX = 1 << 15
 
 
@@ -44,38 +44,42 @@ class RootEvent(msgspec.Struct, frozen=True):
     full: bool
     """Whether every block of the span is listed, so that hash i covers block i."""
     keyed: int = 0
-    """The first listed block with extra keys; 0 where none has any."""
+    """Index of the first listed block with extra keys; 0 if none has any."""
     any_hash: bool = False
-    """Whether one of ``hashes`` is enough: they are hashes that the span may end with."""
+    """Whether one matching hash is sufficient: ``hashes`` are alternatives for the end of the span."""
     joined: bool = False
-    """Whether only its end is the event's; all before is a prompt's that goes on with the same tokens."""
+    """Whether only the end is from the event; everything before is from a prompt that continues with the
+    same tokens.
+    """
 
     @property
     def plain(self) -> bool:
-        """Whether the event shows all that its hashes cover."""
+        """Whether the event contains everything its hashes cover."""
         return self.full and self.extras == NO_EXTRAS
 
     @property
     def legible(self) -> bool:
-        """Whether the first block shows all that its hash covers, if a bare key is a salt (a digest of prompt
-        embeddings looks the same). How far a multimodal item reaches is not shown."""
+        """Whether the first block contains everything its hash covers, if a bare key is a salt.
+
+        A digest of prompt embeddings looks the same. The extent of a multimodal item is not shown.
+        """
         within = self.block_size + self.lookahead
         return self.full and not any(item.offset < within for item in self.extras.multimodal)
 
     @property
     def first_block(self) -> RootEvent:
-        """What a full event shows of its first block alone; without extra keys there it is plain."""
+        """Reduce a full event to its first block; without extra keys there it is plain."""
         extras = NO_EXTRAS if self.keyed else self.extras
         return msgspec.structs.replace(self, hashes=self.hashes[:1], extras=extras, keyed=0)
 
     @property
     def cost(self) -> int:
-        """Tokens to be hashed to try a scheme on it."""
+        """Number of tokens to hash to try a scheme on it."""
         return self.block_size if self.full else len(self.tokens)
 
 
 class PendingRoots:
-    """The latest root spans without a listed hash, each as the hash of its end under every candidate."""
+    """The latest root spans without a listed hash, each with the hash of its end under every candidate."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[RootEvent, dict[BlockHash, HashScheme]]] = deque(maxlen=_PENDING_MAX)
@@ -83,14 +87,14 @@ class PendingRoots:
         self._tried: deque[list[int]] = deque(maxlen=_PENDING_MAX)
 
     def add(self, root: RootEvent, candidates: Iterable[HashScheme]) -> None:
-        """Wait for a child of this span. Every group of an engine tells of the same one."""
+        """Wait for a child of this span. Every group of an engine publishes the same span."""
         if any(root.tokens == known.tokens and root.extras == known.extras for known, _ in self._spans):
             return
         ends = {end_hash(root, scheme): scheme for scheme in candidates}
         self._spans.append((root, {end: scheme for end, scheme in ends.items() if end is not None}))
 
     def continued_by(self, event: BlockStored) -> HashScheme | None:
-        """The candidate under which the event's parent is the end of a waiting span."""
+        """Return the candidate under which the event's parent is the end of a waiting span."""
         if event.parent_block_hash is None:
             return None
         parent = to_block_hash(event.parent_block_hash)
@@ -99,12 +103,11 @@ class PendingRoots:
         return next((ends[parent] for _, ends in self._spans if parent in ends), None)
 
     def tried(self, root: RootEvent) -> None:
-        """A search with this evidence found nothing, or is to begin: a span may have no child."""
+        """Record that a search used this evidence: a span may have no child."""
         self._tried.append(root.tokens)
 
     def evidence(self) -> RootEvent | None:
-        """The shortest span not tried before, with all the parents that it may end with; None before there
-        are both."""
+        """Return the shortest untried span, with all parents that it may end with; None before both exist."""
         spans = [root for root, _ in self._spans if root.tokens not in self._tried]
         if not spans or not self._parents:
             return None
@@ -113,18 +116,20 @@ class PendingRoots:
 
 
 def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
-    """The comparable form of ``event``; None if it starts elsewhere, is too long or hides what it hashes."""
+    """Return the comparable form of ``event``; None if it starts elsewhere, is too long or lacks a hash
+    input.
+    """
     return None if event.parent_block_hash is not None else shown(event, lora_paths)
 
 
 def num_lookahead(event: BlockStored) -> int:
-    """How many tokens after each block its hash covers."""
+    """Return the number of tokens after each block that its hash covers."""
     ahead = event.lookahead_token_ids
     return len(ahead[0]) if ahead else 0
 
 
 def shown(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
-    """``event`` read as if it started at token 0; None if it is too long or hides what it hashes."""
+    """Parse ``event`` as if it started at token 0; None if it is too long or lacks a hash input."""
     if event.block_size == 0:
         return None
     extras = event_extras(event, lora_paths)
@@ -150,10 +155,10 @@ def shown(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
 
 
 def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras | None:
-    """What entered the hashes of a root event besides tokens; None where the LoRA's path is unknown, or where
-    the extra keys are none that vLLM writes.
+    """Return the hash inputs of a root event besides tokens.
 
-    The length of a multimodal item is not on the wire; the blocks that list it tell how far it reaches.
+    None if the LoRA's path is unknown, or the extra keys are not in vLLM's form. The length of a multimodal
+    item is not on the wire; the blocks that list it show its extent.
     """
     path = None
     if event.lora_name is not None:
@@ -181,8 +186,11 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
 
 
 def matches(root: RootEvent, scheme: HashScheme) -> bool:
-    """Whether ``scheme`` gives the hashes of this event: of a full one, that of its first block with extra
-    keys (a hash covers all before it), of a masked one every listed hash."""
+    """Whether ``scheme`` gives the hashes of this event.
+
+    For a full event the hash of its first block with extra keys is compared (a hash covers all before it),
+    for a masked one every listed hash.
+    """
     if scheme.lookahead != root.lookahead or root.block_size % scheme.hash_block_size:
         return False
     per_block = root.block_size // scheme.hash_block_size
@@ -195,32 +203,27 @@ def matches(root: RootEvent, scheme: HashScheme) -> bool:
 
 
 def end_hash(root: RootEvent, scheme: HashScheme) -> BlockHash | None:
-    """The hash of a whole span under a scheme; None where the span does not end a hash block."""
+    """Return the hash of a whole span under a scheme; None if the span does not end at a hash block."""
     if scheme.lookahead != root.lookahead or len(root.tokens) % scheme.hash_block_size:
         return None
     return block_hashes(root.tokens, scheme, root.extras)[-1]
 
 
-# What a publisher means by "removed": told by its events, with counts of the evidence for each reading.
-#
-# - PER_COPY: one of several copies is gone (vLLM to date). Proof: a block of which a removal left copies is
-#   removed again, with no store between.
-# - COUNTED: the event says how many copies are left (``remaining_copy_counts``). Believed as it comes.
-# - LAST_COPY: sent when no copy is left. Taken for it when the index came to hold more copies than the
-#   engine's
-#   pool has blocks and PER_COPY was not proven; withdrawn by that proof at any time.
-#
-# Undecided reads as PER_COPY: blocks that merely stay long are no evidence, since hot ones do. Copies
-# beyond the pool of a publisher proven PER_COPY mean re-reports (``kv_cache_report_mode=full``), which are
-# then looked for. A decision holds until the engine restarts. Bounded: the last ``_WATCHED_MAX`` removals
-# are watched.
+# The meaning of "removed" for a publisher, inferred from its events, with counts of the evidence. PER_COPY:
+# one of several copies was removed (vLLM to date); proof: a block of which a removal left copies is removed
+# again, without a store in between. COUNTED: the event carries the number of remaining copies
+# (``remaining_copy_counts``). LAST_COPY: sent when no copy is left; assumed when the index holds more copies
+# than the engine's pool has blocks and PER_COPY is not proven; revoked by that proof at any time. Undecided
+# counts as PER_COPY: blocks that stay long are no evidence, since hot ones do. Copies beyond the pool of a
+# proven PER_COPY publisher mean re-reports (``kv_cache_report_mode=full``), which are then detected. A
+# decision holds until the engine restarts. At most ``_WATCHED_MAX`` removals are watched.
 
 
 _WATCHED_MAX = 4096
 
 
 class Removals(StrEnum):
-    """How removals are read."""
+    """Meaning of removal events."""
 
     UNDECIDED = "undecided"
     PER_COPY = "per_copy"
@@ -229,15 +232,15 @@ class Removals(StrEnum):
 
 
 class RemovalEvidence:
-    """Evidence of one publisher's removals. Counters are since its start."""
+    """Evidence about one publisher's removals. Counters since its start."""
 
     def __init__(self) -> None:
         self.semantics = Removals.UNDECIDED
+        # Blocks removed twice in a row: removals are per copy.
         self.removed_again = 0
-        """Blocks removed twice in a row: copies are told one by one."""
         self.told_counts = 0
+        # Number of audits that found more copies than blocks.
         self.phantoms = 0
-        """Audits that found more copies than blocks."""
         self.re_reports_suspected = False
         self._watched: dict[tuple[Plane, BlockHash], None] = {}
 
@@ -248,22 +251,22 @@ class RemovalEvidence:
 
     @property
     def watching(self) -> bool:
-        """Whether stores matter to it now."""
+        """Whether stores currently affect the evidence."""
         return bool(self._watched)
 
     def counted(self) -> None:
-        """An event told the copies left."""
+        """Record an event with the number of remaining copies."""
         self.told_counts += 1
         self.semantics = Removals.COUNTED
         self._watched.clear()
 
     def stored(self, plane: Plane, hashes: Iterable[BlockHash]) -> None:
-        """Blocks were stored: a later removal of them proves nothing."""
+        """Record stored blocks: a later removal of them proves nothing."""
         for block in hashes:
             self._watched.pop((plane, block), None)
 
     def removed(self, plane: Plane, hashes: Iterable[BlockHash], left: Iterable[BlockHash]) -> None:
-        """Blocks were removed; of those in ``left`` there were copies before that were not told gone."""
+        """Record removed blocks; those in ``left`` still have copies in the index."""
         for block in hashes:
             if (plane, block) in self._watched:
                 self.removed_again += 1
@@ -277,7 +280,10 @@ class RemovalEvidence:
             self._watched[plane, block] = None
 
     def phantom(self) -> list[tuple[Plane, BlockHash]]:
-        """The index holds more copies than the pool has blocks. Returns blocks now known to be gone."""
+        """Record that the index holds more copies than the pool has blocks.
+
+        Returns blocks now known to be removed.
+        """
         self.phantoms += 1
         if self.semantics is Removals.PER_COPY:
             self.re_reports_suspected = True
@@ -287,25 +293,23 @@ class RemovalEvidence:
         return list(self._watched)
 
 
-# Learned mode: engine hashes looked up by token prefix, where they cannot be computed.
-#
-# From every stored event whose tokens and parent are known, our own chained key of the prefix is computed
-# and mapped to the hash the engine gave it. A query computes the own keys of its prompt and translates
-# them. What cannot be placed (parent unknown, masked blocks that no full event of another group names,
-# several media items in a block larger than a hash block) is left out and counted: learned mode
-# under-predicts, it never invents a block. Bounded: when more than ``_ENTRIES_MAX`` keys are held the
-# oldest half is dropped.
+# Learned mode: engine hashes are looked up by token prefix if they cannot be computed. For every stored event
+# with known tokens and parent, the router's own chained key of the prefix is computed and mapped to the
+# engine's hash. A query computes the own keys of its prompt and translates them. Blocks whose position is
+# unknown (parent unknown, masked blocks that no full event of another group names, several media items in a
+# block larger than a hash block) are left out and counted: learned mode under-predicts but never invents a
+# block. Beyond ``_ENTRIES_MAX`` keys the oldest half is dropped.
 
 
-# About 150 MB; engines hold fewer blocks than this.
+# About 150 MB (measured); engines hold fewer blocks than this.
 _ENTRIES_MAX = 1 << 19
 
-# Stands for "no such block": hashes on the wire are never negative, so no index holds it.
+# Placeholder for "no such block": hashes on the wire are never negative, so no index holds it.
 _ABSENT = BlockHash(-1)
 
 
 class LearnedKeys:
-    """Own key of a prefix -> the engine's hash of it, for one engine."""
+    """Maps own prefix keys to the hashes of one engine."""
 
     def __init__(self) -> None:
         self._digest = hash_function("learned")
@@ -334,7 +338,7 @@ class LearnedKeys:
         self._bound()
 
     def translate(self, own_keys: Sequence[int]) -> list[BlockHash]:
-        """The engine's hash for each own key; -1, which no index holds, where none is known."""
+        """Return the engine's hash for each own key; -1, which no index holds, if unknown."""
         get = self._hash_of.get
         return [get(key, _ABSENT) for key in own_keys]
 
@@ -369,7 +373,7 @@ class _BadExtraKeysError(ValueError):
 
 
 def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
-    """Extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
+    """Return the extra keys of one listed block in the untagged form that ``block_hash.extra_keys`` gives."""
     if event.extra_keys is None:
         return _fields(event, number)
     keys = event.extra_keys[number] if number < len(event.extra_keys) else None
@@ -381,14 +385,14 @@ def _extra(event: BlockStored, number: int) -> tuple[Any, ...] | None:
 
 
 def _fields(event: BlockStored, number: int) -> tuple[str, ...] | None:
-    """The same of an engine that sends fields in the place of extra keys (SGLang)."""
+    """Return the extra keys of an engine that sends separate fields instead (SGLang)."""
     first = number == 0 and event.parent_block_hash is None
     keys = (event.lora_name, event.cache_salt if first else None)
     return tuple(key for key in keys if key) or None
 
 
 def _with_lookahead(event: BlockStored, number: int, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-    """The extra a look-ahead hash covers: the keys and the tokens after the block."""
+    """Return the extra that a look-ahead hash covers: the keys and the tokens after the block."""
     ahead = event.lookahead_token_ids
     if not ahead or number >= len(ahead) or not ahead[number]:
         return keys

@@ -1,13 +1,13 @@
-"""What an engine's events say of its hashes where none shows a prompt from its first token on.
+"""Evidence about an engine's hashes if no event contains a prompt from its first token.
 
-Two proofs are left. An event that names its parent's *whole* hash (engines that publish hashes as bytes)
-shows all that its own first hash covers: it proves the algorithm, though not the seed. And a prompt that the
-router itself was asked to place may hold the tokens of an event: then the prompt up to there is a root span,
-with its real extras and the event's hashes.
+Two proofs remain. An event that names its parent's *whole* hash (engines that publish hashes as bytes)
+contains everything its own first hash covers: it proves the algorithm, but not the seed. And a prompt that
+the router had to place may contain the tokens of an event: then the prompt up to there is a root span, with
+its real extras and the event's hashes.
 
-Always true: a pairing of event and prompt is only *evidence*, to be tried with real hashes; equal tokens
-after another beginning match nothing. Equal tokens under other extra keys (a salt, an image) or before other
-tokens than were looked ahead at are not paired, where the event shows them.
+A pair of event and prompt is only *evidence*, to be tried with real hashes: equal tokens after different
+first tokens match nothing. Equal tokens with different extra keys (a salt, an image) or different look-ahead
+tokens are not paired, if the event shows these.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from publisher.events import BlockStored, EventDecodeError, to_block_hash
 from router.index.learn.root_events import RootEvent, num_lookahead, shown
 
 _EVENTS_MAX = 256
-# Events of the same tokens under different extra keys.
+# Maximum number of events with the same tokens and different extra keys.
 _KEYS_MAX = 8
-# Prompts are searched for events up to here; every candidate hashes what was found from the start.
+# Prompts are searched for events up to this length in tokens; every candidate hashes the span from the start.
 _SPAN_TOKENS_MAX = 1 << 15
 
 _INT_HASH_BYTES = 8
 
 
 class ToldBlocks:
-    """The latest stored blocks by their own tokens."""
+    """The latest stored blocks, by their own tokens."""
 
     def __init__(self) -> None:
         self._events: dict[tuple[int, tuple[int, ...]], dict[str, BlockStored]] = {}
@@ -50,7 +50,7 @@ class ToldBlocks:
             del self._events[next(iter(self._events))]
 
     def evidence(self, prompt: Sequence[int], extras: PromptExtras) -> Iterator[RootEvent]:
-        """Spans of this prompt that end with blocks the engine told of, the shortest first."""
+        """Yield the spans of this prompt that end with published blocks, the shortest first."""
         limit = min(len(prompt), _SPAN_TOKENS_MAX)
         sizes = {size for size, _ in self._events}
         ends = [(end, size) for size in sizes for end in range(size, limit + 1, size)]
@@ -62,7 +62,7 @@ class ToldBlocks:
 
 
 def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptExtras) -> RootEvent | None:
-    """The prompt up to the end of the event's first block, or of all of them where some are masked."""
+    """Return the prompt up to the end of the event's first block, or of all blocks if some are masked."""
     if (event.parent_block_hash is None) != (start == 0) or event.lora_name != extras.lora_name:
         return None
     size, ahead = event.block_size, num_lookahead(event)
@@ -81,8 +81,11 @@ def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptE
 def _alike(
     event: BlockStored, tokens: list[int], starts: Iterable[int], extras: PromptExtras, listed: int
 ) -> bool:
-    """Whether blocks of the prompt at ``starts`` have, in order, the extra keys and the look-ahead that the
-    event shows of its first ``listed`` blocks: it does not say which blocks these are."""
+    """Whether blocks of the prompt at ``starts`` have, in order, the extra keys and the look-ahead of the
+    event's first ``listed`` blocks.
+
+    The event does not show which blocks these are.
+    """
     size, ahead = event.block_size, num_lookahead(event)
     keys, lookahead = event.extra_keys, event.lookahead_token_ids
     if any(shown and len(shown) < listed for shown in (keys, lookahead)):
@@ -101,7 +104,7 @@ def _alike(
 
 
 def _equal(keys: object, extras: PromptExtras, start: int, end: int) -> bool:
-    """Whether a block's extra keys, as an event has them, are those of this part of a prompt."""
+    """Whether a block's extra keys, as listed in an event, equal those of this part of a prompt."""
     told = [] if keys is None else keys
     ours = extra_keys(extras, start, end, tagged=False)
     return told == [list(key) if isinstance(key, tuple) else key for key in ours]
@@ -110,7 +113,9 @@ def _equal(keys: object, extras: PromptExtras, start: int, end: int) -> bool:
 def proven_algorithm(
     event: BlockStored, candidates: Iterable[HashScheme], lora_paths: dict[str, str]
 ) -> HashScheme | None:
-    """The first candidate (whatever its seed) that leads from the event's whole parent to its first hash."""
+    """Return the first candidate (with any seed) that leads from the event's whole parent hash to its
+    first hash.
+    """
     parent, first = event.parent_block_hash, next(iter(event.block_hashes), None)
     if not isinstance(parent, bytes) or not isinstance(first, bytes) or len(parent) <= _INT_HASH_BYTES:
         return None

@@ -1,11 +1,10 @@
-"""The servers behind a URL: redis-py's client of each, and one pipelined connection for what is hot.
+"""Client of the index servers: redis-py's client of each, and one pipelined connection for frequent requests.
 
 ``Client`` finds the masters (one server, Sentinel's master, or every master of a Cluster), reconnects with
-back-off in a task of its own, and routes commands by key. Always true: a command ends by its deadline; none
-is ever repeated, as callers know what is safe.
-``identity`` names the servers by their run ids and the slots they serve. It differs after any restart or
-failover, which is how writers and readers notice that what they wrote or believed may be lost: a server that
-came back with its data may lack the last removals.
+back-off in a separate task, and routes commands by key. Invariants: a command ends by its deadline; none is
+ever repeated, as only callers know what is safe. ``identity`` names the servers by their run ids and the
+slots they serve. It differs after any restart or failover, which shows writers and readers that their data
+may be lost: a restarted server may lack the last removals.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ from router.replication.redis.topology import (
     single,
 )
 
-# What redis-py needs to connect to the target of a URL.
-#
-# Always true: where ``?ca=`` is given, only certificates of its authorities are accepted.
+# Connection arguments of redis-py for the target of a URL. With ``?ca=``, only certificates of its
+# authorities are accepted.
 
 
 class TlsConnection(SSLConnection):
-    """TLS with a given context. The one that redis-py makes of file names trusts the system's certificate
-    authorities beside the given one."""
+    """TLS with a given context.
+
+    redis-py's own context from file names trusts the system's certificate authorities too.
+    """
 
     def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -53,8 +53,11 @@ class TlsConnection(SSLConnection):
 
 
 def connection_arguments(target: Target, connect_timeout_s: float) -> dict[str, Any]:
-    """What redis-py connects with, but for host and port: no retries, and no time-outs for single reads,
-    as every call has a deadline. Raises ``SettingsError`` for unreadable TLS files."""
+    """Return redis-py's connection arguments except host and port.
+
+    No retries and no timeouts of single reads, as every call has a deadline. Raises ``SettingsError`` for
+    unreadable TLS files.
+    """
     arguments: dict[str, Any] = {
         "connection_class": Connection,
         "db": target.db,
@@ -83,20 +86,22 @@ def _tls_context(target: Target) -> ssl.SSLContext:
 
 _LOG = structlog.get_logger()
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
-# How often Sentinel, or a Cluster named as one, is asked for its masters though nothing failed.
+# Seconds between two queries of Sentinel, or of a Cluster named as one, for its masters without a failure.
 _LOOK_AGAIN_S = 5.0
-# A connection whose oldest request has waited so long is replaced.
+# A connection whose oldest request has waited this long, in seconds, is replaced.
 _STALLED_S = 5.0
-# For commands, per master; further commands wait for one of them until their deadline.
+# Maximum number of command connections per master; further commands wait for one until their deadline.
 _CONNECTIONS_MAX = 16
-# Errors that say that the servers are others than this client knows.
+# Errors that mean that the servers differ from those known to this client.
 _CHANGED = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN"})
 
 
 class Client:
-    """One user's connections. A reader and a writer have one each: no look-up waits behind a batch.
+    """Connections of one user.
 
-    Raises ``SettingsError`` for unreadable TLS files; connects nowhere before ``start``.
+    A reader and a writer have one client each, so that no lookup waits behind a batch.
+
+    Raises ``SettingsError`` for unreadable TLS files; does not connect before ``start``.
     """
 
     def __init__(self, settings: SharedSettings) -> None:
@@ -136,12 +141,15 @@ class Client:
 
     @property
     def cluster(self) -> bool:
-        """Whether the servers form a Cluster. Known once connected."""
+        """Whether the servers form a Cluster; valid once connected."""
         return self._topology.clustered
 
     @property
     def identity(self) -> str:
-        """Names this life of these servers. Raises ``IndexUnavailable`` while any is not connected."""
+        """Identity of the current run of these servers.
+
+        Raises ``IndexUnavailable`` while any is not connected.
+        """
         if self._identity is None:
             raise IndexUnavailable("connection", self.last_error)
         return self._identity
@@ -158,20 +166,25 @@ class Client:
         return pipelined
 
     async def command(self, *args: bytes | str | int, key: bytes | None = None) -> Reply:
-        """One command, routed by ``key`` or else by its first argument; the reply as redis-py parses it
-        (``HGETALL`` gives a dictionary). Raises ``IndexUnavailable``."""
+        """Run one command, routed by ``key`` or else by its first argument.
+
+        Returns the reply as parsed by redis-py (``HGETALL`` gives a dictionary). Raises ``IndexUnavailable``.
+        """
         where = key if key is not None else args[1]
         if not isinstance(where, bytes):
             raise TypeError(f"{args[0]!r}: a command is routed by a key in bytes")
         return await self._master(where).command(*args)
 
     async def run(self, script: Script, keys: Sequence[bytes], *args: bytes | str | int) -> Reply:
-        """One script on the master of its keys, with its reply. Raises ``IndexUnavailable``."""
+        """Run one script on the master of its keys and return its reply. Raises ``IndexUnavailable``."""
         return await self._master(keys[0]).run(ScriptCall(script, keys, args))
 
     async def batch(self, calls: Sequence[ScriptCall]) -> list[Reply]:
-        """Scripts in order, pipelined to all their masters at once; for each call its reply, or the
-        ``IndexUnavailable`` that says why there is none (``NOSCRIPT``: call again)."""
+        """Run scripts in order, pipelined to all their masters concurrently.
+
+        Returns for each call its reply, or the ``IndexUnavailable`` with the reason (``NOSCRIPT``: call
+        again).
+        """
         parts: dict[Master, list[int]] = {}
         replies: list[Reply] = [None] * len(calls)
         for number, call in enumerate(calls):
@@ -188,7 +201,7 @@ class Client:
         return replies
 
     def checked(self, reply: Reply) -> Reply:
-        """The reply to a pipelined command. Raises ``ServerError`` if it is an error."""
+        """Return the reply to a pipelined command. Raises ``ServerError`` if it is an error."""
         if isinstance(reply, ResponseError):
             error = unavailable(reply)
             self._notice(error)
@@ -196,8 +209,8 @@ class Client:
         return reply
 
     def _notice(self, error: IndexUnavailable) -> None:
-        """Look at the servers again if an error says that they have changed."""
-        if error.reason == "READONLY":  # a master no more: see who answers there now
+        """Check the servers again if an error shows that they have changed."""
+        if error.reason == "READONLY":  # no longer a master: find the current one
             for master in self._masters.values():
                 master.pipelined.abort()
         if error.reason in _CHANGED:
@@ -217,7 +230,7 @@ class Client:
         return master
 
     def refresh(self) -> None:
-        """Look at the topology again soon."""
+        """Check the topology again soon."""
         self._identity = None
         self._wake.set()
 
@@ -253,7 +266,7 @@ class Client:
         await asyncio.sleep(pause_s)
 
     async def _connect_all(self, tasks: asyncio.TaskGroup) -> None:
-        """Find the masters and connect to those that are not connected. The connections that are stay."""
+        """Find the masters and connect to the missing ones. Existing connections stay."""
         topology = await self._find_masters(tasks)
         for address in [a for a in self._masters if a not in topology.masters]:
             await self._drop(address)
@@ -301,7 +314,7 @@ class Client:
         pipelined = PipelinedConnection(pool.make_connection(), self._lost)
         async with asyncio.timeout(self.settings.connect_timeout_s):
             await pipelined.open(tasks)
-        self._identity = None  # whoever answers here may be another server than before
+        self._identity = None  # this may be a different server from before
         master = self._masters[address] = Master(pool, pipelined, self.settings.write_timeout_s, self._notice)
         return master
 
@@ -311,6 +324,6 @@ class Client:
             await master.close()
 
     def _lost(self) -> None:
-        """A connection ended: of consequence if it is one of those in use."""
+        """Handle the end of a connection, if it is one of those in use."""
         if not all(master.pipelined.is_open for master in self._masters.values()):
             self.refresh()

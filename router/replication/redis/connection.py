@@ -1,10 +1,10 @@
-"""A pipelined connection for look-ups and block writes: many requests under way, each gets its own replies.
+"""A pipelined connection for lookups and block writes: many concurrent requests, each gets its own replies.
 
-TLS, login and parsing are those of redis-py's ``Connection``; this adds the queue of who waits. redis-py's
-client lends a connection to one request at a time and closes it when that times out: under load, one
-connection for each concurrent look-up and a handshake for each late reply (measured: decision 004).
-Always true: replies that come too late are read and dropped in their turn, so none ever answers another
-request; the number of waiting requests is bounded; a lost connection fails everything that waits on it.
+TLS, login and parsing are those of redis-py's ``Connection``; this adds the queue of waiting requests.
+redis-py's client lends a connection to one request at a time and closes it when that times out: under load,
+one connection for each concurrent lookup and a handshake for each late reply (measured: decision 004).
+Invariants: late replies are read and dropped in order, so none ever answers another request; the number of
+waiting requests is bounded; a lost connection fails all waiting requests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from router.http.reasons import reason_of
 
-# Why the shared index cannot be used now: errors of redis-py and sockets as one exception.
+# Errors of redis-py and sockets, converted to one exception.
 
 
 class IndexUnavailable(Exception):  # noqa: N818  # a state to be lived with
-    """The shared index cannot answer now. ``reason`` is one short word or two, for counters."""
+    """The shared index cannot answer now. ``reason`` is one or two short words, for counters."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -37,7 +37,7 @@ class ServerError(IndexUnavailable):
 
 
 def unavailable(error: RedisError | OSError) -> IndexUnavailable:
-    """What an error of the client library means for the index."""
+    """Convert an error of the client library."""
     if isinstance(error, AskError):
         return ServerError(error.status_code or "MOVED", f"slot {error.slot_id} is at {error.node_addr}")
     code = getattr(error, "status_code", None)
@@ -53,7 +53,7 @@ _WAITING_MAX = 4096
 _GRACE_S = 0.0005
 
 Reply = Any
-"""bytes, int, None, a list of replies, or the ``ResponseError`` that the server answered with."""
+"""bytes, int, None, a list of replies, or the server's ``ResponseError``."""
 
 
 class _Waiter(NamedTuple):
@@ -64,7 +64,10 @@ class _Waiter(NamedTuple):
 
 
 class PipelinedConnection:
-    """See the module. ``connection`` retries nothing and has no socket time-out."""
+    """One connection with a queue of waiting requests.
+
+    ``connection`` must have no retries and no socket timeout.
+    """
 
     def __init__(self, connection: Connection, on_lost: Callable[[], None] = lambda: None) -> None:
         self._connection = connection
@@ -72,14 +75,14 @@ class PipelinedConnection:
         self._waiting: deque[_Waiter] = deque()
         self._loop = asyncio.get_running_loop()
         self._reading: asyncio.Task[None] | None = None
+        # Identifier of this run of the server.
         self.run_id = ""
-        """Names this start of this server."""
         self.clustered = False
 
     async def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Connect, log in and learn who answers; replies are read in a task of ``tasks``.
+        """Connect, log in and identify the server; a task of ``tasks`` reads replies.
 
-        Raises ``IndexUnavailable``; also for a server that is a replica.
+        Raises ``IndexUnavailable``, also if the server is a replica.
         """
         try:
             await self._connection.connect()
@@ -104,18 +107,18 @@ class PipelinedConnection:
 
     @property
     def waited_s(self) -> float:
-        """How long the oldest unanswered request has waited."""
+        """Seconds that the oldest unanswered request has waited."""
         return self._loop.time() - self._waiting[0].since if self._waiting else 0.0
 
     async def send(self, payload: bytes, count: int, timeout_s: float) -> asyncio.Future[list[Reply]]:
         """Write packed commands; the future gets their ``count`` replies.
 
-        Raises ``IndexUnavailable`` if they cannot be written, within ``timeout_s`` at the latest.
+        Raises ``IndexUnavailable`` if they cannot be written within ``timeout_s``.
         """
         if not self.is_open:
             raise IndexUnavailable("connection", "not connected")
         if len(self._waiting) >= _WAITING_MAX:
-            raise IndexUnavailable("busy", "too many requests wait for the server")
+            raise IndexUnavailable("busy", "too many requests are waiting for the server")
         future: asyncio.Future[list[Reply]] = self._loop.create_future()
         self._waiting.append(_Waiter(future, [], count, self._loop.time()))
         try:
@@ -127,17 +130,17 @@ class PipelinedConnection:
         return future
 
     async def ask(self, payload: bytes, count: int, timeout_s: float) -> list[Reply]:
-        """``send`` and wait. Raises ``IndexUnavailable`` (``timeout`` when the time is up)."""
+        """Send and wait for the replies. Raises ``IndexUnavailable`` (``timeout`` when the time is up)."""
         return await within(await self.send(payload, count, timeout_s), timeout_s)
 
     def abort(self) -> None:
-        """Close at once; everything that waits fails."""
+        """Close immediately; all waiting requests fail."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
 
     async def _read(self) -> None:
-        """Give each reply to whoever waits for it, until the connection ends."""
+        """Deliver each reply to the waiting request, until the connection ends."""
         try:
             while True:
                 try:
@@ -156,7 +159,7 @@ class PipelinedConnection:
 
     def _take(self, reply: Reply) -> None:
         if not self._waiting:
-            raise InvalidResponse("a reply that nobody asked for")
+            raise InvalidResponse("a reply without a request")
         waiter = self._waiting[0]
         waiter.replies.append(reply)
         if len(waiter.replies) == waiter.wanted:
@@ -166,14 +169,18 @@ class PipelinedConnection:
 
 
 def _fail(future: asyncio.Future[list[Reply]]) -> None:
-    """The connection is lost; a failure that nobody waits for is no news to the event loop."""
+    """Fail a request on a lost connection; the exception is marked as retrieved, so that asyncio does not
+    log it.
+    """
     if not future.done():
         future.set_exception(IndexUnavailable("connection", "lost"))
         future.exception()
 
 
 async def within(future: asyncio.Future[list[Reply]], timeout_s: float) -> list[Reply]:
-    """The future's result, or ``IndexUnavailable('timeout')``; cheaper than ``asyncio.wait_for``."""
+    """Return the future's result, or raise ``IndexUnavailable('timeout')``; cheaper than
+    ``asyncio.wait_for``.
+    """
     if future.done():
         return future.result()
     timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), _expire, future)
@@ -184,7 +191,7 @@ async def within(future: asyncio.Future[list[Reply]], timeout_s: float) -> list[
 
 
 def _expire(future: asyncio.Future[list[Reply]], *, again: bool = True) -> None:
-    """Wait a moment more first: the answer may lie unread in the socket of a busy process."""
+    """Wait a short time more first: the reply may be unread in the socket of a busy process."""
     if future.done():
         return
     if again:
@@ -194,5 +201,5 @@ def _expire(future: asyncio.Future[list[Reply]], *, again: bool = True) -> None:
 
 
 def pack(*args: bytes | str | int) -> bytes:
-    """One command in the wire format."""
+    """Encode one command in the wire format."""
     return bytes(hiredis.pack_command(args))  # type: ignore[arg-type]  # its stub means tuple[..., ...]

@@ -1,4 +1,4 @@
-"""Settings of the shared index: URL, leases, time-outs. Neither ``repr`` nor ``str`` shows a password."""
+"""Settings of the shared index: URL, leases, timeouts. Neither ``repr`` nor ``str`` shows a password."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 import msgspec
 
-# The URL of the shared index: text alone, so that a router without one does without redis-py.
-#
-# ``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (the server says which),
-# ``redis+cluster://a:1,b:2`` for several nodes to start from, ``redis+sentinel://a:1,b:2/service`` for a
-# master found through Sentinel; ``rediss+...`` with TLS. User, password and database number stand in their
-# usual places; ``?ca=``, ``?cert=`` and ``?key=`` name PEM files for TLS. Always true: neither ``repr`` nor
-# ``str`` of anything here shows a password.
+# URL of the shared index, parsed without redis-py, so that a router without a shared index does not import
+# it. ``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (detected from the server),
+# ``redis+cluster://a:1,b:2`` for several start nodes, ``redis+sentinel://a:1,b:2/service`` for a master found
+# through Sentinel; ``rediss+...`` with TLS. User, password and database number are in their usual places;
+# ``?ca=``, ``?cert=`` and ``?key=`` name PEM files for TLS. Neither ``repr`` nor ``str`` of anything here
+# shows a password.
 
 
 Kind = Literal["server", "cluster", "sentinel"]
@@ -23,7 +22,7 @@ _DEFAULT_PORT = {"server": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 class SettingsError(ValueError):
-    """A URL or setting that cannot be used; ``str()`` says which and why, without secrets."""
+    """A URL or setting that cannot be used; ``str()`` names it and the reason, without secrets."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -33,7 +32,7 @@ class Target(msgspec.Struct, frozen=True):
     addresses: tuple[tuple[str, int], ...]
     db: int = 0
     service: str = ""
-    """The master's name, for Sentinel."""
+    """Name of the master, for Sentinel."""
     username: str | None = None
     password: str | None = None
     tls: bool = False
@@ -49,7 +48,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def parse_url(url: str) -> Target:
-    """Raises ``SettingsError`` for a URL that is none of the forms above."""
+    """Parse a URL. Raises ``SettingsError`` for an unsupported form."""
     parts = urlsplit(url)
     base, _, extra = parts.scheme.partition("+")
     if base not in {"redis", "rediss", "valkey", "valkeys"} or extra not in {"", "cluster", "sentinel"}:
@@ -78,7 +77,7 @@ def parse_url(url: str) -> Target:
 
 
 def _path(parts: SplitResult, kind: Kind) -> tuple[str, int]:
-    """(Sentinel's service name, database number) of a URL's path."""
+    """Return (Sentinel's service name, database number) of a URL's path."""
     pieces = [unquote(piece) for piece in parts.path.split("/") if piece]
     service = ""
     if kind == "sentinel":
@@ -103,7 +102,7 @@ def _address(text: str, default_port: int) -> tuple[str, int]:
 
 
 def redacted(url: str) -> str:
-    """The URL as it may be shown: its password replaced."""
+    """Return the URL with its password replaced, for display."""
     head, at, tail = url.rpartition("@")
     scheme, separator, userinfo = head.partition("://")
     if not at or ":" not in userinfo:
@@ -112,7 +111,7 @@ def redacted(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL carries a secret."""
+    """Whether a URL contains a password."""
     return redacted(url) != url
 
 
@@ -120,10 +119,12 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 
 
 class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All replicas of one fleet must agree on ``namespace``; the rest may differ.
+    """Settings of the shared index.
 
-    ``partitions`` (0: 1 on one server, 16 in a Cluster) and ``code_bytes`` are fixed by whoever opens a scope
-    first; others take them over from there.
+    All replicas of one fleet must agree on ``namespace``; the rest may differ.
+
+    ``partitions`` (0: 1 on one server, 16 in a Cluster) and ``code_bytes`` are fixed by the replica that
+    opens a scope first; others use its values.
     """
 
     url: str
@@ -136,12 +137,14 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     renew_s: float = 1.0
     """Seconds between two renewals of leases; must be below `lease_s`."""
     lookup_timeout_s: float = 0.005
-    """Time-out of a look-up of up to 1000 blocks, in seconds; grows in proportion for more. A request
-    whose look-up fails is placed by what its router knows itself."""
+    """Timeout of a lookup of up to 1000 blocks, in seconds; proportionally longer for more.
+
+    If it fails, the request is placed by the router's local knowledge.
+    """
     write_timeout_s: float = 2.0
-    """Time-out of a write, in seconds."""
+    """Timeout of a write, in seconds."""
     connect_timeout_s: float = 1.0
-    """Time-out of a connection to the server, in seconds."""
+    """Timeout of a connection to the server, in seconds."""
     block_ttl_s: float = 3600.0
     """Time to live of a block's key, in seconds; writers refresh theirs three times as often."""
     partitions: int = 0
@@ -170,7 +173,7 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def control_ttl_s(self) -> float:
-        """Time to live of a scope's books: much longer than its blocks'."""
+        """Time to live of a scope's registry: much longer than that of its blocks."""
         return 10 * self.block_ttl_s
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Which servers hold the index: one master, Sentinel's master, or the masters of a Cluster with their slots.
+"""Servers that hold the index: one master, Sentinel's master, or the masters of a Cluster with their slots.
 
-redis-py asks and parses. Its Cluster client is not used: it follows redirections and replaces its picture of
-the Cluster within a command, while the index must know which start of which server an answer came from.
+redis-py queries and parses. Its Cluster client is not used: it follows redirections and updates its view of
+the Cluster within a command, while the index must know which run of which server a reply came from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Topology(NamedTuple):
         return list(dict.fromkeys(part.master for part in self.ranges))
 
     def master_of(self, key: bytes) -> Address | None:
-        """The master of a key's slot."""
+        """Return the master of a key's slot."""
         if len(self.ranges) == 1:
             return self.ranges[0].master
         slot = key_slot(key)
@@ -58,24 +58,26 @@ class Topology(NamedTuple):
 
 
 def single(address: Address) -> Topology:
-    """One server for everything."""
+    """Topology of a single server."""
     return Topology(False, (SlotRange(0, SLOTS - 1, address),))
 
 
 async def cluster_topology(node: Redis, asked: Address) -> Topology:
-    """The Cluster as one of its nodes sees it. Raises ``IndexUnavailable`` where slots are not served."""
+    """Read the Cluster's topology from one of its nodes. Raises ``IndexUnavailable`` if slots are not
+    served.
+    """
     ranges = sorted(
         SlotRange(first, last, ((master[0] or b"").decode() or asked[0], int(master[1])))
         for first, last, master, *_ in await node.execute_command("CLUSTER SLOTS")
     )
     covered = sum(part.last - part.first + 1 for part in ranges)
     if covered != SLOTS:
-        raise IndexUnavailable("CLUSTERDOWN", f"{SLOTS - covered} slots are served by nobody")
+        raise IndexUnavailable("CLUSTERDOWN", f"{SLOTS - covered} slots are not served")
     return Topology(True, tuple(ranges))
 
 
 async def sentinel_master(target: Target, arguments: dict[str, Any]) -> Address:
-    """The address of the master that the Sentinels name. Raises ``IndexUnavailable``."""
+    """Return the address of the master that the Sentinels name. Raises ``IndexUnavailable``."""
     own = arguments | {"username": None, "password": None, "db": 0}
     sentinel = Sentinel([])
     sentinel.sentinels = [
@@ -101,7 +103,7 @@ async def sentinel_master(target: Target, arguments: dict[str, Any]) -> Address:
 
 
 class Script:
-    """A Lua script: its source, and the digest that the server knows it by."""
+    """A Lua script: its source, and its digest at the server."""
 
     __slots__ = ("sha", "source")
 
@@ -111,7 +113,7 @@ class Script:
 
 
 class ScriptCall(NamedTuple):
-    """One call of a script; its keys are of one hash tag."""
+    """One call of a script; its keys have one hash tag."""
 
     script: Script
     keys: Sequence[bytes]
@@ -119,7 +121,12 @@ class ScriptCall(NamedTuple):
 
 
 class Master:
-    """See the module. ``timeout_s`` bounds every command; ``on_error`` is told every error."""
+    """Connections to one master: single commands by redis-py's client, script batches by the pipelined
+    connection.
+
+    A command ends by its deadline, and none is repeated except a script that the server did not know.
+    ``timeout_s`` bounds every command; ``on_error`` receives every error.
+    """
 
     def __init__(
         self,
@@ -132,11 +139,11 @@ class Master:
         self.pipelined = pipelined
         self._timeout_s = timeout_s
         self._on_error = on_error
+        # Digests of the scripts known to the server.
         self._loaded: set[str] = set()
-        """Scripts that the server has."""
 
     async def command(self, *args: bytes | str | int) -> Reply:
-        """The reply as redis-py parses it. Raises ``IndexUnavailable``."""
+        """Run a command and return the reply as parsed by redis-py. Raises ``IndexUnavailable``."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self.redis.execute_command(*args)
@@ -144,7 +151,7 @@ class Master:
             raise self._problem(error) from error
 
     async def run(self, call: ScriptCall) -> Reply:
-        """One script. Raises ``IndexUnavailable``."""
+        """Run one script. Raises ``IndexUnavailable``."""
         try:
             return await self.command(*self._words(call))
         except ServerError as error:
@@ -154,8 +161,10 @@ class Master:
         return await self.command(*self._words(call))
 
     async def batch(self, calls: Sequence[ScriptCall]) -> list[Reply]:
-        """Scripts in order, pipelined; for each its reply, or the ``IndexUnavailable`` that says why there is
-        none (``NOSCRIPT``: call again)."""
+        """Run scripts in order, pipelined.
+
+        Returns for each its reply, or the ``IndexUnavailable`` with the reason (``NOSCRIPT``: call again).
+        """
         payload = b"".join(pack(*self._words(call)) for call in calls)
         try:
             replies = await self.pipelined.ask(payload, len(calls), self._timeout_s)
@@ -181,7 +190,7 @@ class Master:
         return problem
 
     def _words(self, call: ScriptCall) -> tuple[bytes | str | int, ...]:
-        """The command for a script; its source only where the server may not have it yet."""
+        """Build the command for a script; its source is sent only if the server may not have it yet."""
         known = call.script.sha in self._loaded
         self._loaded.add(call.script.sha)
         verb, body = ("EVALSHA", call.script.sha) if known else ("EVAL", call.script.source)

@@ -219,10 +219,10 @@ class EngineTiers:
         self._host_link = Link(math.inf if setup.host is None else setup.host.bytes_per_s)
         rate = math.inf if store is None else store.spec.bytes_per_s
         self._reads, self._writes = Link(rate), Link(rate)
+        # Not written into the store, for too many waited.
         self.left_out_blocks = 0
-        """Not written into the store, for too many waited."""
+        # Loaded.
         self.moved_bytes = 0
-        """Loaded."""
 
     def reach(self, request: PoolRequest, hit: int, now: float) -> Reached:
         """How far a prompt gets from its GPU hit on."""

@@ -160,10 +160,10 @@ class EventListener:
     ) -> None:
         self.seen = Observation()
         self.event_counts = EventCounts()
+        # Recently stored GPU blocks; emptied by the reader of this deque.
         self.recent: deque[BlockStored] = deque(maxlen=_HELD_MAX)
-        """Recently stored GPU blocks; emptied by the reader of this deque."""
+        # Set once the history has been received, or is unavailable.
         self.settled = asyncio.Event()
-        """Set once the history has been received, or is unavailable."""
         self._engine_id = engine_id
         self._events = events
         self._replay = replay

@@ -64,8 +64,8 @@ class Load:
         self._pool_tokens = pool_tokens
         self._deadline = time.monotonic() + settings.seconds_max
         self._silent = 0
+        # Hashes of all prompts sent: events of their blocks may arrive while a later prompt is examined.
         self._known: set[BlockHash] = set()
-        """Hashes of all prompts sent: events of their blocks may arrive while a later prompt is examined."""
         self._bodies: list[dict[str, Any]] = []
         self.seen = seen
 
