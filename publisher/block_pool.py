@@ -35,6 +35,8 @@ from publisher.pool.tables import (
     FullTable,
     GroupTable,
     PoolParts,
+    ReplayedTable,
+    RingTable,
     WindowTable,
     aligned_chunk,
 )
@@ -51,7 +53,8 @@ class HybridBlockPool:
     """The block pool of one engine.
 
     ``num_blocks`` counts the null block, as vLLM's ``num_gpu_blocks`` does. ``retention_interval`` is 0
-    (vLLM's default), a multiple of the scheduler block size, or None (dense). ``chunk_tokens_max`` is the
+    (vLLM's default), a multiple of the scheduler block size, or None (dense). ``dcp_world_size``: ranks of
+    decode context parallelism, over all of which blocks of full attention reach. ``chunk_tokens_max`` is the
     engine's ``max_num_batched_tokens``: it bounds a chunk, and what a window group must have free to admit
     a request. ``lora_ids`` maps adapter names to the ids the engine gave them. Raises ``ValueError`` for
     groups that vLLM would not run with prefix caching.
@@ -64,12 +67,13 @@ class HybridBlockPool:
         num_blocks: int,
         scheme: HashScheme,
         retention_interval: int | None = 0,
+        dcp_world_size: int = 1,
         int_hashes: bool = True,
         chunk_tokens_max: int = 8192,
         events: bool = True,
         lora_ids: Mapping[str, int] | None = None,
     ) -> None:
-        self.layout = pool_layout(groups, scheme, retention_interval)
+        self.layout = pool_layout(groups, scheme, retention_interval, dcp_world_size)
         self.scheme = scheme
         self.chunk_tokens_max = chunk_tokens_max
         self._int_hashes = int_hashes
@@ -117,13 +121,13 @@ class HybridBlockPool:
 
     def find_hit(self, request: PoolRequest) -> int:
         """Tokens the engine would take from its cache if it looked now; changes nothing."""
-        return self._finder.find(request.known_hashes(), request.num_tokens - 1).length
+        return self._used(self._finder.find(request.known_hashes(), request.num_tokens - 1)).length
 
     def find_prefix(self, request: PoolRequest) -> tuple[int, int]:
         """The hit, and the longest prefix that any lookup class alone could serve (full attention, where
         the model has it), both in tokens; changes nothing."""
-        hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
-        return hit.length, max(hit.length, hit.boundary)
+        found = self._finder.find(request.known_hashes(), request.num_tokens - 1)
+        return self._used(found).length, max(found.length, found.boundary)
 
     def start(
         self,
@@ -134,7 +138,8 @@ class HybridBlockPool:
         loads_states: bool = False,
         reserved_blocks: int = 0,
     ) -> int | None:
-        """Take the hit of a waiting request and hold its blocks; returns its length in tokens.
+        """Take the hit of a waiting request and hold its blocks; returns its length in tokens. What of it has
+        to be computed again (bounded replay) is not computed yet.
 
         None, with nothing changed, if the whole request or its first chunk of at most ``budget_tokens``
         (default: ``chunk_tokens_max``) does not fit now, or if it must wait for the next step.
@@ -156,15 +161,19 @@ class HybridBlockPool:
         hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         request.shared_prefix_boundary = hit.boundary
         end = hit.length if reach is None else reach(request, hit.length)
-        if end > hit.length:
+        if end > max(hit.length, self.layout.replay):
             return self._start_load(request, hit, end, reserved_blocks)
+        hit = self._used(hit)
         chunk = self._chunk(
-            request, hit.length, self.chunk_tokens_max if budget_tokens is None else budget_tokens
+            request,
+            self._resumed(hit.length),
+            self.chunk_tokens_max if budget_tokens is None else budget_tokens,
         )
         if chunk <= 0:
             return None
         blocks = [[first_copy(copies) for copies in column] for column in hit.columns]
-        for num_tokens, capped in ((request.num_tokens, True), (hit.length + chunk, False)):
+        reached = max(hit.length, self._resumed(hit.length) + chunk)
+        for num_tokens, capped in ((request.num_tokens, True), (reached, False)):
             needed = sum(
                 table.blocks_to_admit(column, hit.length, num_tokens, capped=capped)
                 for table, column in zip(self._tables, blocks, strict=True)
@@ -183,7 +192,7 @@ class HybridBlockPool:
         if not request.loading_to:
             raise ValueError("the request loads nothing")
         self._cache(request, request.loading_to)
-        request.num_computed = min(request.loading_to, request.num_tokens - 1)
+        request.num_computed = min(self._resumed(request.loading_to), request.num_tokens - 1)
         request.loading_to = 0
 
     def due(self, request: PoolRequest) -> list[DueBlock]:
@@ -243,10 +252,11 @@ class HybridBlockPool:
         tables = self._tables
         for table in tables:
             table.drop_skipped(request, before)
-        if sum([table.blocks_needed(request, now) for table in tables]) > self._store.num_free:
+        reached = max(now, request.hit)  # the blocks of a hit are held while its end is computed again
+        if sum([table.blocks_needed(request, reached) for table in tables]) > self._store.num_free:
             return False
         for table in tables:
-            table.allocate(request, now)
+            table.allocate(request, reached)
         self._cache(request, now)
         request.num_computed = now
         if self._quiet:
@@ -340,9 +350,20 @@ class HybridBlockPool:
         self._started(request, local)
         return local
 
+    def _used(self, hit: Hit) -> Hit:
+        """None of a hit that would be computed again as a whole (``Scheduler.schedule``, vLLM 0.32)."""
+        if not 0 < hit.length <= self.layout.replay:
+            return hit
+        return hit._replace(length=0, columns=[[] for _ in hit.columns])
+
+    def _resumed(self, hit: int) -> int:
+        """Where computing goes on behind a hit: with bounded replay a window before its end."""
+        return max(hit - self.layout.replay, 0)
+
     def _started(self, request: PoolRequest, hit: int) -> None:
         request.started = True
-        request.hit = request.num_computed = hit
+        request.hit = hit
+        request.num_computed = self._resumed(hit)
         request.quiet_to = -1
         self._live[id(request)] = request
 
@@ -367,10 +388,13 @@ class HybridBlockPool:
 
 
 def _table(group: GroupSpec, parts: PoolParts) -> GroupTable:
+    if group.family is Family.WINDOW and not group.cacheable:
+        return ReplayedTable(group, parts)
     kinds: dict[Family, type[GroupTable]] = {
         Family.FULL: FullTable,
         Family.WINDOW: WindowTable,
         Family.CHUNKED: ChunkedTable,
         Family.MAMBA: AlignedMambaTable if group.mamba_cache_mode == "align" else MambaTable,
+        Family.RING: RingTable,
     }
     return kinds[group.family](group, parts)

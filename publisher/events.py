@@ -8,6 +8,7 @@ tag.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, NewType
 
@@ -213,6 +214,8 @@ class Family(StrEnum):
     WINDOW = "window"
     CHUNKED = "chunked"
     MAMBA = "mamba"
+    RING = "ring"
+    """One block per request, whatever its length; never consulted."""
     UNUSED = "unused"
     """Never consulted by the engine's look-up (encoder-only, cross attention)."""
 
@@ -225,6 +228,7 @@ _FAMILY_OF_KIND = {
     "sliding_window_mla": Family.WINDOW,
     "chunked_local_attention": Family.CHUNKED,
     "mamba": Family.MAMBA,
+    "circular_buffer": Family.RING,
     "encoder_only_attention": Family.UNUSED,
     "cross_attention": Family.UNUSED,
 }
@@ -247,6 +251,16 @@ class GroupSpec(msgspec.Struct, frozen=True):
     partial_only: bool = False
     """Nothing but parts of its blocks was published: ``block_size`` is that of a hash block, its blocks are
     longer than any prefix stored there."""
+    cacheable: bool = True
+    """False: a window that is rebuilt by replay (``bounded_replay``, vLLM 0.32) and publishes nothing."""
+    apart: bool = False
+    """A drafter's group whose layers differ from the model's in what no event carries (number and size of
+    heads): not of one class with groups that look like it."""
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether it has no prefix cache (``prefix_cacheable`` of vLLM 0.32): no event, no look-up."""
+        return not self.cacheable or self.family in {Family.RING, Family.UNUSED}
 
     @property
     def lookup_block_size(self) -> int:
@@ -287,10 +301,11 @@ class SpecClass(msgspec.Struct, frozen=True):
 
 
 def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:
-    """Spec classes of a model, full attention first, else in order of their first group."""
+    """Spec classes of a model, full attention first, else in order of their first group; without hidden
+    groups."""
     members: dict[GroupSpec, list[GroupSpec]] = {}
     for group in sorted(groups, key=lambda g: g.group_idx):
-        if group.family is Family.UNUSED:
+        if group.is_hidden:
             continue
         key = msgspec.structs.replace(group, group_idx=-1, is_eagle=False)
         members.setdefault(key, []).append(group)
@@ -308,3 +323,9 @@ def _spec_class(spec: GroupSpec, members: list[GroupSpec]) -> SpecClass:
 def scheduler_block_size(groups: tuple[GroupSpec, ...]) -> int:
     """Alignment of a hit in tokens: the least common multiple of all block sizes."""
     return math.lcm(*(group.lookup_block_size for group in groups))
+
+
+def hash_unit(groups: Sequence[GroupSpec]) -> int:
+    """Tokens of a hash block where the engine was not told otherwise: the greatest common divisor of the
+    block sizes that are looked up (``resolve_kv_cache_block_sizes``, vLLM 0.32)."""
+    return math.gcd(*[g.block_size for g in groups if not g.is_hidden] or [g.block_size for g in groups])

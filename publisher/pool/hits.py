@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from publisher.events import Family, GroupSpec
-from publisher.pool.layout import LookupClass, PoolLayout
+from publisher.events import Family, GroupSpec, SpecClass
+from publisher.pool.layout import PoolLayout
 from publisher.pool.store import NULL, Copies, WireHash
 
 Maps = list[dict[WireHash, Copies]]
@@ -39,11 +39,11 @@ class Found(NamedTuple):
 class ClassFinder:
     """Shared by the finders of all kinds; sizes in tokens, ``scale`` in hash blocks per block."""
 
-    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+    def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         spec: GroupSpec = cls.spec
         self.group_idxs = cls.group_idxs
         self.maps = [maps[group_idx] for group_idx in cls.group_idxs]
-        self.drops_last = cls.drops_last
+        self.drops_last = spec.is_eagle
         self.block_size = spec.block_size
         self.hash_size = layout.hash_block_size
         self.alignment = layout.alignment
@@ -118,7 +118,7 @@ class FullFinder(ClassFinder):
 class WindowFinder(ClassFinder):
     """From the right: as many blocks as the window reaches back over, or a run that reaches the start."""
 
-    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+    def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         super().__init__(maps, cls, layout)
         self.need = window_blocks(cls.spec)
 
@@ -155,7 +155,7 @@ class WindowFinder(ClassFinder):
 class ChunkedFinder(ClassFinder):
     """Everything before the current chunk needs no look-up; from there an unbroken run."""
 
-    def __init__(self, maps: Maps, cls: LookupClass, layout: PoolLayout) -> None:
+    def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         super().__init__(maps, cls, layout)
         self.chunk = cls.spec.attention_chunk_size or cls.spec.block_size
 

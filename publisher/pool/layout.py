@@ -5,7 +5,7 @@ sub-block ("partial") hits are on. Combinations that vLLM itself refuses are ref
 Facts: ``KVCacheCoordinator`` and ``resolve_kv_cache_block_sizes`` of vLLM 0.32.
 
 Always true of a layout that could be built: every block size is a multiple of ``hash_block_size`` and
-divides ``scheduler_block_size``.
+divides ``scheduler_block_size``; a hidden group's only the latter.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ from __future__ import annotations
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.events import Family, GroupSpec, scheduler_block_size
+from publisher.events import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
 
 MAMBA_MODES = ("align", "all")
 
 
-class LookupClass(msgspec.Struct, frozen=True):
-    """Groups of equal spec, which the engine looks up together; ``drops_last`` is the EAGLE rule."""
-
-    spec: GroupSpec
-    group_idxs: tuple[int, ...]
-    drops_last: bool
-
-
 class PoolLayout(msgspec.Struct, frozen=True):
     """Sizes in tokens. ``retention`` is None (dense), 0 or an interval; ``chunk_align`` the step of an
-    align-mode Mamba prefill; ``eagle`` the groups that hold one block past a boundary."""
+    align-mode Mamba prefill; ``eagle`` the groups that hold one block past a boundary; ``replay`` how much of
+    a hit is computed again, of which a hit must be longer (bounded replay)."""
 
     groups: tuple[GroupSpec, ...]
-    classes: tuple[LookupClass, ...]
+    classes: tuple[SpecClass, ...]
     hash_block_size: int
     scheduler_block_size: int
     alignment: int
@@ -40,17 +33,20 @@ class PoolLayout(msgspec.Struct, frozen=True):
     retention: int | None
     eagle: frozenset[int]
     aligned_mamba: bool
+    replay: int = 0
 
     @property
     def single(self) -> bool:
-        """One group: its hits and stores are never rounded to a common block size."""
+        """One group, and no hidden one beside it: its hits and stores are never rounded to a common block
+        size."""
         return len(self.groups) == 1
 
     @property
     def has_quiet_decodes(self) -> bool:
         """Whether tokens inside a block change nothing in any group."""
         sizes = {group.block_size for group in self.groups}
-        return sizes == {self.hash_block_size} and all(g.family is not Family.MAMBA for g in self.groups)
+        loud = any(group.family is Family.MAMBA or group.is_hidden for group in self.groups)
+        return sizes == {self.hash_block_size} and not loud
 
     @property
     def uses_eagle(self) -> bool:
@@ -76,13 +72,19 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
 
 def pool_layout(
-    groups: tuple[GroupSpec, ...], scheme: HashScheme, retention_interval: int | None
+    groups: tuple[GroupSpec, ...],
+    scheme: HashScheme,
+    retention_interval: int | None,
+    dcp_world_size: int = 1,
 ) -> PoolLayout:
-    """The layout of a model. Raises ``ValueError`` for one vLLM would not run with prefix caching."""
-    _check_groups(groups, scheme)
+    """The layout of a model. Raises ``ValueError`` for one vLLM would not run with prefix caching.
+
+    Block sizes are those of events: under decode context parallelism over all ``dcp_world_size`` ranks.
+    """
+    _check_groups(groups, scheme, dcp_world_size)
     hash_size, sched_size = scheme.hash_block_size, scheduler_block_size(groups)
-    classes = _lookup_classes(groups)
-    partial = len(groups) > 1 and _partial_hits(groups, hash_size)
+    classes = spec_classes(groups)
+    partial = len(groups) > 1 and _partial_hits(groups, hash_size, dcp_world_size)
     alignment = hash_size if partial else sched_size
     for group in groups:
         if group.family is Family.CHUNKED and group.block_size != alignment:
@@ -97,12 +99,20 @@ def pool_layout(
         hash_block_size=hash_size,
         scheduler_block_size=sched_size,
         alignment=alignment,
-        chunk_align=min(group.block_size for group in groups),
+        chunk_align=_chunk_align(groups, dcp_world_size),
         partial_hits=partial,
         retention=retention_interval,
-        eagle=frozenset(idx for cls in classes if cls.drops_last for idx in cls.group_idxs),
+        eagle=frozenset(idx for cls in classes if cls.spec.is_eagle for idx in cls.group_idxs),
         aligned_mamba=any(group.mamba_cache_mode == "align" for group in groups),
+        replay=max((group.sliding_window or 0 for group in groups if not group.cacheable), default=0),
     )
+
+
+def _chunk_align(groups: tuple[GroupSpec, ...], dcp_world_size: int) -> int:
+    """The engine's ``block_size``: the least of one rank's groups that have a prefix cache
+    (``EngineCore._initialize_kv_caches``, ``v1/engine/core.py``, vLLM 0.32)."""
+    shared = (g for g in groups if not g.is_hidden)
+    return min(g.block_size // (dcp_world_size if g.family is Family.FULL else 1) for g in shared)
 
 
 def checkpoint_position(num_tokens: int, size: int, *, eagle: bool) -> int:
@@ -113,15 +123,20 @@ def checkpoint_position(num_tokens: int, size: int, *, eagle: bool) -> int:
     return max(num_tokens - 1, 0) // size * size
 
 
-def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme) -> None:
-    if not groups:
-        raise ValueError("a pool needs at least one group")
+def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme, dcp_world_size: int) -> None:
+    if all(group.is_hidden for group in groups):
+        raise ValueError("a pool needs at least one group with a prefix cache")
     if scheme.lookahead:
         raise ValueError("look-ahead hashes (vLLM 0.33 with a drafter) are not simulated")
     for position, group in enumerate(groups):
         if group.group_idx != position:
             raise ValueError(f"group {group.group_idx} stands at position {position}")
         _check_group(group, scheme.hash_block_size)
+        _check_ranks(group, dcp_world_size)
+    windows = [group for group in groups if group.family is Family.WINDOW]
+    replayed = {group.sliding_window for group in windows if not group.cacheable}
+    if len(replayed) > 1:
+        raise ValueError(f"windows rebuilt by replay must be equal, not {sorted(map(str, replayed))}")
     if len(groups) == 1 and groups[0].block_size != scheme.hash_block_size:
         raise ValueError(
             f"one group: hash block {scheme.hash_block_size} must equal its block size {groups[0].block_size}"
@@ -136,7 +151,7 @@ def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme) -> None:
 
 def _check_group(group: GroupSpec, hash_size: int) -> None:
     label = f"group {group.group_idx} ({group.kind})"
-    if group.block_size <= 0 or hash_size <= 0 or group.block_size % hash_size:
+    if group.block_size <= 0 or hash_size <= 0 or (group.block_size % hash_size and not group.is_hidden):
         raise ValueError(f"{label}: block size {group.block_size} is no multiple of hash block {hash_size}")
     match group.family:
         case Family.UNUSED:
@@ -147,8 +162,22 @@ def _check_group(group: GroupSpec, hash_size: int) -> None:
             raise ValueError(f"{label}: needs attention_chunk_size")
         case Family.MAMBA if group.mamba_cache_mode not in MAMBA_MODES:
             raise ValueError(f"{label}: mamba_cache_mode must be one of {', '.join(MAMBA_MODES)}")
+        case family if not group.cacheable and family is not Family.WINDOW and family is not Family.RING:
+            raise ValueError(f"{label}: cacheable: only a window can be rebuilt by replay")
         case _:
             pass
+
+
+def _check_ranks(group: GroupSpec, dcp_world_size: int) -> None:
+    """Refuse groups that vLLM 0.32 does not run with decode context parallelism
+    (``HybridKVCacheCoordinator``)."""
+    if dcp_world_size == 1:
+        return
+    label = f"group {group.group_idx} ({group.kind})"
+    if group.family not in {Family.FULL, Family.MAMBA}:
+        raise ValueError(f"{label}: decode context parallelism takes full attention and Mamba groups only")
+    if group.family is Family.FULL and group.block_size % dcp_world_size:
+        raise ValueError(f"{label}: block size {group.block_size} is no multiple of {dcp_world_size} ranks")
 
 
 def _check_retention(groups: tuple[GroupSpec, ...], interval: int | None, sched_size: int) -> None:
@@ -160,25 +189,11 @@ def _check_retention(groups: tuple[GroupSpec, ...], interval: int | None, sched_
         raise ValueError(f"retention interval {interval} is no multiple of {sched_size}")
 
 
-def _lookup_classes(groups: tuple[GroupSpec, ...]) -> tuple[LookupClass, ...]:
-    """Full attention first, else by first group; one EAGLE group makes its whole class drop."""
-    members: dict[GroupSpec, list[GroupSpec]] = {}
-    for group in groups:
-        key = msgspec.structs.replace(group, group_idx=-1, is_eagle=False)
-        members.setdefault(key, []).append(group)
-    classes = [
-        LookupClass(
-            same[0],
-            tuple(group.group_idx for group in same),
-            any(group.is_eagle for group in same),
-        )
-        for same in members.values()
-    ]
-    return tuple(sorted(classes, key=lambda cls: cls.spec.family is not Family.FULL))
-
-
-def _partial_hits(groups: tuple[GroupSpec, ...], hash_size: int) -> bool:
-    """Sub-block hits: an align-mode Mamba group coarser than the hash block, every other group able."""
-    coarse = any(g.mamba_cache_mode == "align" and g.block_size > hash_size for g in groups)
+def _partial_hits(groups: tuple[GroupSpec, ...], hash_size: int, dcp_world_size: int) -> bool:
+    """Sub-block hits: an align-mode Mamba group coarser than the hash block (under decode context parallelism
+    also as long as it), every other group able. Source: ``partial_hash_hits_enabled``,
+    ``v1/core/kv_cache_utils.py``, vLLM 0.32."""
+    least = hash_size + (dcp_world_size == 1)
+    coarse = any(g.mamba_cache_mode == "align" and g.block_size >= least for g in groups)
     able = (Family.FULL, Family.MAMBA)
-    return coarse and all(g.family in able or g.block_size == hash_size for g in groups)
+    return coarse and all(g.family in able or g.block_size == hash_size for g in groups if not g.is_hidden)

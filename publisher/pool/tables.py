@@ -275,6 +275,43 @@ class WindowTable(GroupTable):
         return sorted(kept)
 
 
+class ReplayedTable(WindowTable):
+    """A window that is rebuilt by replay: nothing of it is stored or found (``SlidingWindowMLASpec`` with
+    ``bounded_replay``, vLLM 0.32)."""
+
+    def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Nothing."""
+
+    def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
+        return []
+
+
+class RingTable(ReplayedTable):
+    """One block, used round and round (``CircularBufferManager``, vLLM 0.32)."""
+
+    def admission_cap(self, chunk_tokens_max: int) -> int | None:
+        return 1
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        return 0
+
+    def blocks_to_admit(
+        self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
+    ) -> int:
+        return 1
+
+    def blocks_needed(self, request: PoolRequest, num_tokens: int) -> int:
+        return 0 if request.tables[self.group_idx] else 1
+
+    def allocate(self, request: PoolRequest, num_tokens: int) -> None:
+        table = request.tables[self.group_idx]
+        if not table:
+            table += self.store.take(1)
+
+    def quiet_to(self, before: int, now: int) -> int:
+        return now
+
+
 class ChunkedTable(GroupTable):
     """Chunked local attention: whole chunks behind the current one are given back."""
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, HashScheme
-from publisher.events import Family, GroupSpec
+from publisher.events import Family, GroupSpec, hash_unit
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768
@@ -193,9 +193,8 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
 
 
 def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:
-    """The engine's hash scheme: hashes exist at the greatest common divisor of the block sizes."""
-    size = math.gcd(*(group.block_size for group in groups))
-    return HashScheme(algo=settings.hash_algo, seed=settings.hash_seed, hash_block_size=size)
+    """The engine's hash scheme."""
+    return HashScheme(algo=settings.hash_algo, seed=settings.hash_seed, hash_block_size=hash_unit(groups))
 
 
 def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: int) -> int:
@@ -214,6 +213,8 @@ def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: 
             dense = min(dense, math.ceil((group.attention_chunk_size + chunk_tokens) / size) + 1)
         elif group.mamba_cache_mode == "align":
             dense = min(dense, _ALIGNED_STATES)
+        elif group.family is Family.RING:
+            dense = 1
         total += dense
     return total
 

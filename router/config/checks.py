@@ -247,6 +247,10 @@ def _check_facts(name: str, model: ModelConfig) -> None:
         raise ConfigError(
             f"models.{name}.replay_tokens = {model.replay_tokens}: expected tokens, or 0 for no replay"
         )
+    if model.eagle_groups_apart and (model.eagle_groups == "all" or not model.eagle_groups):
+        raise ConfigError(
+            f"models.{name}.eagle_groups_apart: expected the numbers of the drafter's groups in eagle_groups"
+        )
     for group in () if model.eagle_groups == "all" else model.eagle_groups or ():
         if not 0 <= group <= _COUNT_MAX:
             raise ConfigError(f"models.{name}.eagle_groups: {group} is not the number of a group")

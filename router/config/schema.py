@@ -99,6 +99,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ones with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash, of
     which vLLM marks all groups; for MTP that of the last layer. Not set: found out from the engine's own
     statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings))."""
+    eagle_groups_apart: bool = False
+    """Set if the layers of ``eagle_groups`` have other heads than the model's own layers of the same kind,
+    window and block size: vLLM then looks their groups up by themselves, which no event shows."""
     partial_hash_hits: bool | None = None
     """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False
@@ -144,6 +147,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
             mamba_cache_mode=self.mamba_cache_mode,
             eagle_groups=self.eagle_groups,
+            eagle_groups_apart=self.eagle_groups_apart,
             partial_hash_hits=self.partial_hash_hits,
             report_mode_full=self.report_mode_full,
             hash_seeds=self.hash_seeds,

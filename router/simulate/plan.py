@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
+from publisher.events import GroupSpec, hash_unit
 from publisher.pool.layout import pool_layout
 from router.simulate.run.arms import Arm
 from router.simulate.run.setup import FleetSetup
@@ -82,7 +82,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 def check_layout(groups: tuple[GroupSpec, ...], retention: int | None) -> None:
     """Raises ``ValueError`` for groups, or a retention with them, that vLLM would not run."""
-    scheme = HashScheme(algo="xxhash_cbor", hash_block_size=math.gcd(*(g.block_size for g in groups)))
+    scheme = HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(groups))
     pool_layout(groups, scheme, retention)
 
 

@@ -44,6 +44,8 @@ class TraceGroup(msgspec.Struct):
     attention_chunk_size: int | None = None
     mamba_cache_mode: str | None = None
     is_eagle: bool = False
+    apart: bool = False
+    """A drafter's group that is not looked up with groups that look like it."""
     cacheable: bool = True
     """False: a group that publishes no events and is never looked up."""
     sliding_window: int | None = None
@@ -154,6 +156,7 @@ def trace_facts(path: Path) -> ModelFacts:
         attention_chunk_sizes=chunks,
         mamba_cache_mode=mamba,
         eagle_groups=tuple(g.group_idx for g in header.groups if g.is_eagle),
+        eagle_groups_apart=any(g.apart for g in header.groups),
         partial_hash_hits=header.partial_hash_hits,
         report_mode_full=header.report_mode == "full",
         lora_paths=lora_paths,

@@ -45,7 +45,7 @@ class Pair(Alone):
         super().__init__(layout, rng)
         self.real = RealEngine(Setup(**dataclasses.asdict(layout)), model)
         self._same("hash block", self.real.hash_block_size, layout.hash_block_size)
-        self.real.scheduler.cache_config.block_size = min(group["block_size"] for group in layout.groups)
+        self.real.scheduler.cache_config.block_size = layout.engine_block_size
         for manager in self.real.manager.coordinator.single_type_managers:
             if isinstance(manager, MambaManager):
                 manager.drop_eagle_checkpoint_block = self.real.scheduler.use_eagle_block_drop

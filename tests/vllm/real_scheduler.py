@@ -346,7 +346,7 @@ def _spec(group: Mapping[str, Any]) -> KVCacheSpec:
     block_size = group["block_size"]
     attention: dict[str, Any] = {
         "block_size": block_size,
-        "num_kv_heads": 1,
+        "num_kv_heads": 2 if group.get("apart") else 1,
         "head_size": 1,
         "dtype": torch.float32,
     }
@@ -357,7 +357,9 @@ def _spec(group: Mapping[str, Any]) -> KVCacheSpec:
             return SlidingWindowSpec(**attention, sliding_window=group["sliding_window"])
         case "sliding_window_mla":
             return SlidingWindowMLASpec(
-                **attention, sliding_window=group["sliding_window"], bounded_replay=not group["cacheable"]
+                **attention,
+                sliding_window=group["sliding_window"],
+                bounded_replay=not group.get("cacheable", True),
             )
         case "circular_buffer":
             return CircularBufferSpec(**attention)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 DRIVE_DEADLINE_S = 900
 REQUESTS = 20
-FAMILIES_MIN = 150
+FAMILIES_MIN = 190
 
 
 def drive(python: str, model: Path, seed: int) -> list[dict[str, Any]]:

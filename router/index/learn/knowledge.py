@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from publisher.block_hash import HashScheme, PromptExtras
-from publisher.events import BlockStored, Family, GroupSpec, scheduler_block_size
+from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
 from router.index.learn.facts import NO_EVIDENCE, DropReceipts, Fact, SetupEvidence, find_facts, level
 from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
 from router.index.learn.layout import CacheLayout, GroupLearner, ModelFacts, make_layout
@@ -235,8 +235,7 @@ class EngineKnowledge:
         self._settle()
 
     def _unit(self) -> int:
-        sizes = (group.block_size for group in self._groups.groups)
-        return math.gcd(*sizes, *self._groups.part_sizes)
+        return math.gcd(hash_unit(self._groups.groups), *self._groups.part_sizes)
 
     def _usual_unit(self) -> int:
         """Default hash block size: with Mamba states at every block it is the scheduler's block size."""

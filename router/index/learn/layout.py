@@ -8,14 +8,21 @@ group's block size is the largest one seen in it: events of partial blocks carry
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from publisher.events import BlockStored, Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
+from publisher.events import (
+    BlockStored,
+    Family,
+    GroupSpec,
+    SpecClass,
+    hash_unit,
+    scheduler_block_size,
+    spec_classes,
+)
 from router.index.learn.partial import PartialEvidence
 
 _SILENT_ROOTS_MAX = 16
@@ -25,23 +32,26 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Facts of a model that events do not carry. All sizes in tokens.
 
     ``attention_chunk_sizes`` gives the chunk by group if ``attention_chunk_size`` does not apply to all.
-        ``eagle_groups`` lists the groups whose lookup drops the last block (EAGLE/MTP drafter before 0.33),
-        None: to be found; ``attention_block_size`` is that of full attention if the engine states it;
-        ``partial_hash_hits`` overrides the derived value; ``report_mode_full`` means that requests set
-        ``kv_cache_report_mode=full`` (not recommended); ``hash_seeds`` are tried first when a scheme is
-        detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` are for vLLM 0.20-0.21, which does
-        not publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads
-        from, even if it never wrote to them; entries of a store expire after ``shared_store_ttl_s``.
-        ``first_connector_loads``: of several connectors the first that holds anything loads, not the one
-        that holds most. ``hidden_groups``: the engine has groups that publish nothing, although no group
-        number is missing; ``replay_tokens``: number of tokens of a hit that are recomputed for such groups
-        (bounded replay).
+    ``eagle_groups`` lists the groups whose lookup drops the last block (EAGLE/MTP drafter before 0.33),
+    None: to be found; ``eagle_groups_apart``: their layers have other heads than the model's, so that vLLM
+    looks them up apart from similar groups; ``attention_block_size`` is that of full attention if the engine
+    states it;
+    ``partial_hash_hits`` overrides the derived value; ``report_mode_full`` means that requests set
+    ``kv_cache_report_mode=full`` (not recommended); ``hash_seeds`` are tried first when a scheme is
+    detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` are for vLLM 0.20-0.21, which does
+    not publish them. ``shared_stores`` names the stores (by the owner in events) that every engine loads
+    from, even if it never wrote to them; entries of a store expire after ``shared_store_ttl_s``.
+    ``first_connector_loads``: of several connectors the first that holds anything loads, not the one
+    that holds most. ``hidden_groups``: the engine has groups that publish nothing, although no group
+    number is missing; ``replay_tokens``: number of tokens of a hit that are recomputed for such groups
+    (bounded replay).
     """
 
     attention_chunk_size: int | None = None
     attention_chunk_sizes: dict[int, int] = {}
     mamba_cache_mode: str | None = None
     eagle_groups: tuple[int, ...] | Literal["all"] | None = None
+    eagle_groups_apart: bool = False
     attention_block_size: int | None = None
     partial_hash_hits: bool | None = None
     report_mode_full: bool = False
@@ -119,7 +129,7 @@ def make_layout(
     ``hash_block_size`` is the detected one; None: the greatest common divisor of the block sizes.
     ``inside_seen``: events proved hits inside a block (``partial.py``).
     """
-    unit = hash_block_size or math.gcd(*(group.block_size for group in groups))
+    unit = hash_block_size or hash_unit(groups)
     partial = _partial_hits(groups, unit, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
         partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
@@ -292,8 +302,10 @@ class GroupLearner:
         if stated is not None and stated > size and stated % size == 0:
             self.part_sizes.add(size)
             group = replace(group, block_size=stated, partial_only=False)
+        eagle = facts.is_eagle(group.group_idx)
         return replace(
             group,
             mamba_cache_mode=facts.mamba_cache_mode if family is Family.MAMBA else None,
-            is_eagle=facts.is_eagle(group.group_idx),
+            is_eagle=eagle,
+            apart=eagle and facts.eagle_groups_apart,
         )

@@ -19,12 +19,11 @@ This applies only to models with Mamba groups in align mode. Nothing is inferred
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from publisher.events import BlockStored, Family, GroupSpec, scheduler_block_size
+from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
 
 
 class PartialEvidence:
@@ -86,7 +85,7 @@ def _saves_states(groups: tuple[GroupSpec, ...]) -> bool:
 
 def _is_open(groups: tuple[GroupSpec, ...]) -> bool:
     """Whether these are block sizes with which vLLM allows hits inside a block under DCP only."""
-    unit = math.gcd(*(g.block_size for g in groups))
+    unit = hash_unit(groups)
     states = [g.block_size for g in groups if g.family is Family.MAMBA and g.mamba_cache_mode == "align"]
     longer = any(g.family is Family.FULL and g.lookup_block_size > unit for g in groups)
     return longer and bool(states) and max(states) == unit

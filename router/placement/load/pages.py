@@ -46,7 +46,9 @@ def prompt_pages(groups: Sequence[GroupSpec], tokens: int) -> int:
     for group in groups:
         blocks = -(-tokens // group.block_size)
         reach = group.sliding_window or group.attention_chunk_size
-        if group.family is Family.MAMBA:
+        if group.family is Family.RING:
+            held = 1
+        elif group.family is Family.MAMBA:
             held = blocks if group.mamba_cache_mode == "all" else _STATES_HELD
         else:
             held = -(-reach // group.block_size) + 1 if reach else blocks

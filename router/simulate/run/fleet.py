@@ -16,7 +16,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash, Family
+from publisher.events import BlockHash, Family, hash_unit
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
 from router.placement.cost import Choice, chosen, weigh
@@ -151,9 +151,7 @@ class FleetSim:
         self._policy = policy(arm.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
-        self._scheme = HashScheme(
-            algo="xxhash_cbor", hash_block_size=math.gcd(*(group.block_size for group in setup.groups))
-        )
+        self._scheme = HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(setup.groups))
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
         self._tiers = tiers_of(setup.tiers, pools)

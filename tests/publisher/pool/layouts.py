@@ -7,10 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
+from publisher.block_hash import HashScheme
+from publisher.events import Family, GroupSpec, hash_unit, scheduler_block_size
+from publisher.pool.layout import pool_layout
+
 
 @dataclass(frozen=True)
 class Layout:
-    """One engine's cache; sizes in tokens, ``groups`` as ``GroupSpec`` fields without ``group_idx``."""
+    """One engine's cache; sizes in tokens, ``groups`` as ``GroupSpec`` fields without ``group_idx``, blocks
+    as one rank of ``dcp`` has them."""
 
     groups: tuple[dict[str, Any], ...]
     num_blocks: int
@@ -21,14 +28,31 @@ class Layout:
     int_hashes: bool = True
     max_num_batched_tokens: int = 96
     max_num_seqs: int = 8
+    dcp: int = 1
+
+    @property
+    def specs(self) -> tuple[GroupSpec, ...]:
+        """The groups as events show them: blocks of full attention reach over all ranks."""
+        specs = [GroupSpec(index, **group) for index, group in enumerate(self.groups)]
+        return tuple(
+            replace(spec, block_size=spec.block_size * self.dcp) if spec.family is Family.FULL else spec
+            for spec in specs
+        )
 
     @property
     def hash_block_size(self) -> int:
         """As vLLM resolves it: a mode-"all" Mamba group rules out hashing finer than all blocks."""
-        sizes = [group["block_size"] for group in self.groups]
-        if len(sizes) == 1 or any(group.get("mamba_cache_mode") == "all" for group in self.groups):
-            return math.lcm(*sizes)
-        return self.prefix_match_unit or math.gcd(*sizes)
+        specs = self.specs
+        if len(specs) == 1 or any(group.mamba_cache_mode == "all" for group in specs):
+            return scheduler_block_size(specs)
+        return self.prefix_match_unit or hash_unit(specs)
+
+    @property
+    def engine_block_size(self) -> int:
+        """vLLM's ``cache_config.block_size`` once the engine has started."""
+        return pool_layout(
+            self.specs, HashScheme(hash_block_size=self.hash_block_size), self.retention_interval, self.dcp
+        ).chunk_align
 
 
 def full(size: int = 16, **extra: Any) -> dict[str, Any]:
@@ -45,6 +69,15 @@ def chunked(chunk: int, size: int = 16) -> dict[str, Any]:
 
 def mamba(mode: str, size: int = 16, **extra: Any) -> dict[str, Any]:
     return {"kind": "mamba", "block_size": size, "mamba_cache_mode": mode, **extra}
+
+
+def replayed(tokens: int, size: int = 16) -> dict[str, Any]:
+    """A window that is rebuilt by replay."""
+    return {"kind": "sliding_window_mla", "block_size": size, "sliding_window": tokens, "cacheable": False}
+
+
+def ring(size: int = 16) -> dict[str, Any]:
+    return {"kind": "circular_buffer", "block_size": size, "cacheable": False}
 
 
 MIXES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -82,6 +115,16 @@ MIXES: dict[str, tuple[dict[str, Any], ...]] = {
     "eagle_mamba": (full(is_eagle=True), mamba("align")),
     "eagle_mamba_coarse": (full(16, is_eagle=True), mamba("align", 64)),
     "eagle_mamba_all": (full(is_eagle=True), mamba("all", is_eagle=True)),
+    "eagle_apart": (full(), window(64), window(64, is_eagle=True, apart=True)),
+    "replayed": (replayed(64), full(), ring()),
+    "replayed_windows": (full(32), replayed(48), window(96, 16), replayed(48)),
+    "eagle_ring": (full(is_eagle=True), ring(4)),
+    "window_ring": (ring(), window(64)),
+    "mamba_ring": (full(32), mamba("align", 32), ring(8)),
+    "dcp2_mamba": (full(), mamba("align")),
+    "dcp2_mamba_eagle": (full(is_eagle=True), mamba("align"), mamba("align")),
+    "dcp4_mamba": (mamba("align", 32), full()),
+    "dcp2_two_fulls": (full(), full(32)),
 }
 UNITS: dict[str, int] = {"mamba_align_same_coarse": 16, "mamba_align_window": 16, "coarse_window": 8}
 """``prefix_match_unit`` where the hash block is finer than the greatest common divisor."""
@@ -92,9 +135,10 @@ def families() -> Iterator[tuple[str, Layout]]:
     for name, groups in MIXES.items():
         sizes = max(group["block_size"] for group in groups)
         blocks = sum(400 // group["block_size"] + 3 for group in groups) + 12
-        common = {"groups": groups, "prefix_match_unit": UNITS.get(name)}
-        sparse = any(group["kind"] in {"sliding_window", "mamba"} for group in groups)
-        interval = 128 if 128 % math.lcm(*(group["block_size"] for group in groups)) == 0 else 384
+        dcp = int(name[3]) if name.startswith("dcp") else 1
+        common = {"groups": groups, "prefix_match_unit": UNITS.get(name), "dcp": dcp}
+        sparse = any(group["kind"] in {"sliding_window", "mamba", "sliding_window_mla"} for group in groups)
+        interval = 128 if 128 % (math.lcm(*(group["block_size"] for group in groups)) * dcp) == 0 else 384
         for retention in (0, None, interval) if sparse else (0,):
             label = "dense" if retention is None else f"r{retention}"
             yield f"{name}.{label}", Layout(**common, num_blocks=blocks, retention_interval=retention)

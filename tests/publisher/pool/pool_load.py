@@ -16,7 +16,7 @@ from typing import Any
 
 from publisher.block_hash import DEFAULT_SEED, HashScheme, MultimodalItem, PromptExtras
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from publisher.events import Event, GroupSpec, encode_batch
+from publisher.events import Event, encode_batch
 from tests.publisher.pool.layouts import Layout
 
 VOCAB_TOKENS = 2000
@@ -47,10 +47,11 @@ class PoolScheduler:
             algo=layout.hash_algo, seed=layout.seed or DEFAULT_SEED, hash_block_size=layout.hash_block_size
         )
         self.pool = HybridBlockPool(
-            tuple(GroupSpec(index, **group) for index, group in enumerate(layout.groups)),
+            layout.specs,
             num_blocks=layout.num_blocks,
             scheme=scheme,
             retention_interval=layout.retention_interval,
+            dcp_world_size=layout.dcp,
             int_hashes=layout.int_hashes,
             chunk_tokens_max=layout.max_num_batched_tokens,
             lora_ids=dict.fromkeys(ADAPTERS, 1),

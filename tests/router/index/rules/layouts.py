@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from publisher.block_hash import HashScheme
-from publisher.events import BlockHash, GroupSpec
+from publisher.events import BlockHash, Family, GroupSpec, hash_unit, scheduler_block_size
 from publisher.pool.layout import pool_layout
 from router.index.base import Plane, Rows
 from router.index.hit_rules import WordHits, evaluate
@@ -118,6 +119,70 @@ def _unit(groups: Sequence[GroupSpec]) -> int:
 def _runs(groups: tuple[GroupSpec, ...]) -> bool:
     try:
         pool_layout(groups, HashScheme(hash_block_size=_unit(groups)), None)
+    except ValueError:
+        return False
+    return True
+
+
+class Engine(NamedTuple):
+    """An engine's groups as events show them, hidden ones too; the rest as the pool takes it."""
+
+    groups: tuple[GroupSpec, ...]
+    scheme: HashScheme
+    retention: int | None
+    dcp: int
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts that an operator would configure for it."""
+        groups = self.groups
+        eagle = tuple(g.group_idx for g in groups if g.is_eagle)
+        states = any(g.mamba_cache_mode == "align" for g in groups)
+        return ModelFacts(
+            attention_chunk_sizes={
+                g.group_idx: g.attention_chunk_size for g in groups if g.attention_chunk_size
+            },
+            mamba_cache_mode=next((g.mamba_cache_mode for g in groups if g.mamba_cache_mode), None),
+            eagle_groups=eagle,
+            eagle_groups_apart=any(g.apart for g in groups),
+            partial_hash_hits=True if self.dcp > 1 and states and eagle else None,
+            hidden_groups=any(g.is_hidden for g in groups),
+            replay_tokens=max((g.sliding_window or 0 for g in groups if not g.cacheable), default=0),
+        )
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> Engine:
+    """A random engine that vLLM would run: with hidden groups, a drafter's groups apart, or several ranks."""
+    groups = draw(group_mixes())
+    dcp = draw(st.sampled_from([1, 1, 2, 4]))
+    if dcp > 1:
+        groups = tuple(g for g in groups if g.family in {Family.FULL, Family.MAMBA}) or (full(),)
+        groups = tuple(
+            replace(g, block_size=g.block_size * dcp) if g.family is Family.FULL else g for g in groups
+        )
+    else:
+        size = draw(st.sampled_from([group.block_size for group in groups]))
+        replayed = GroupSpec(0, "sliding_window_mla", size, sliding_window=80, cacheable=False)
+        hidden = draw(
+            st.lists(st.sampled_from([replayed, GroupSpec(0, "circular_buffer", size)]), max_size=2)
+        )
+        groups = tuple(draw(st.permutations([*groups, *hidden])))
+    apart = draw(st.booleans())
+    groups = tuple(
+        replace(group, group_idx=idx, apart=apart and group.is_eagle) for idx, group in enumerate(groups)
+    )
+    whole = len(groups) == 1 or any(group.mamba_cache_mode == "all" for group in groups)
+    unit = scheduler_block_size(groups) if whole else hash_unit(groups)
+    sparse = any(group.family in {Family.WINDOW, Family.MAMBA} for group in groups)
+    retention = draw(st.sampled_from([0, None, scheduler_block_size(groups)])) if sparse else 0
+    return Engine(groups, HashScheme(hash_block_size=unit), retention, dcp)
+
+
+def runs(engine: Engine) -> bool:
+    """Whether vLLM would run it."""
+    try:
+        pool_layout(engine.groups, engine.scheme, engine.retention, engine.dcp)
     except ValueError:
         return False
     return True
