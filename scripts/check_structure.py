@@ -79,7 +79,7 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
     "modules under 60 lines": 10,
-    "banned phrases": 826,
+    "banned phrases": 654,
     "noqa": 148,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""

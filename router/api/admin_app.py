@@ -183,7 +183,7 @@ class FleetActions:
 #
 # Always true: nothing is read of a request, and nothing done, before its sender is known and within their
 # rate; every attempt of a known sender to change something is in the log, also a refused one. Of attempts
-# by nobody known there is one line a second at most, with the number of those it stands for.
+# for unknown administrators there is at most one line a second, with the number of requests it represents.
 
 
 PREFIX = "/admin/"
@@ -348,7 +348,7 @@ def _decode(raw: bytes, kind: type[_T]) -> _T:
 class AdminApi:
     """``settings.enabled`` must be on. ``port`` False: another process has the API's own port; ``sock``
     listens there already. ``settled`` is awaited before a change is answered. Raises ``AdminFileError`` or
-    ``TlsError`` for files of no use."""
+    ``TlsError`` for unusable files."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from router.openai.errors import ApiError, too_often, unauthorized
 # Who a bearer token belongs to, by a file that may be replaced while the router runs.
 #
 # Always true: every comparison takes the same time whatever was sent and whichever entry it fits; a file
-# that is of no use when it changes leaves the tokens as they were, and says so.
+# that becomes invalid leaves the tokens unchanged, and a warning is logged.
 
 
 _log = structlog.get_logger()
@@ -43,7 +43,7 @@ class AdminFileError(ValueError):
 
 
 class TokenFile:
-    """``key`` is the setting that names it. Raises ``AdminFileError`` for a file of no use at the start."""
+    """Load the file; ``key`` is the setting that names it. Raises ``AdminFileError`` if it is unusable."""
 
     def __init__(self, path: Path, key: str = "admin.token_file") -> None:
         self._watched = WatchedFile(path)
@@ -51,7 +51,7 @@ class TokenFile:
         self._digests = read_tokens(path, key)
 
     def who(self, token: bytes) -> str | None:
-        """The name a token belongs to; None for nobody's."""
+        """Return the name a token belongs to; None for an unknown token."""
         self._refresh()
         digest = hashlib.sha256(token).digest()
         found: str | None = None
@@ -123,7 +123,7 @@ class RateLimit:
         return self._left(name, now) < 1 - _ROUNDING
 
     def take(self, name: str, now: float) -> int:
-        """0: go on. Else so many seconds until the next request may succeed."""
+        """Return 0 to continue, otherwise the seconds until the next request may succeed."""
         left = self._left(name, now)
         allowed = left >= 1 - _ROUNDING
         self._buckets[name] = (max(0.0, left - 1) if allowed else left, now)
@@ -233,7 +233,7 @@ def _address(request: Request) -> str:
 
 
 class AdminStats(msgspec.Struct):
-    """What became of requests to the admin API."""
+    """Outcomes of requests to the admin API."""
 
     requests: Annotated[int, "kvatlas_admin_requests_total"] = 0
     """Authorized requests."""

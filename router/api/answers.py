@@ -1,4 +1,4 @@
-"""What the router's own endpoints answer, as structs, and their OpenAPI document.
+"""Response structs of the router's own endpoints, and their OpenAPI document.
 
 Always true: an answer is made of the struct that the document describes, so the two cannot part.
 """
@@ -314,7 +314,7 @@ def view_receipt(receipt: Receipt) -> ReceiptView:
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """What went wrong; ``code`` is stable."""
+    """An error response; ``code`` is stable."""
 
     message: str
     type: str

@@ -137,7 +137,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """What the framework refuses by itself: an unknown path, a method that a path does not have."""
+        """Convert the framework's own errors: an unknown path, a method that a path does not have."""
         path = request.url.path
         if error.status_code == 405:
             allow = (error.headers or {}).get("Allow", "GET")
@@ -151,7 +151,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: ClientDisconnect) -> Response:
-        """Nobody is there to be answered."""
+        """Handle a client that disconnected: no response is sent."""
         return Response(status_code=400)
 
 
@@ -252,7 +252,7 @@ def _add_insight(
 
     @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
     async def prefixes() -> Response:
-        """What most prompts begin with, shorter ones first, and which engines hold it."""
+        """Return the most common prompt prefixes, shorter ones first, and the engines that hold them."""
         return json_answer(await view.prefixes())
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
@@ -276,7 +276,7 @@ def _add_insight(
         openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
     )
     async def explain_request(request: Request) -> Response:
-        """What would happen to this request, and why; nothing is forwarded. ``?path=`` is its path, by
+        """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by
         default that of a chat (messages), a completion (prompt) or a response (input)."""
         _check_json(request)
         body = await read_body(request, body_bytes_max)
@@ -296,7 +296,7 @@ def _add_insight(
 
 
 def _check_json(request: Request) -> None:
-    """What a page of another origin can send without being asked for leave (CORS) is no JSON. Raises
+    """Require JSON: a page of another origin cannot send it without a CORS preflight. Raises
     ``ApiError``."""
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
@@ -340,7 +340,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _likely_path(body: bytes) -> Generator[None, None, str]:
-    """Steps (see ``members``) to the API that this body is for; "": it cannot be told."""
+    """Steps (``members`` paths) to the API that this body is for; "": unknown."""
     by_field = {b"messages": CHAT, b"prompt": COMPLETION, b"input": RESPONSES}
     scan, found = Scan(body), set[str]()
     start = scan.start()

@@ -91,7 +91,7 @@ class Sources(msgspec.Struct):
     epp: EppStats | None = None
     pd: PdStats | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
-    """What siblings and replicas have in flight, by engine; None: it is not known."""
+    """In-flight load of siblings and replicas, by engine; None: unknown."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
     """The library that tokenizes, by configured or served model."""
     tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
@@ -187,7 +187,7 @@ def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Ge
 def in_steps(
     work: Callable[[Metric], T], found: Iterable[Metric], *, pause_every_s: float = _TURN_S
 ) -> Generator[None, None, list[T]]:
-    """What ``work`` makes of each family, in the same steps."""
+    """Apply ``work`` to each family, in the same steps."""
     made: list[T] = []
     began_s = time.perf_counter()
     for family in found:

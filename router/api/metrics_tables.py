@@ -123,7 +123,7 @@ def _add(family: Family, labels: Iterable[str], value: Value) -> None:
 
 
 def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple[Column[Engine], ...]:
-    """What is known of every engine. ``others``: what siblings and replicas have in flight there."""
+    """State of every engine. ``others``: in-flight load of siblings and replicas."""
     return (
         gauge("engine_up", "1 if the engine answers GET /v1/models with a model", lambda e: e.up),
         gauge(
@@ -150,7 +150,7 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
         counter(
             "engine_transfers_wrong",
             "What the engine's NIXL connector counts of KV transfers that went wrong: failed_transfers, "
-            "failed_notifications, kv_expired_reqs (prefills that nobody fetched in time), and "
+            "failed_notifications, kv_expired_reqs (prefills not fetched in time), and "
             "notifications_after_expiry (blocks were read after they had been given up: answers may be "
             "wrong)",
             lambda e: e.transfers or None,

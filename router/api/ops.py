@@ -69,7 +69,7 @@ class OpsPort:
         return self.server.base_url if self.server is not None and self.server.started else None
 
     def refusal(self, path: str) -> ApiError:
-        """What the public port says to somebody who asks there."""
+        """Return the public port's error for a request to an ops path."""
         where = f"{self._at} (server.ops_port)" if self._at else "which is off (server.ops_port)"
         if self.server is not None and self.server.started:
             where = f"port {self.server.port} of {self.server.config.host} (server.ops_port)"
@@ -122,7 +122,7 @@ def ops_authenticator(
     tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
 ) -> Authenticator | None:
     """For tokens of the file that a setting names (setting, path). None: everybody who reaches the port may
-    come in. Raises ``AdminFileError`` for a file of no use."""
+    come in. Raises ``AdminFileError`` for an unusable file."""
     if tokens is None:
         return None
     key, path = tokens
@@ -182,7 +182,7 @@ class Front:
         return self._answer(scope, receive, send)
 
     def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """What siblings pass on, at the lead."""
+        """Serve a request forwarded by a sibling, in the lead worker."""
         return (self._admin_at(scope["path"]) or self._insight)(scope, receive, send)
 
     def _for_browsers(self, scope: Any) -> bool:
@@ -206,7 +206,7 @@ class Front:
         return self._proxy(scope, receive, send)
 
     async def _answer_control(self, scope: Any, receive: Any, send: Any) -> None:
-        """Which models there are is told to those who may use them."""
+        """Restrict the list of models to authorised clients."""
         if self._gate is not None and scope["path"].startswith("/v1/"):
             try:
                 scope = {**scope, TENANT: self._gate.tenant_of(scope["headers"])}

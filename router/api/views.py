@@ -1,4 +1,4 @@
-"""What the ops port shows: of this process alone, or of several that are one router."""
+"""Views of the ops port: of this process alone, or of several workers that are one router."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OpsView(Protocol):
         """The last five minutes."""
 
     async def prefixes(self) -> Sequence[PrefixView]:
-        """What most prompts begin with, shorter ones first."""
+        """Return the most common prompt prefixes, shorter ones first."""
 
 
 class LocalView:
@@ -65,11 +65,11 @@ class LocalView:
         self._sources = sources
 
     async def metrics(self) -> bytes:
-        """See ``OpsView``."""
+        """Return the metrics page."""
         return await run_cooperatively(page_steps(families(self._sources)))
 
     async def engines(self) -> list[EngineView]:
-        """See ``OpsView``; the load is with what siblings and replicas have in flight."""
+        """Return the state of each engine; the load includes requests of siblings and replicas."""
         others = self._sources.others()
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
@@ -89,11 +89,11 @@ class LocalView:
         return show_history(self._sources)
 
     async def requests(self) -> list[LiveRequest]:
-        """See ``OpsView``."""
+        """Return the requests in progress."""
         return live_requests(self._sources.requests)
 
     async def prefixes(self) -> list[PrefixView]:
-        """See ``OpsView``."""
+        """Return the most common prompt prefixes."""
         return hot_prefixes(self._sources)
 
 
@@ -229,7 +229,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
 
 
 def _hit_tokens(hit: Hit) -> dict[str, int]:
-    """What the engine holds, by medium; also where that is too old for the choice to count on it.
+    """Return the engine's hit by medium, even if it is too old for the selection to rely on.
 
     ``offloaded`` is CPU and STORAGE together.
     """

@@ -41,7 +41,7 @@ def find_envoy(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -145,7 +145,7 @@ class ChatOutcome(msgspec.Struct, frozen=True):
 
 
 class ChatLoad:
-    """Runs users against routers, in turn; every finished request is told to ``on_done``. Answers have at
+    """Runs users against routers, in turn; ``on_done`` is called for every finished request. Answers have at
     least and at most ``answer_tokens``."""
 
     def __init__(

@@ -56,7 +56,7 @@ _PORTS = {
 def apart(
     engine: EngineSettings, count: int, connector: KvConnector | None
 ) -> tuple[list[EngineSettings], PdSettings]:
-    """Settings of so many engines like this one, and what the router is told of their connector; None: each
+    """Settings of several engines like this one, and their connector as configured at the router; None: each
     does both."""
     if connector is None:
         return [engine] * count, PdSettings()
@@ -83,7 +83,8 @@ ENGINE = EngineSettings(
 )
 _NO_PD = PdSettings()
 _USERS_PER_ENGINE = 8
-# With prefill and decode apart: where nobody is being answered, prompts are best computed at home.
+# With prefill and decode apart: if no response is being generated, prompts are best computed on the decode
+# engine.
 _LONG_ANSWER_TOKENS = (40, 120)
 _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
@@ -187,7 +188,7 @@ def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
 
 
 class _Demo:
-    """What is counted while the load runs."""
+    """Counters kept while the load runs."""
 
     def __init__(self, routers: Sequence[Router], engines: int) -> None:
         self.routers = routers

@@ -184,7 +184,7 @@ def _feed(routers: Sequence[Router], engine: Engine) -> str:
     if len(routers) == 1:
         return engine.feed_state
     follower = _follower(routers, engine.engine_id)
-    return f"{engine.feed_state} at {'nobody' if follower is None else follower + 1}"
+    return f"{engine.feed_state} at {'none' if follower is None else follower + 1}"
 
 
 def _follower(routers: Sequence[Router], engine_id: str) -> int | None:

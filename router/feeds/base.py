@@ -1,4 +1,4 @@
-"""What a feed is to the rest of the router: its states, counters and settings, the sink it drives, and
+"""Interface of a feed: its states, counters and settings, the sink it drives, and
 the seam through which missing batches are fetched.
 """
 
@@ -265,7 +265,7 @@ class SnapshotUnsupportedError(ResyncError):
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False):
-    """What a snapshot is of: all batches up to ``seq`` (-1: none) of one process, and none after."""
+    """Extent of a snapshot: all batches up to ``seq`` (-1: none) of one process, and none after."""
 
     seq: int
     publisher_id: bytes | None = None

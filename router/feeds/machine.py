@@ -9,7 +9,7 @@ Where the publisher has snapshots, one is asked for instead of the history, and 
 replay still mends gaps. Its answer is staged in the sink by the shell; ``snapshot_taken`` decides whether it
 is adopted: it must be of the process that is heard, and batches heard after its cut are applied on top.
 
-Which process is speaking is told by content: a repair also asks for the batch applied last (the anchor) and
+The sending process is identified by content: a repair also requests the last applied batch (the anchor) and
 compares digests, and a seq that goes back is a repetition if its digest is known and a restart otherwise. A
 publisher id, where there is one, decides alone. After a disconnect nothing is applied until the anchor has
 been confirmed, as far as there is a replay socket; until the anchor or a batch has confirmed the process,
@@ -64,7 +64,7 @@ class FeedMachine:
         return self._finish()
 
     def disconnected(self, now: float) -> list[Action]:
-        """The live socket lost its connection: whoever answers next may be another process."""
+        """The live socket lost its connection: the next message may be from another process."""
         if self._connected:
             self._connected = self._connection_seen = False
             self._live_seq = NOWHERE
@@ -131,7 +131,7 @@ class FeedMachine:
         self._snapshots.progress(now, request_id)
 
     def distrust(self, now: float, reason: str) -> list[Action]:
-        """What is known is shown to be wrong by other means: discount it, and have it all anew."""
+        """External evidence contradicts our state: distrust it and schedule a resync."""
         self._position.doubt(reason)
         self._recovery.trust.at_once(now)
         return self._finish()

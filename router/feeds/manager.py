@@ -92,7 +92,7 @@ class FeedManager:
             followed.feed.distrust(reason)
 
     def suspect(self, engine_id: str) -> None:
-        """The engine was seen to be down, or to have begun anew."""
+        """Handle an engine that is down or has restarted."""
         followed = self._followed.get(engine_id)
         if followed is not None and followed.feed is not None:
             followed.feed.suspect()

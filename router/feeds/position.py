@@ -40,7 +40,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, gc=False):
 
 
 class Adopt(msgspec.Struct, frozen=True, gc=False):
-    """What the snapshot's answer staged in the sink is all that the engine held at the snapshot's cut."""
+    """The content staged from a snapshot is everything the engine held at the snapshot's cut."""
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):
@@ -264,7 +264,7 @@ class Position:
             self._stats.lost_batches += batches if counted else 0
 
     def doubt(self, reason: str) -> None:
-        """What is known may not be of this process, though nothing is known to be missing."""
+        """The known state may be of another process, though nothing is known to be missing."""
         self.unknown = self.unknown or reason
 
     def found_whole(self) -> None:

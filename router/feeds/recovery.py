@@ -1,7 +1,7 @@
-"""What a feed does to become whole: the repair in progress, what is asked for, and how a repair ends.
+"""Repair of a feed: the repair in progress, its requests, and how it ends.
 
 ``FeedMachine`` (live batches), ``ReplayAnswers`` and ``SnapshotAnswers`` decide when; the moves are here, so
-that at most one repair is in progress, whoever began it, and every request made before it is void.
+that at most one repair is in progress, and every request made before it is void.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ReplayTrust:
         self._backoff_s = min(self._backoff_s * 2, self._settings.resync_backoff_s_max)
 
     def at_once(self, now: float) -> None:
-        """What is known is found to be wrong: the next tick is to re-sync, where that can succeed."""
+        """Our state is found to be wrong: resync at the next tick, if that can succeed."""
         self._try_at = None if self.rolled else now
 
     def put_off(self, now: float) -> None:

@@ -32,7 +32,7 @@ class ReplayResync:
         self._clock = clock
 
     async def fetch(self, from_seq: int) -> AsyncGenerator[Frame, None]:
-        """See ``Resync.fetch``."""
+        """Request a replay from ``from_seq`` and yield its frames."""
         socket = self._context.socket(zmq.DEALER)
         with MessageReader(socket) as reader:
             socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
@@ -150,7 +150,7 @@ class ReplayAnswers:
         position, recovery = self._position, self._recovery
         if not repair.anchored and repair.kind is RepairKind.CHECK:
             # The engine's oldest batch is newer than our last, or its newest older: not shown to be the
-            # process that we followed. Begin anew, with all that it still has.
+            # process that we followed. Start again with everything it still has.
             recovery.restart(now, None)
             return
         if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
@@ -178,7 +178,7 @@ class ReplayAnswers:
         position.drain()
 
     def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:
-        """Seq 0 is to be had: drop what is known and build it anew from there."""
+        """Replay reaches seq 0: drop the known state and rebuild it from there."""
         recovery = self._recovery
         recovery.forget()
         recovery.stats.resyncs += 1

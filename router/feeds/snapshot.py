@@ -48,7 +48,7 @@ class SnapshotClient:
         self._clock = clock
 
     async def fetch(self) -> AsyncGenerator[DecodedBatch | Cut, None]:
-        """See ``SnapshotSource.fetch``."""
+        """Request a snapshot and yield its batches, then its cut."""
         failure: ResyncError | None = None
         for endpoint in list(self._endpoints):
             with MessageReader(self._context.socket(zmq.DEALER)) as reader:
@@ -162,7 +162,7 @@ def _shows_offload(batch: DecodedBatch) -> bool:
     )
 
 
-# What a feed does with the answer to a snapshot request, and when it asks for a snapshot anew.
+# Processing of a snapshot response, and when a snapshot is requested again.
 #
 # The shell stages the answer in the sink, beside what is known. It is adopted only if it is of the process
 # that is heard; batches heard after its cut are applied on top of it.
@@ -226,7 +226,9 @@ class SnapshotAnswers:
             recovery.no_snapshot(now, repair)
 
     def refresh(self, now: float) -> bool:
-        """Where something is unknown, have all of it anew while what is known stays in use."""
+        """Request everything again if part of the state is unknown; the known state stays in use
+        meanwhile.
+        """
         recovery = self._recovery
         if not (recovery.position.unknown or recovery.unverified) or not recovery.snapshots.may_ask(now):
             return False

@@ -93,7 +93,9 @@ class MessageReader:
         await self._readable.wait()
 
     async def rest(self, seconds: float) -> None:
-        """Let messages gather. Meanwhile nobody watches the descriptor: it would wake the loop all along."""
+        """Let messages accumulate. The descriptor is not watched meanwhile: it would wake the loop
+        continuously.
+        """
         self._loop.remove_reader(self.socket.fileno())
         try:
             await asyncio.sleep(seconds)
@@ -139,7 +141,7 @@ class Slice:
             self.begin()
 
     async def all(self, steps: Generator[None, None, _Result]) -> _Result:
-        """What the generator returns; the loop gets its turn between its steps."""
+        """Run a generator to its end and return its result; the loop gets control between its steps."""
         while True:
             try:
                 next(steps)

@@ -1,9 +1,9 @@
 """The asyncio shell of a feed: SUB socket, its monitor, replay requests and a ticker around ``FeedMachine``.
 
 All tasks run in one loop and call the machine synchronously; the actions it returns are queued in that order
-and carried out by one task at a time, so the sink sees the machine's order whoever is interrupted. A burst
-is worked off in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or by
-cancelling ``run``.
+and carried out by one task at a time, so the sink sees the machine's order even if one is interrupted. A
+burst is worked off in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or
+by cancelling ``run``.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Feed:
         self._actions.extend(self._machine.computed(self._clock(), since))
 
     def distrust(self, reason: str) -> None:
-        """Tell the feed that what it led to is shown to be wrong: it is discounted, and fetched anew."""
+        """Report that the state derived from this feed is wrong: it is distrusted and fetched again."""
         self._actions.extend(self._machine.distrust(self._clock(), reason))
 
     def suspect(self) -> None:
@@ -252,7 +252,7 @@ class Feed:
     async def _perform(self, actions: list[Action]) -> None:
         """Queue actions and see the queue emptied; waits its turn while another task is at it.
 
-        Cancelled here, nothing is lost: what is left in the queue is done by whoever comes next.
+        Cancellation loses nothing: the next caller processes the rest of the queue.
         """
         self._actions.extend(actions)
         if self.stats.state is FeedState.READY and len(self._actions) > 1:

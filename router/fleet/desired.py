@@ -24,7 +24,7 @@ ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")
 
 
 class DesiredFleet(msgspec.Struct, frozen=True):
-    """What the fleet is to be. ``holds``: engine id or base URL -> why it gets no new requests;
+    """The desired fleet. ``holds``: engine id or base URL -> why it gets no new requests;
     ``identities``: base URL -> who is there."""
 
     engines: tuple[EngineAddress, ...] = ()
@@ -33,7 +33,9 @@ class DesiredFleet(msgspec.Struct, frozen=True):
 
 
 class Override(msgspec.Struct, frozen=True):
-    """What an administrator decided of a server: who did, and who was at that address then."""
+    """Decision of an administrator about a server: the administrator, and the server's identity at that
+    time.
+    """
 
     by: str
     identity: str = ""
@@ -121,19 +123,19 @@ class DesiredState:
         return self.drained.pop(name, None) is not None
 
     def decisions(self) -> AdminDecisions:
-        """What is decided now, for another router of the same fleet."""
+        """Return the current decisions, for another router of the same fleet."""
         added = [one.engine for found in self._by_source.get(ADMIN, {}).values() for one in found]
         return AdminDecisions(tuple(added), dict(self.removed), dict(self.drained))
 
     def adopt(self, decisions: AdminDecisions) -> None:
-        """What was decided elsewhere holds here, and nothing else."""
+        """Replace the decisions by those of another router of the same fleet."""
         self.removed, self.drained = dict(decisions.removed), dict(decisions.drained)
         self.set_source(ADMIN, [DiscoveredEngine(engine) for engine in decisions.added])
 
     # -- the outcome --------------------------------------------------------------------------------------
 
     def wanted(self) -> DesiredFleet:
-        """What the fleet is to be now."""
+        """Return the desired fleet."""
         engines: list[EngineAddress] = []
         holds: dict[str, str] = {}
         identities: dict[str, str] = {}

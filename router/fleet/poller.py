@@ -4,7 +4,7 @@ One task per server, begun and ended as servers come and go (``assign``): ``GET 
 is up, and so do the answers that clients had of it since the last poll: an API process may be too busy for
 polls. ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
 and is repeated as long as it says any, since a restart may move them; ``GET /metrics`` gives running and
-waiting requests, so that load from elsewhere is seen. What changes is told to a listener. An engine that does
+waiting requests, so that load from elsewhere is seen. A listener is called on changes. An engine that does
 not answer is asked again soon. Whatever a server answers, and whatever a listener makes of it, the polling
 goes on.
 """
@@ -147,7 +147,7 @@ class FleetPoller(Generic[E]):
             self._all_asked.set()
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
-        """These engines make the fleet from now on. Whoever comes is asked, whoever leaves is told of."""
+        """Replace the fleet; start polling new servers and notify listeners of removed ones."""
         changes = self._fleet.assign(wanted)
         for base_url in (*changes.dropped, *changes.touched):
             self._stop(base_url)
@@ -202,7 +202,9 @@ class FleetPoller(Generic[E]):
                     gauges_due = now() + self._settings.gauge_interval_s
             except Exception as error:  # noqa: BLE001  # one server's oddity must not end the polling of all
                 _log.exception("polling failed", server=base_url)
-                for status in self._fleet.ranks(base_url):  # down, so that its next answer is told anew
+                for status in self._fleet.ranks(
+                    base_url
+                ):  # marked down, so that its next response is reported
                     status.up, status.silent = False, False
                     status.problem = f"polling failed: {reason_of(error)}"
                 models_due = gauges_due = now() + self._settings.poll_interval_s
@@ -301,7 +303,7 @@ class FleetPoller(Generic[E]):
                 )
 
     async def _ask_version(self, base_url: str) -> None:
-        """What it runs now: another server may have come at the same address."""
+        """Query the server's version: another server may have started at the same address."""
         version: str | None = None
         try:
             version = _decode(await self._get(f"{base_url}/version"), _Version).version

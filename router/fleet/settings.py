@@ -124,7 +124,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     api: str | None = None
     """URL of the API server, e.g. of `kubectl proxy`; not needed inside a cluster."""
     credentials_dir: str = "/var/run/secrets/kubernetes.io/serviceaccount"
-    """Directory with `token`, `ca.crt` and `namespace`; the token is read anew when it is
+    """Directory with `token`, `ca.crt` and `namespace`; the token is read again when it is
     refused, the CA for every request."""
     watch_s: float = 60.0
     """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
@@ -218,7 +218,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tls(self) -> TlsFiles:
-        """What connections to engines use."""
+        """Connection settings for requests to engines."""
         return TlsFiles(self.client_cert_file, self.client_key_file, self.ca_file)
 
     @property
@@ -227,7 +227,9 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.on or self.dns.on or self.kubernetes.on
 
     def headers(self) -> dict[str, str]:
-        """What the router's own requests to engines carry. Raises ``ValueError`` for a key file of no use."""
+        """Return the headers of the router's own requests to engines. Raises ``ValueError`` for a bad key
+        file.
+        """
         if self.api_key_file is None:
             return {}
         try:

@@ -46,7 +46,7 @@ class DiscoveredEngine(msgspec.Struct, frozen=True):
 
 
 class SourceStats(msgspec.Struct):
-    """What metrics, ``/kvatlas/sources`` and the doctor show of a source."""
+    """State of a source, shown by metrics, ``/kvatlas/sources`` and the doctor."""
 
     synced: Annotated[bool, "kvatlas_source_synced"] = False
     """1 once its complete list was read."""
@@ -93,7 +93,7 @@ class Source(Protocol):
 
 # Engines as written down by people: the rule for addresses, and the list in a file.
 #
-# ``check_address`` is the one rule of what addresses an engine may have, whoever names it.
+# ``check_address`` defines the valid addresses of an engine, for all sources.
 
 
 DRAINED = "drained in the file"
@@ -261,7 +261,7 @@ class DnsSource:
         self._published: list[DiscoveredEngine] | None = None
 
     async def run(self, publish: Publish) -> None:
-        """See ``Source``."""
+        """Watch the source and report its engines, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for name in dict.fromkeys(self._settings.names):
                 tasks.create_task(self._follow(name, publish), name=f"dns {name}")
@@ -381,7 +381,7 @@ class FileSource:
         self._known: list[DiscoveredEngine] | None = None
 
     async def run(self, publish: Publish) -> None:
-        """See ``Source``."""
+        """Watch the source and report its engines, until cancelled."""
         while True:
             try:
                 content = await asyncio.to_thread(self._read)

@@ -157,7 +157,7 @@ class EngineFactory(Protocol[E_co]):
 
 
 class Reassigned(msgspec.Struct):
-    """What an assignment changed, by base URL and by engine id."""
+    """Changes made by an assignment, by base URL and by engine id."""
 
     new: list[str] = []
     """Servers that came."""
@@ -205,7 +205,7 @@ class Fleet(Generic[E]):
         return [engine for engine in self._configured.values() if engine.base_url == base_url]
 
     def replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
-        """What this server's engines are from now on. Returns the ids with new addresses, and those gone."""
+        """Set the engines of this server. Returns the ids with new addresses, and those gone."""
         wanted = {engine.engine_id: engine for engine in engines}
         gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         for engine_id in gone:
@@ -259,7 +259,7 @@ class Fleet(Generic[E]):
             found = [status for status in serving if status.up]
             if not any(status.engine.answers for status in found):
                 found = [status for status in serving if status.up or status.silent]
-            if found:  # a name nobody serves is the client's, and there is no end of those
+            if found:  # unknown names come from clients, and their number is unbounded
                 self._ready[model] = found
         return found
 
@@ -413,7 +413,7 @@ def read_emptied(text: bytes) -> float:
 
 
 def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """What NIXL counts of transfers that went wrong, by its names without prefix; those of one rank if
+    """NIXL's counters of failed transfers, by its names without prefix; those of one rank if
     ``dp_rank`` is given. Counters that have not moved yet are absent."""
     found: dict[str, float] = {}
     for name, value in _samples(_TRANSFERS, text, dp_rank):

@@ -50,7 +50,7 @@ _DEPTH_MAX = 3
 
 
 class LogSink(io.TextIOBase):
-    """Where log lines go. Whoever reads them may go away: that costs lines, never the work that is logged."""
+    """Destination of log lines. A reader that disappears costs lines, never the work that is logged."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Parent:
             _log.error("not started", problem=str(error))
             return 1
         if config.usage.path:
-            with contextlib.suppress(OSError):  # said by whoever writes
+            with contextlib.suppress(OSError):  # the writer reports it
                 read_key(Path(_key_file(config)))
         url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
         return Supervisor(
@@ -193,7 +193,7 @@ def _work(config: Config, seat: WorkerContext) -> int:
 
 
 def _handed_over(seat: WorkerContext) -> Decided:
-    """What holds at the parent, whichever of its decisions this worker has missed."""
+    """Return the parent's current decisions, including those this worker has missed."""
     decided = handed_over(seat.folder)
     if decided.config is None:
         return decided

@@ -2,7 +2,7 @@
 
 ``decide`` reads and judges, in the process that reads the file (the parent of workers, if there are some);
 ``Reloads`` applies, in each process that serves. Keys and certificates are read again too, as if their files
-had changed. Always true: a configuration of no use changes nothing, and the log says why; what needs a new
+had changed. Always true: an unusable configuration changes nothing, and is logged; what needs a new
 start is named in the log and stays; one reload is over before the next one begins.
 """
 
@@ -108,7 +108,7 @@ Decide = Callable[[Config], "Decided"]
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """What became of one reload. ``config``: what is to run from now on; None: what runs, runs on."""
+    """Result of one reload. ``config``: the new configuration; None: the old one stays in effect."""
 
     outcome: str
     config: Config | None = None
@@ -156,7 +156,7 @@ def hand_over(folder: Path, decided: Decided) -> None:
 
 
 def handed_over(folder: Path) -> Decided:
-    """What the parent decided last."""
+    """Return the parent's last decision."""
     return msgspec.msgpack.decode((folder / _PENDING_NAME).read_bytes(), type=Decided)
 
 

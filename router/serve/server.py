@@ -29,7 +29,7 @@ from router.workers.seat import WorkerContext
 
 # The last bound of a process that is to end: after it the process ends, and says what did not.
 #
-# Every step of a shutdown has a bound of its own; this one is for what nobody thought of: a task that
+# Every step of a shutdown has a bound of its own; this one is for unforeseen cases: a task that
 # swallows its cancellation, a thread that hangs, a loop that does not come round. So it runs in a thread of
 # its own. Always true: nothing happens before ``begin``, and a process that ends by itself does not wait
 # for this.

@@ -53,7 +53,7 @@ MODEL = "gpt-oss-like"
 
 
 class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says, unread; None: from ``router``, or the default."""
+    """Command-line options, unparsed; None: from ``router``, or the default."""
 
     workload: str | None
     router: str | None = None
@@ -75,7 +75,7 @@ class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What a running router says of its fleet; None where it does not know."""
+    """Facts a running router reports about its fleet; None for unknown ones."""
 
     engines: int
     groups: tuple[GroupSpec, ...] | None
@@ -201,7 +201,7 @@ def _setup(
     elif options.pool is None:
         blocks = pool_blocks(workloads[0], groups, engines, 0.25)
         notes.append(
-            f"blocks: {POOL} of what these {len(workloads[0])} requests fill, as nobody tells how many the "
+            f"blocks: {POOL} of what these {len(workloads[0])} requests fill, as it is unknown how many the "
             "engines have: give --pool (vLLM's num_gpu_blocks)"
         )
     else:

@@ -199,7 +199,7 @@ def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> 
 
 
 def reusable_share(requests: Sequence[Request]) -> float:
-    """What one endless cache would hit at most, of the same requests that outcomes count (``WARM_SHARE``).
+    """Hit share of one infinite cache, over the same requests that outcomes count (``WARM_SHARE``).
 
     A prompt may take what any earlier prompt or answer began with, to the last whole unit that both share,
     but for its last token.
@@ -368,7 +368,7 @@ def _memory(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult])
 
 
 def _tiers(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResult]) -> list[Advice]:
-    """What memory behind the GPUs would bring; nothing where the fleet has both kinds."""
+    """Report the benefit of memory outside the GPUs; nothing if the fleet has both kinds."""
     if not others:
         return []
     words = {name: _tier_words(tiers, setup.tiers) for name, tiers in more_tiers(setup).items()}

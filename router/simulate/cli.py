@@ -22,12 +22,15 @@ def simulate(
     prefill: Annotated[
         int | None,
         Parameter(
-            help="With --decode: so many engines compute prompts for the others, compared with the same "
+            help="With --decode: number of engines that compute prompts for others, compared with the same "
             "engines all alike; kvatlas:prefill=2 under --policy tries other numbers beside."
         ),
     ] = None,
     decode: Annotated[
-        int | None, Parameter(help="So many engines fetch what the --prefill engines computed, and generate.")
+        int | None,
+        Parameter(
+            help="Number of engines that fetch prompts computed by the --prefill engines, and generate."
+        ),
     ] = None,
     transfer_gbyte_s: Annotated[
         float, Parameter(help="GB/s at which a decode engine fetches a prompt's blocks.")
@@ -125,7 +128,7 @@ def simulate(
     ] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object instead of a table.", negative="")] = False,
 ) -> int:
-    """What policies, memory and engine flags would do with a workload: engines on a virtual clock, no GPU."""
+    """Compare policies, memory and engine flags on a workload: engines on a virtual clock, no GPU."""
     from router.simulate.command import SimulateOptions, run_simulate
 
     options = SimulateOptions(

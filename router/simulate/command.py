@@ -44,7 +44,7 @@ SENSITIVITY = (0.8, 1.0, 1.25)
 
 
 class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says, unread."""
+    """Command-line options, unparsed."""
 
     workload: str
     engines: int | None = None
@@ -183,7 +183,7 @@ def read_tiers(
     num_blocks: int,
     engines: int,
 ) -> TierSetup | None:
-    """What ``--host-memory`` and ``--store`` say; None where there is neither. Raises ``ConfigError``."""
+    """Parse ``--host-memory`` and ``--store``; None if neither is given. Raises ``ConfigError``."""
     size = block_bytes(groups, kv_kib_per_token)
     found = TierSetup(block_bytes=size)
     if host is not None:
@@ -302,7 +302,7 @@ def _check_numbers(options: SimulateOptions) -> None:
 
 @contextmanager
 def refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
-    """What a part refuses, as a configuration error that names the flag."""
+    """Convert an error of a component into a configuration error that names the flag."""
     try:
         yield
     except kinds as error:

@@ -243,7 +243,7 @@ def _add(histogram: _Histogram, sample: str, labels: dict[str, str], value: floa
         histogram.counts[bound] = histogram.counts.get(bound, 0.0) + value
 
 
-# What a simulation is told over HTTP: an engine's metrics page, a router's usage record.
+# Inputs of a simulation: an engine's metrics page over HTTP, a router's usage record.
 
 
 TIMEOUT_S = 10.0

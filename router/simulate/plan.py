@@ -206,7 +206,10 @@ def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, 
 
 
 def check_units(groups: tuple[GroupSpec, ...], unit_tokens: int) -> None:
-    """Raises ``ModelError`` for blocks that a workload with so many tokens per id cannot tell apart."""
+    """Check the block size.
+
+    Raises ``ModelError`` if a workload with several tokens per id cannot represent it.
+    """
     for group in groups:
         if unit_tokens % group.block_size and group.block_size % unit_tokens:
             raise ModelError(

@@ -92,7 +92,7 @@ _NUMBERS = tuple(field for field in Outcome.__struct_fields__ if field != "reque
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked and on what it ran, for the head of a report."""
+    """Parameters of the study, for the head of a report."""
 
     workload: str
     model: str
@@ -106,7 +106,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     pool: str
     """As it was asked for: a share of what the requests of the run fill, or blocks."""
     tokens_per_engine: int
-    """What the pool would hold of full attention, if it held nothing else."""
+    """Capacity of the pool for full-attention blocks, if it held nothing else."""
     load: float | None
     speeds: list[float]
 
@@ -304,7 +304,7 @@ def _closed_columns(plan: Plan) -> tuple[str, ...]:
 
 
 def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
-    """What having them apart changes, for each arm that has, against the same arm without."""
+    """Effect of disaggregation, for each arm that uses it, against the same arm without."""
     for report in study.reports:
         arm = plan.arms[report.arm]
         same = msgspec.structs.replace(arm, prefill=0)

@@ -95,7 +95,7 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
+    """Result of a run. ``ttft_s``: per measured request, -1 for one that was refused."""
 
     outcome: Outcome
     ttft_s: Floats
@@ -143,7 +143,7 @@ def result_of(run: FleetRun) -> Result:
 
 
 def best_ttft(results: Mapping[str, Result]) -> Floats:
-    """Per measured request the shortest time over all arms; -1 where nobody served it."""
+    """Shortest time over all arms per measured request; -1 if none served it."""
     times = np.array([result.ttft_s for result in results.values()])
     times[times < 0] = np.inf
     best: Floats = times.min(axis=0)
@@ -278,7 +278,7 @@ def _elsewhere(
 
 
 class _Worker:
-    """What a worker process is given once, not with every job."""
+    """Data sent to a worker process once, not with every job."""
 
     workloads: ClassVar[Workloads] = {}
     count: ClassVar[Any] = None

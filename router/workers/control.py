@@ -1,7 +1,7 @@
 """A worker's control port: a Unix socket where its siblings ask for its part of a page, tell what is decided,
 and, at the lead, pass on what clients asked of the router as a whole.
 
-The socket lies in a folder that only its owner may enter, so nobody else is let in and nothing is checked.
+The socket lies in a folder that only its owner may enter, so no further check is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SharedRoster:
         self._told = AdminDecisions()
 
     def state(self) -> bytes:
-        """What is decided, for a sibling."""
+        """Return the decisions, for a sibling."""
         return msgspec.json.encode(self._roster.decisions())
 
     def adopt(self, state: bytes) -> None:

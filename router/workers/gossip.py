@@ -1,10 +1,10 @@
-"""What workers of one machine tell each other of requests: prompts in flight, load, who made a response.
+"""State that workers of one machine exchange: prompts in flight, load, the engine of a response.
 
 The messages are those that replicas exchange through Redis (``replication/gossip``), carried by the mesh:
 what happens within ``FLUSH_S`` goes out together, so a sibling knows of a placement that much later plus the
 time it needs to read (measured: ``kvatlas_worker_gossip_delay_seconds``). Where replicas share an index,
 workers are replicas, and prompts and load go that way; responses still go this one. Always true: telling
-waits for nobody and fails nothing; a sibling that died counts no longer once its successor speaks, and in
+never waits and never fails a request; a sibling that died counts no longer once its successor speaks, and in
 any case no longer than ``SILENCE_S`` (load) and ``AGE_S_MAX`` (prompts).
 """
 
@@ -32,7 +32,7 @@ from router.workers.seat import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 FLUSH_S = 0.002
 # Shortest pause between two reports of load.
 _LOAD_S = 0.005
-# A pause is also at least so many times as long as making the last report took: at most 2 % of a core.
+# Minimum pause as a multiple of the time the last report took: at most 2 % of a core.
 _LOAD_TIMES = 50
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
@@ -147,13 +147,13 @@ class SiblingGossip:
     # -- what the planner asks -------------------------------------------------------------------------
 
     def told(self) -> PeerSnapshot:
-        """What the siblings have said by themselves."""
+        """Return the siblings' state as reported by themselves."""
         if self._clock() >= self._count_at_s:
             self._count()
         return self._look
 
     def others(self) -> Mapping[str, OthersLoad]:
-        """What the siblings have in flight, by engine."""
+        """Return the siblings' in-flight load, by engine."""
         return self._count()
 
     def _count(self) -> Mapping[str, OthersLoad]:
@@ -203,7 +203,7 @@ class SiblingGossip:
             self._texts.append((np.array(keys[:_KEYS_MAX], "<u8").tobytes(), engine_id))
 
     def _room(self, size: int) -> bool:
-        """Make room for an entry of so many bytes, and see that it goes out soon; False before the start."""
+        """Make room for an entry of ``size`` bytes and schedule a flush; False before the start."""
         if self._loop is None:
             return False
         if self._bytes + size > MESSAGE_BYTES_MAX // 2:

@@ -1,4 +1,4 @@
-"""What a worker process inherits from its parent, and how the parent opens it.
+"""Sockets and files that a worker process inherits from its parent, and how the parent opens them.
 
 Every socket is opened once, by the parent, before the first fork, and stays open there: a worker that dies
 leaves its queue of new connections, its control port and what its siblings told it to the one that takes its
@@ -117,7 +117,7 @@ class WorkerSockets:
         return seat
 
     def stop_listening(self) -> None:
-        """Let go of the public port: it closes when the workers close it."""
+        """Release the public port: it closes when the workers close it."""
         for copies in self.public:
             for sock in copies:
                 sock.close()
@@ -195,7 +195,8 @@ def cores(cpu_max: Path = _CPU_MAX) -> int:
 
 # Messages between the workers of one machine: one socket to each sibling, every message whole and in order.
 #
-# Always true: sending waits for nobody; what a sibling has no room for is dropped and counted, message by
+# Always true: sending never waits; a message that does not fit a sibling's buffer is dropped and counted,
+# message by
 # message, never in parts.
 
 

@@ -1,4 +1,4 @@
-"""The parent of the workers: forks them, replaces those that die, and passes signals on. It serves nobody.
+"""The parent of the workers: forks them, replaces dead ones, and forwards signals. It serves no requests.
 
 It has no event loop and no thread, so that it may fork at any time; what it loaded (code, tokenizers) the
 workers share. SIGTERM or SIGINT: every worker drains, and the parent ends with the last one; a second SIGINT
@@ -258,7 +258,7 @@ class WorkerGroup:
         return self.seat.slot == LEAD
 
     def view(self, sources: Sources) -> AggregateView:
-        """What the ops port shows."""
+        """Return the workers' state for the ops port."""
         return AggregateView(self.seat, sources, self.calls)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What the ops port shows of several workers: the pages of all, as those of one router."""
+"""Ops port of several workers: the pages of all, merged into those of one router."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def is_alike(name: str, *, shared_index: bool) -> bool:
 
 
 class CounterStore:
-    """What was last heard of every worker's counts. ``file``: a descriptor that outlives this process."""
+    """Last reported counters of every worker. ``file``: a descriptor that outlives this process."""
 
     def __init__(self, file: int | None = None) -> None:
         self._file = file
@@ -346,7 +346,7 @@ class AggregateView:
         return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
-        """See ``OpsView``. Pages are merged in a thread: those of many engines take long."""
+        """Return the metrics page. Pages are merged in a thread: those of many engines take long."""
         async with self._asking:
             answers = await self._calls.ask_all("/worker/metrics")
             own = await self.own_page()
@@ -364,7 +364,7 @@ class AggregateView:
         return at_once(page_steps(found))
 
     async def engines(self) -> list[Any]:
-        """See ``OpsView``."""
+        """Return the state of each engine, merged over all workers."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await self._own.engines())
         by_id = {view["engine"]: view for view in views}
         for answer in (await self._calls.ask_all("/worker/engines")).values():
@@ -396,14 +396,14 @@ class AggregateView:
         return (await self._own.history()).joined(others)
 
     async def requests(self) -> list[LiveRequest]:
-        """See ``OpsView``."""
+        """Return the requests in progress of all workers, the oldest first."""
         found = await self._own.requests()
         for answer in (await self._calls.ask_all("/worker/requests")).values():
             found += msgspec.json.decode(answer, type=list[LiveRequest])
         return sorted(found, key=lambda request: -request.age_s)
 
     async def prefixes(self) -> list[PrefixView]:
-        """See ``OpsView``: what workers saw of a prefix is added up."""
+        """Return the prompt prefixes; counts of all workers are summed."""
         known = {prefix.id: prefix for prefix in await self._own.prefixes()}
         for answer in (await self._calls.ask_all("/worker/prefixes")).values():
             for other in msgspec.json.decode(answer, type=list[PrefixView]):
@@ -421,7 +421,7 @@ def _of_request(page: str, request_id: str) -> str:
 
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
-    """What another worker says of the same engine."""
+    """Merge another worker's report about the same engine."""
     if view["feed"] is None and other["feed"] is not None:  # the index is shared: that one follows it
         view |= {key: value for key, value in other.items() if key not in _OWN}
     for outcome, count in other["receipts"].items():

@@ -179,7 +179,7 @@ class ReceivedPool(Received, frozen=True, omit_defaults=True):
 # too, say whether it is ready and complete its ports; an endpoint that is no pod is an engine as well. With
 # slices alone every endpoint is an engine. An InferencePool selects pods, and each of its target ports is
 # an engine at every pod, since a gateway knows no others: several are the ranks of one server. Otherwise,
-# what an annotation says wins over a named port. What makes no sense counts as not given, and is told as a
+# an annotation overrides a named port. Invalid values are ignored and reported as a
 # problem.
 
 
@@ -215,7 +215,7 @@ class _Place(NamedTuple):
 
 
 class _Server(NamedTuple):
-    """What is known of one server before its ports are chosen."""
+    """Facts about one server before its ports are chosen."""
 
     where: str
     address: str
@@ -232,7 +232,7 @@ def read_cluster(
     settings: KubernetesSettings,
     target_ports: Sequence[int] = (),
 ) -> ClusterView:
-    """What these objects say; ``settings`` tell which of them are watched, and names of ports.
+    """Derive the engines; ``settings`` name the watched kinds of objects and the ports.
     ``target_ports``: of the pool."""
     places = _places(slices)
     by_pod: dict[tuple[str, str], _Place] = {p.pod: p for p in places if p.pod is not None}
@@ -251,7 +251,7 @@ def read_cluster(
 
 
 class PoolView(NamedTuple):
-    """What an InferencePool says: the pods' label selector, and their ports."""
+    """The relevant content of an InferencePool: the pods' label selector, and their ports."""
 
     selector: str
     ports: tuple[int, ...]

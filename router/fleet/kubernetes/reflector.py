@@ -100,7 +100,7 @@ _GONE = 410
 _RETRY_S_MIN = 0.2
 # A watch that ends sooner without having told anything is not begun again at once.
 _SHORT_WATCH_S = 1.0
-# Failures in a row after which to list anew: the history may be another one, as after a restored backup.
+# Consecutive failures after which to list again: the history may differ, e.g. after a restored backup.
 _LIST_AFTER = 3
 _PAGE = 250
 # Longest time of a list, all its pages and a login by plug-in included.
@@ -164,7 +164,7 @@ class Reflector(Generic[T]):
                 pause_s = self._failed("access", error)
             except ApiError as error:  # in a watch
                 pause_s = self._failed(_reason(error.status.code or 0), error)
-            except httpx2.HTTPStatusError as error:  # the login was refused, once more
+            except httpx2.HTTPStatusError as error:  # the login was refused again
                 pause_s = self._failed(_reason(error.response.status_code), error)
             except (KeyError, TypeError, ValueError) as error:
                 user = self._client.config.user

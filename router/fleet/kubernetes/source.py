@@ -55,7 +55,7 @@ class KubernetesSource:
         self._problems: set[str] = set()
 
     async def run(self, publish: Publish) -> None:
-        """See ``Source``."""
+        """Watch the cluster and report the engines, until cancelled."""
         try:
             client = make_client(find_access(self._settings))
         except AccessError as error:
@@ -150,7 +150,7 @@ class KubernetesSource:
             self.stats.complain("malformed", news)
             _log.warning("Kubernetes object could not be used", problem=news)
         self._problems = problems
-        # of one pool nothing is told before all of it is known; namespaces are known one by one
+        # a pool is reported only once all of it is known; namespaces become known one by one
         known = (all if self._pool is not None else any)(synced for synced, _ in states)
         if seen.discovered != self._published and known:
             self._published = seen.discovered

@@ -1,4 +1,4 @@
-"""What lightkube leaves open, put under it: sizes, bookmarks, what a refusal said, and a CA that is rotated.
+"""Transport below lightkube: size limits, bookmarks, reasons of refusals, and CA rotation.
 
 Always true: nothing is read beyond a bound; a watch gives whole lines only, so a connection that breaks in
 the middle of one gives what came before it; a watch ends with ``WatchEndedError``, where lightkube by itself
@@ -27,7 +27,7 @@ from router.openai.errors import retry_after_s
 
 # Where the API server is, whom it trusts and who we are: inside a cluster, by kubeconfig, or as configured.
 #
-# lightkube reads kubeconfigs and logs in. Always true: a token is read anew when it was refused and the CA
+# lightkube reads kubeconfigs and logs in. Always true: a token is read again when it was refused and the CA
 # for every request, since both are rotated; a token is never sent unencrypted to another machine.
 
 
@@ -230,7 +230,7 @@ class ApiTransport(httpx2.AsyncBaseTransport):
 
 
 def _unauthorized(text: str) -> httpx2.Response:
-    """What lets lightkube log in again, and then fail with this text."""
+    """Make lightkube log in again, and then fail with this text."""
     return httpx2.Response(401, headers={"content-type": "text/plain"}, content=text)
 
 

@@ -24,11 +24,11 @@ class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     hold_s: float
     ageing: float = 0.0
-    """Order: arrival, plus so many times the request's own work."""
+    """Order: arrival time plus this multiple of the request's own work."""
     siblings: float | None = None
     """Who shares this part of its prompt with one in flight is not held."""
     credit: float = 0.0
-    """A tenant may have saved up what the fleet computes in so many seconds."""
+    """Most work a tenant may save up, in seconds of the fleet's computation."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[tuple[str, float], ...] = ()
     hold: HoldSetup | None = None
     prefill: int = 0
-    """So many of the engines compute prompts for the others, which decode; 0: all engines are alike."""
+    """Number of engines that compute prompts for the others, which decode; 0: all engines do both."""
     peer: str | None = None
     """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
     admit_s: float = math.inf

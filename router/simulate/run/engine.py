@@ -112,7 +112,7 @@ class SimEngine:
         return now
 
     def release(self, visit: RequestRun, now: float) -> None:
-        """What was kept of an ended request has been fetched."""
+        """Release the blocks of an ended request: they have been fetched."""
         self.pool.unpin(visit.kept)
         visit.kept = []
         self._num_kept -= 1
@@ -240,14 +240,14 @@ class SimEngine:
         tokens = self.pool.next_chunk(visit.pool_request, self.timing.chunk_tokens)
         if tokens <= 0 or not self._compute(visit, tokens):
             self._preempt(visit)
-            if not self._others_hold_blocks:  # nobody will make room
+            if not self._others_hold_blocks:  # no request will release blocks
                 self._waiting.popleft()
                 self._told[2](visit, now)
             return
         self._spend(tokens, now)
 
     def _spend(self, tokens: int, now: float) -> None:
-        """A chunk of so many tokens begins."""
+        """Begin a chunk of ``tokens`` tokens."""
         seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
         self._owed_s = 0.0
         self._chunk_ends_s = now + seconds

@@ -45,7 +45,7 @@ from router.simulate.workload.requests import Request, block_hashes
 
 _SOONEST_S = 0.001
 _POOL = "fleet"
-# Of a simulation: nobody is turned away, so that arms answer the same requests.
+# Of a simulation: no request is rejected, so that all arms serve the same requests.
 _REQUESTS_MAX = 10_000_000
 
 Held = tuple[int, Request]
@@ -104,7 +104,7 @@ class Holding:
         self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
 
     def wake_s(self, now: float) -> float:
-        """When there may be room without anything happening before; infinity: nobody waits."""
+        """Time at which there may be room without another event before; infinity: no request waits."""
         return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
 
     def _gap_s(self, now: float) -> float:
@@ -194,7 +194,9 @@ class FleetSim:
         self._now = 0.0
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
-        """All requests to their end. ``progress`` is told how many more have been placed, now and then."""
+        """Run all requests to their end. ``progress`` is called from time to time with the number placed
+        since.
+        """
         self._arrivals = Arrivals(requests, speed=self._setup.speed, closed=self._setup.closed)
         placed = 0
         while True:

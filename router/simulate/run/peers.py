@@ -28,7 +28,7 @@ VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64,
 
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router knows of one engine when a prompt comes; each formula reads its part."""
+    """Knowledge of a router about one engine when a prompt arrives; each formula reads its part."""
 
     prefix_tokens: int = 0
     """Of the prompt, in the engine's cache as this router believes."""
@@ -70,7 +70,7 @@ def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> l
 
     llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
     ``no-hit-lru``. The queue's score is the waiting count between the longest (0) and the shortest (1). A
-    prompt that nobody has goes to engines that never had such a prompt, then to the least recently used.
+    prompt held by no engine goes to engines that never had such a prompt, then to the least recently used.
     """
     prefix_weight, usage_weight, queue_weight, lru_weight = LLM_D_WEIGHTS
     shortest, longest = min(v.waiting for v in views), max(v.waiting for v in views)
@@ -164,7 +164,7 @@ class _Engine(msgspec.Struct, eq=False):
 
 
 class PeerRouter:
-    """The memory of one other router. Requests are told apart by ``index``; ties are drawn by ``rng``."""
+    """The memory of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
 
     def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
         self._formula = FORMULAS[name]

@@ -1,4 +1,4 @@
-"""What a router believes each engine holds: the truth, a history of its own, a shadow, or nothing.
+"""A router's view of each engine's cache: exact, its own history, a shadow, or none.
 
 Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
 trunk (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees anyway.
@@ -187,7 +187,7 @@ def router_view(
     *,
     mean_prompt_tokens: float,
 ) -> RouterView:
-    """What this arm's router knows of the engines."""
+    """This arm's view of the engines."""
     count, scheme = len(pools), pools[0].scheme
     match arm.view:
         case "truth":
@@ -254,7 +254,9 @@ class Roles:
         return place, chosen(found.weighed, found.decode, "cheapest"), None
 
     def fetch(self, prompt_tokens: int) -> Fetch:
-        """What the decode engine asks for; the last token before a recurrent state is its own to compute."""
+        """Tokens that the decode engine requests; it computes the last token before a recurrent state
+        itself.
+        """
         end = prompt_tokens - 1 if self._states and prompt_tokens > 1 else prompt_tokens
         return Fetch(end, self._pd.transfer_s_per_token, self._pd.leg_overhead_s)
 

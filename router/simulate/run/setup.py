@@ -1,4 +1,4 @@
-"""What one run of a simulated fleet is given."""
+"""Inputs and outcomes of one run of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. ``num_blocks``: pages of each engine's pool; ``retention`` None is dense."""
+    """Setup of a simulation. ``num_blocks``: pages of each engine's pool; ``retention`` None is dense."""
 
     groups: tuple[GroupSpec, ...]
     num_blocks: int
@@ -71,34 +71,34 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     retention: int | None = 0
     timing: Timing = Timing()
     speed: float = 1.0
-    """Arrivals come so many times as fast as the workload says."""
+    """Multiple of the workload's arrival rate."""
     closed: bool = False
     """A turn waits for the answer before it; else every request comes at its recorded time."""
     seed: int = 0
     gauge_s: float = 2.0
     """Seconds between two looks at every engine's gauges, as ``fleet.poll_interval_s`` of a router."""
     learn_rates: bool = False
-    """Learn each engine's prefill rate as the router does; else every arm is told the true one. Learning from
+    """Learn each engine's prefill rate as the router does; otherwise arms get the true one. Learning from
     wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
     policy: PolicySettings = PolicySettings()
     tiers: TierSetup | None = None
-    """Memory outside the GPUs. Arms that see it are told what loads take."""
+    """Memory outside the GPUs. Arms that see it get the load times."""
     pd: PdSettings = PdSettings()
-    """What transfers take, for arms that have prefill and decode apart."""
+    """Transfer times, for arms with disaggregated prefill and decode."""
 
 
 # What one run of a simulated fleet gives: what became of each request, and what the engines did.
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """What became of one request. Tokens and seconds; ``ttft_s`` is -1 for one that no engine could hold."""
+    """Outcome of one request. Tokens and seconds; ``ttft_s`` is -1 for one that no engine could hold."""
 
     index: int
     arrived_s: float
     engine: int
     prompt_tokens: int
     predicted: int
-    """What the arm believed at the decision."""
+    """The arm's prediction at the decision."""
     hit: int
     ttft_s: float
     queue_s: float
@@ -133,7 +133,7 @@ class FleetRun(msgspec.Struct):
 
 
 class Fetch(NamedTuple):
-    """A prompt that another engine has: up to token ``end``, at so many seconds per token that is missing
+    """A prompt that another engine has: up to token ``end``, at a cost in seconds per token that is missing
     here, and ``fixed_s`` for asking."""
 
     end: int

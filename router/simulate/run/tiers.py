@@ -47,7 +47,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the store's own link; host memory has none."""
     latency_s: float = 0.0
     busy_share: float = 0.0
-    """What a load takes away from computing: this share of the seconds that its bytes are on the link."""
+    """Compute time lost to a load: this share of the seconds that its bytes are on the link."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.blocks <= _BLOCKS_MAX:
@@ -62,7 +62,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What there is beside the GPUs. ``block_bytes``: of a block, which is the same in every group."""
+    """Memory beside the GPUs. ``block_bytes``: size of a block, equal in every group."""
 
     block_bytes: int
     host: TierSpec | None = None
@@ -201,7 +201,7 @@ class SharedStore:
         return len(new) - len(written)
 
     def settle(self, now: float) -> None:
-        """What has been written by now is there."""
+        """Make the blocks available whose writing has ended by now."""
         while self._coming and self._coming[0][0] <= now:
             _, _, link, written = heapq.heappop(self._coming)
             self._under_way.difference_update(written)

@@ -2,7 +2,7 @@
 
 Seed 0 is a file as recorded. Another seed moves its arrivals: within their tick where times are rounded, else
 by up to ``JITTER_GAPS`` mean gaps, which changes who meets whom in a queue and nothing else. A generator
-draws anew.
+draws again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ JITTER_GAPS = 2.0
 
 
 class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
-    """What to simulate. ``name``: a path, or one of ``GENERATORS``.
+    """The workload to simulate. ``name``: a path, or one of ``GENERATORS``.
 
-    ``requests_max``: only the first so many (generators: how many, by default ``COUNT``). ``seconds``: how
+    ``requests_max``: only this many (generators: how many, by default ``COUNT``). ``seconds``: how
     long a generator's requests arrive. ``model``: only requests of that one, where a capture has several.
     """
 

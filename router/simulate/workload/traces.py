@@ -67,7 +67,7 @@ class UnitRange(NamedTuple):
         return self.low <= self.high
 
     def with_tail(self, tokens: int, ids: int) -> UnitRange:
-        """What is left too if the last id stands for what is left of a prompt."""
+        """Tokens left too if the last id stands for the rest of a prompt."""
         if not ids:
             return UnitRange(1, 0)
         high = -(-tokens // (ids - 1)) - 1 if ids > 1 else self.high
