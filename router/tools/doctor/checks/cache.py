@@ -249,18 +249,31 @@ def _may_gain_by_retention(groups: Sequence[GroupSpec]) -> bool:
     return max(windows, default=0) <= _SMALL_WINDOW_TOKENS
 
 
+_LARGE_ALIGNMENT_TOKENS = 512
+"""Beyond what one block of a plain model holds (16 to 128 tokens); Qwen3-Next with EAGLE3 has 1,120."""
+
+
 @engine_check("cache.block_size")
 def block_size(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that prompts are longer than a block: shorter ones are never reused."""
     layout = engine.residency.layout if engine.residency is not None else None
-    mean = engine.gauges.mean_prompt_tokens
-    if layout is None or mean is None or engine.gauges.requests < 10:
+    if layout is None:
         return
-    seen = f"a hit is a multiple of {layout.alignment} tokens; prompts have {mean:.0f} on average"
+    mean = engine.gauges.mean_prompt_tokens
+    seen = f"a hit is a multiple of {layout.alignment} tokens"
+    if mean is None or engine.gauges.requests < 10:
+        if layout.alignment >= _LARGE_ALIGNMENT_TOKENS:
+            yield info(
+                f"{seen}: prompts of up to {layout.alignment} tokens never hit",
+                "the block sizes of its groups have a large common multiple (Mamba groups, a drafter)",
+                "nothing, if prompts are longer; otherwise try other block sizes, or without the drafter",
+            )
+        return
+    seen += f"; prompts have {mean:.0f} on average"
     if layout.alignment > mean:
         yield warning(
             seen,
-            "most prompts do not fill one block, so they leave nothing to reuse",
+            f"prompts of up to {layout.alignment} tokens never hit, and most are no longer",
             "start the engine with a smaller --block-size (CPU engines default to 128)",
         )
     elif layout.alignment * 4 > mean:

@@ -206,6 +206,11 @@ def test_blocks_and_typical_prompts(mean: float, severity: Severity) -> None:
     found.expect("cache.block_size", severity, "16 tokens", f"{mean:.0f} on average")
 
 
+def test_prompts_that_can_never_hit_are_named_before_any_was_served() -> None:
+    found = run(heard(one(tokens=1120, block_size=1120)))
+    found.expect("cache.block_size", Severity.INFO, "1120 tokens", "prompts of up to 1120 tokens never hit")
+
+
 @pytest.mark.long
 def test_adapters_whose_path_nobody_told() -> None:
     """Their hashes are of no scheme without the path, so the whole search is gone through."""
