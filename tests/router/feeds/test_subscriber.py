@@ -317,8 +317,11 @@ def test_a_burst_is_worked_off_in_slices() -> None:
 
 def test_a_sink_that_fails_degrades_the_feed_and_no_more() -> None:
     class FailingSink(RecordingSink):
+        refused = 0
+
         def apply(self, engine_id: str, batch: DecodedBatch) -> None:
             if batch.ts == 1.0:
+                self.refused += 1
                 raise KeyError("index")
             super().apply(engine_id, batch)
 
@@ -330,7 +333,7 @@ def test_a_sink_that_fails_degrades_the_feed_and_no_more() -> None:
         async with following(publisher.endpoint, publisher.replay_endpoint, sink) as feed:
             await until(lambda: sink.stamps == [0.0, 2.0])
             await until(lambda: (feed.state, feed.stats.reason) == (FeedState.DEGRADED, "sink_error"))
-            assert feed.stats.sink_errors == 1
+            assert feed.stats.sink_errors == sink.refused > 0  # the missing batch is fetched again and again
         publisher.close()
 
     run(scenario)
