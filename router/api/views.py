@@ -20,7 +20,7 @@ from router.api.insight import (
 from router.api.metrics_page import Sources, families, page_steps
 from router.feeds.base import FeedState
 from router.fleet.status import Fleet
-from router.index.seats import EngineHit
+from router.index.query_plan import EngineHit
 from router.observe.history import RecentHistory
 from router.openai.members import run_cooperatively
 from router.placement.candidate import Candidate, Hit

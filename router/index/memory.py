@@ -172,7 +172,7 @@ def slot_position(slot: int) -> tuple[int, int]:
 # turn. So every change of a block's row writes the current generation (number of lookups) into a table at a
 # position given by the block's hash; a prompt's hashes carry the rows that were found and their generation. A
 # row whose table entry is older is still valid. Collisions only cause an additional lookup. Results equal
-# those of an uncached lookup (tests/router/index/store/test_recall.py).
+# those of an uncached lookup (tests/router/index/store/test_lookup_cache.py).
 
 
 # Table entries, 4 bytes each. After a million changes a returning conversation looks up two thirds of its
@@ -190,24 +190,24 @@ class CachedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Cached rows of a prompt's first hashes; opaque to its holder."""
 
     numbers: Numbers
-    of: LookupCache
-    life: int
-    at: int
+    cache: LookupCache
+    generation: int
+    stamp: int
 
     def first(self, num_hashes: int) -> CachedRows:
         """Return the rows of at most the first ``num_hashes`` hashes."""
         if num_hashes >= len(self.numbers):
             return self
-        return CachedRows(self.numbers[:num_hashes], self.of, self.life, self.at)
+        return CachedRows(self.numbers[:num_hashes], self.cache, self.generation, self.stamp)
 
 
 class LookupCache:
     """The change stamps of one index. Nothing is allocated before the first lookup that could use it."""
 
-    __slots__ = ("_life", "_view", "mask", "now", "stamps")
+    __slots__ = ("_generation", "_view", "mask", "now", "stamps")
 
     def __init__(self) -> None:
-        self._life = 0
+        self._generation = 0
         self.mask = 0
         # A writer that changes the row of a block stores ``now`` at ``hash & mask``.
         self.stamps = array("I", (0,))
@@ -217,7 +217,7 @@ class LookupCache:
 
     def begin(self) -> None:
         """Invalidate all cached rows: row numbers have a different meaning from now on."""
-        self._life += 1
+        self._generation += 1
         self.now = 1
         if self.mask:
             self._view[:] = 0
@@ -230,11 +230,15 @@ class LookupCache:
         if self.now == _LOOKUPS_MAX:
             self.begin()
         found = hashes.found
-        if not isinstance(found, CachedRows) or found.of is not self or found.life != self._life:
+        if (
+            not isinstance(found, CachedRows)
+            or found.cache is not self
+            or found.generation != self._generation
+        ):
             numbers = find(hashes)
         else:
             numbers = self._again(found, hashes, find)
-        hashes.found = CachedRows(numbers, self, self._life, self.now)
+        hashes.found = CachedRows(numbers, self, self._generation, self.now)
         self.now += 1
         return numbers
 
@@ -242,7 +246,7 @@ class LookupCache:
         numbers = found.numbers
         known = len(numbers)
         places = np.frombuffer(hashes, np.int64, known) & self.mask
-        changed = (self._view.take(places) > found.at).nonzero()[0]
+        changed = (self._view.take(places) > found.stamp).nonzero()[0]
         if len(changed):
             numbers = numbers.copy()
             numbers[changed] = find([hashes[at] for at in changed.tolist()])
@@ -282,7 +286,7 @@ class MemoryIndex:
     def __init__(self) -> None:
         self._row_of: dict[BlockHash, int] = {}
         self._patterns = Patterns()
-        self._recall = LookupCache()
+        self._lookup_cache = LookupCache()
         self._columns: dict[tuple[Plane, int], int] = {}
         self._only_gpu = True
         self._slots: dict[str, int] = {}
@@ -297,7 +301,7 @@ class MemoryIndex:
     def store(self, engine_id: str, plane: Plane, hashes: Sequence[BlockHash]) -> None:
         lane = self._lane(engine_id, plane)
         row_of, steps = self._row_of, lane.set
-        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
+        stamps, mask, now = self._lookup_cache.stamps, self._lookup_cache.mask, self._lookup_cache.now
         get, new = row_of.get, 0
         for block in hashes:
             row = get(block, 0)
@@ -319,7 +323,7 @@ class MemoryIndex:
             return ()
         left: list[BlockHash] = []
         row_of, steps, extra = self._row_of, lane.clear, lane.extra
-        stamps, mask, now = self._recall.stamps, self._recall.mask, self._recall.now
+        stamps, mask, now = self._lookup_cache.stamps, self._lookup_cache.mask, self._lookup_cache.now
         for block in hashes:
             if extra and block in extra:
                 self._drop_copy(extra, block)
@@ -390,7 +394,7 @@ class MemoryIndex:
             firsts = [numbers[at] for at in starts]
         else:
             if isinstance(hashes, PromptHashes):
-                found_rows = self._recall.rows(hashes, self._numbers)
+                found_rows = self._lookup_cache.rows(hashes, self._numbers)
             else:
                 found_rows = self._numbers(hashes)
             starts = [0, *((found_rows[1:] != found_rows[:-1]).nonzero()[0] + 1).tolist()]
@@ -533,7 +537,7 @@ class MemoryIndex:
         del self._sweep[-_SWEEP_SLICE:]
 
     def _drop_unused_rows(self) -> None:
-        self._recall.begin()
+        self._lookup_cache.begin()
         renumbered = self._patterns.keep_only(sorted(set(self._row_of.values())))
         self._row_of = {block: new for block, row in self._row_of.items() if (new := renumbered[row])}
         for lanes in self._lanes.values():

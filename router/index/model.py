@@ -18,11 +18,11 @@ from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.memory import MemoryIndex
-from router.index.seats import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, seat_hits
+from router.index.query_plan import NOWHERE, EngineHit, EngineQuery, Mode, PlanRows, QueryPlan, query_hits
 
 _NO_EVENTS = EngineHit("unknown", why_unknown="no events yet")
 # Maximum number of cached engine sets; a model has few: all engines, and all but one that failed.
-_SEATINGS_MAX = 16
+_PLANS_MAX = 16
 
 
 class HashedPrompt(Protocol):
@@ -43,7 +43,7 @@ class HashedPrompt(Protocol):
 class Residency:
     """Residency of one engine of a model: the sink of its feed, and everything a prediction needs of it."""
 
-    __slots__ = ("_model", "_seat", "_staged", "engine_id", "writer")
+    __slots__ = ("_model", "_query", "_staged", "engine_id", "writer")
 
     def __init__(self, model: FleetResidency, engine_id: str, writer: EngineResidency) -> None:
         self.engine_id = engine_id
@@ -51,7 +51,7 @@ class Residency:
         self.writer = writer
         self._model = model
         self._staged: EngineResidency | None = None
-        self._seat: EngineQuery | None = None
+        self._query: EngineQuery | None = None
         writer.changed = self._changed
 
     def apply(self, batch: DecodedBatch) -> None:
@@ -95,20 +95,20 @@ class Residency:
         slot = index.slot(self.engine_id)
         return slot is not None and index.lookup((block,)).holds(GPU, slot)
 
-    def seat(self) -> EngineQuery | EngineHit:
+    def query(self) -> EngineQuery | EngineHit:
         """Return everything a prediction needs of the engine, or a hit with the reason why nothing can be
         predicted.
         """
-        if self._seat is not None:
-            return self._seat
-        found = self._model.find_seat(self.writer)
+        if self._query is not None:
+            return self._query
+        found = self._model.find_query(self.writer)
         if isinstance(found, EngineQuery) and found.slot is not NOWHERE:
-            self._seat = found
+            self._query = found
         return found
 
     def _changed(self) -> None:
-        self._seat = None
-        self._model.unseat()
+        self._query = None
+        self._model.invalidate()
 
 
 class FleetResidency:
@@ -121,11 +121,11 @@ class FleetResidency:
         self, facts: ModelFacts, index: Index | None = None, *, changed: Callable[[], None] = lambda: None
     ) -> None:
         self.facts = facts
-        self._tell_changed = changed
+        self._on_change = changed
         self.index: Index = index if index is not None else MemoryIndex()
         self._engines: dict[str, Residency] = {}
         self._layouts: dict[CacheLayout, CacheLayout] = {}
-        self._seatings: dict[tuple[str, ...], QueryPlan] = {}
+        self._plans: dict[tuple[str, ...], QueryPlan] = {}
         self._remembered: tuple[HashScheme, CacheLayout] | None = None
         self._remembered_mode: Mode = "native"
 
@@ -135,7 +135,7 @@ class FleetResidency:
         if found is None:
             writer = EngineResidency(engine_id, self.index, self.facts, self._known_schemes, self._layouts)
             found = self._engines[engine_id] = Residency(self, engine_id, writer)
-            self.unseat()
+            self.invalidate()
         return found
 
     def engine(self, engine_id: str) -> EngineResidency:
@@ -181,7 +181,7 @@ class FleetResidency:
         """Remove the engine: it no longer serves this model."""
         if self._engines.get(engine.engine_id) is engine:
             del self._engines[engine.engine_id]
-            self.unseat()
+            self.invalidate()
 
     def stats(self) -> IndexStats:
         return self.index.stats()
@@ -217,64 +217,66 @@ class FleetResidency:
 
         ``elsewhere``: rows of shared stores known to other replicas, by hash scheme (``shared_part``).
         """
-        seating = self._seating(tuple(engine_ids))
+        plan = self._plan_of(tuple(engine_ids))
         answers: dict[str, EngineHit] = {}
-        open_seats: dict[HashScheme, list[EngineQuery]] = {}
-        for engine_id in seating.unsettled:
-            seat = self._offered(engine_id, prompt)
-            if isinstance(seat, EngineHit):
-                answers[engine_id] = seat
-            elif seat.learned is not None:
-                rows = self.index.lookup(seat.learned.translate(prompt.hashes(seat.scheme)))
-                answers |= seat_hits(rows, prompt.num_tokens, [seat], detail=detail)
+        open_queries: dict[HashScheme, list[EngineQuery]] = {}
+        for engine_id in plan.unsettled:
+            query = self._offered(engine_id, prompt)
+            if isinstance(query, EngineHit):
+                answers[engine_id] = query
+            elif query.learned is not None:
+                rows = self.index.lookup(query.learned.translate(prompt.hashes(query.scheme)))
+                answers |= query_hits(rows, prompt.num_tokens, [query], detail=detail)
             else:
-                open_seats.setdefault(seat.scheme, []).append(seat)
-        for scheme, settled in seating.settled.items():
+                open_queries.setdefault(query.scheme, []).append(query)
+        for scheme, settled in plan.settled.items():
             rows = self._rows(prompt, scheme, elsewhere)
             hits = settled.hits(rows, prompt.num_tokens, detail=detail)
             answers = {**answers, **hits} if answers else hits
-            if open_seats and scheme in open_seats:
-                answers |= self._open_hits(rows, prompt.num_tokens, open_seats.pop(scheme), detail=detail)
-        for scheme, seats in open_seats.items():
+            if open_queries and scheme in open_queries:
+                answers |= self._unproven_hits(
+                    rows, prompt.num_tokens, open_queries.pop(scheme), detail=detail
+                )
+        for scheme, queries in open_queries.items():
             rows = self._rows(prompt, scheme, elsewhere)
-            answers |= self._open_hits(rows, prompt.num_tokens, seats, detail=detail)
+            answers |= self._unproven_hits(rows, prompt.num_tokens, queries, detail=detail)
         return answers
 
-    def _seating(self, engine_ids: tuple[str, ...]) -> QueryPlan:
-        found = self._seatings.get(engine_ids)
+    def _plan_of(self, engine_ids: tuple[str, ...]) -> QueryPlan:
+        found = self._plans.get(engine_ids)
         if found is not None:
             return found
         settled: dict[HashScheme, list[EngineQuery]] = {}
         unsettled: list[str] = []
         for engine_id in engine_ids:
             engine = self._engines.get(engine_id)
-            seat = None if engine is None else engine.seat()
-            if isinstance(seat, EngineQuery) and seat.settled:
-                settled.setdefault(seat.scheme, []).append(seat)
+            query = None if engine is None else engine.query()
+            if isinstance(query, EngineQuery) and query.settled:
+                settled.setdefault(query.scheme, []).append(query)
             else:
                 unsettled.append(engine_id)
-        rows = {scheme: PlanRows(seats) for scheme, seats in settled.items()}
-        if len(self._seatings) >= _SEATINGS_MAX:
-            self._seatings.clear()
-        found = self._seatings[engine_ids] = QueryPlan(rows, tuple(unsettled))
+        rows = {scheme: PlanRows(queries) for scheme, queries in settled.items()}
+        if len(self._plans) >= _PLANS_MAX:
+            self._plans.clear()
+        found = self._plans[engine_ids] = QueryPlan(rows, tuple(unsettled))
         return found
 
-    def unseat(self) -> None:
+    def invalidate(self) -> None:
         """Invalidate cached query plans after any engine change."""
-        self._seatings.clear()
-        self._tell_changed()
+        self._plans.clear()
+        self._on_change()
 
     def _offered(self, engine_id: str, prompt: HashedPrompt) -> EngineQuery | EngineHit:
         """Return the query of an engine that may detect its hash scheme in this prompt."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return _NO_EVENTS
-        seat, writer = engine.seat(), engine.writer
-        unproven = isinstance(seat, EngineHit) or not seat.proven
+        query, writer = engine.query(), engine.writer
+        unproven = isinstance(query, EngineHit) or not query.proven
         offers = unproven and writer.detection is Detection.WAITING
         if offers and writer.offer(prompt.token_ids, prompt.extras):
-            return engine.seat()
-        return seat
+            return engine.query()
+        return query
 
     def _rows(
         self, prompt: HashedPrompt, scheme: HashScheme, elsewhere: Mapping[HashScheme, Rows] | None
@@ -285,18 +287,18 @@ class FleetResidency:
             rows = Rows(rows.num_hashes, rows.columns | told.columns)
         return rows
 
-    def _open_hits(
-        self, rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool
+    def _unproven_hits(
+        self, rows: Rows, num_tokens: int, queries: list[EngineQuery], *, detail: bool
     ) -> dict[str, EngineHit]:
         """Return hits with possibly unproven schemes: a held block of the prompt proves the scheme it was
         hashed with.
         """
-        for seat in seats:
-            if not seat.proven and rows.holds(GPU, seat.slot):
-                self._engines[seat.engine_id].writer.confirm(seat.scheme)
-        return seat_hits(rows, num_tokens, seats, detail=detail)
+        for query in queries:
+            if not query.proven and rows.holds(GPU, query.slot):
+                self._engines[query.engine_id].writer.confirm(query.scheme)
+        return query_hits(rows, num_tokens, queries, detail=detail)
 
-    def find_seat(self, engine: EngineResidency) -> EngineQuery | EngineHit:
+    def find_query(self, engine: EngineResidency) -> EngineQuery | EngineHit:
         """Return the query of an engine, or a hit with the reason why nothing can be predicted."""
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"

@@ -5,7 +5,7 @@ own places only, by the rules of ``hit_rules.py``, where everything before ``L``
 a boundary ``x > L``: full attention needs every block from ``L`` to ``x``, a window its last blocks before
 ``x`` as far as they lie after ``L``, Mamba the state at ``x``. A boundary that needs blocks of two connectors
 is not valid. Places without an owner in events belong to one connector (vLLM's offloading looks in all its
-tiers), and each owner is a separate connector. One connector loads everything: the one that reaches furthest
+tiers), and each owner is a separate connector. One connector loads everything: the one that extents furthest
 (``HybridMultiConnector``), or the first that has more than the GPU (vLLM's MultiConnector,
 ``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
 
@@ -45,7 +45,7 @@ class Tier(NamedTuple):
     layers: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-class Reach(NamedTuple):
+class Extent(NamedTuple):
     """Per layer of a tier: its medium, and the hits with this layer and the nearer ones, by bit of a word."""
 
     tier: Tier
@@ -77,14 +77,14 @@ def _tiers(places: frozenset[str]) -> tuple[Tier, ...]:
     return tuple(tier for _, _, tier in sorted(found, key=lambda each: each[:2]))
 
 
-def reach(
+def tier_extents(
     rows: Rows, layout: CacheLayout, num_tokens: int, word: int, on_gpu: WordHits, *, detail: bool = False
-) -> tuple[Reach, ...]:
+) -> tuple[Extent, ...]:
     """Return the extent of the hits of the 64 engines of ``word`` with each tier."""
     below = _below(on_gpu.hit, layout, rows.num_hashes)
     ends = _ends(layout)
     return tuple(
-        Reach(
+        Extent(
             tier,
             tuple(
                 (
@@ -105,20 +105,20 @@ def reach(
     )
 
 
-def usable(reaches: tuple[Reach, ...], stores: frozenset[str]) -> tuple[Reach, ...]:
+def usable(extents: tuple[Extent, ...], stores: frozenset[str]) -> tuple[Extent, ...]:
     """Return the tiers that an engine has; ``stores`` are the shared stores it uses."""
-    return tuple(r for r in reaches if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
+    return tuple(r for r in extents if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
 
 
-def loaded(reaches: tuple[Reach, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
-    """Return the tokens that one engine would load beyond its GPU hit, by medium; ``reaches`` are of its
+def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
+    """Return the tokens that one engine would load beyond its GPU hit, by medium; ``extents`` are of its
     tiers.
 
     ``first``: the first connector that has any loads, however little it has.
     """
     most: dict[str, int] = {}
     furthest = hit
-    for _, layers in reaches:
+    for _, layers in extents:
         by_medium: dict[str, int] = {}
         at = hit
         for medium, hits in layers:
@@ -158,12 +158,12 @@ def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...],
         held = below
         for place in places:
             plane = Plane(place, group.group_idx)
-            held = held | (_anybody(rows, plane) if is_shared(place) else rows.plane(plane, word))
+            held = held | (_held_by_any(rows, plane) if is_shared(place) else rows.plane(plane, word))
         columns[Plane(GPU, group.group_idx), word] = held
     return Rows(rows.num_hashes, columns)
 
 
-def _anybody(rows: Rows, plane: Plane) -> Words:
+def _held_by_any(rows: Rows, plane: Plane) -> Words:
     """Return all bits set for blocks that any engine published."""
     told = np.zeros(rows.num_hashes, bool)
     for (at, _), column in rows.columns.items():

@@ -14,7 +14,7 @@ import msgspec
 from publisher.events import MEDIA
 
 if TYPE_CHECKING:  # numpy comes with it, which the command line's help does without
-    from router.index.seats import EngineHit
+    from router.index.query_plan import EngineHit
 
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where a hit comes from; any discount for the feed's state is already applied by the caller."""

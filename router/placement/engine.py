@@ -28,7 +28,7 @@ from router.fleet.status import EngineStatus, ResponseHolders
 from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
-from router.index.seats import EngineHit
+from router.index.query_plan import EngineHit
 from router.observe.history import HotPrefixes
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats

@@ -93,7 +93,7 @@ class Flush:
         if not hashes:
             return
         try:
-            codes = await self._queue.codes.of(scope, self._queue.memory, engine_id, hashes)
+            codes = await self._queue.codes.codes_of(scope, self._queue.memory, engine_id, hashes)
             if slot is not None and engine.slot is slot and self._queue.engines.get(engine_id) is engine:
                 words = np.array(hashes, np.uint64)
                 self._ready += self._batches(scope, engine_id, engine, slot, words, codes)

@@ -79,18 +79,18 @@ class OtherReplicas:
         self._uses = OthersUse(gate, self._refused)
         self._fields: dict[str, tuple[int, float]] = {}
 
-    def hear(self, fields: Mapping[str, bytes], now: float) -> list[str]:
+    def receive(self, fields: Mapping[str, bytes], now: float) -> list[str]:
         """Process every replica's field; a replica without one has ended. Returns the stale fields to
         delete.
         """
-        heard: dict[str, Uses] = {}
+        received: dict[str, Uses] = {}
         for name, field in fields.items():
             uses = None if name == self._name else self._read(field)
             if uses is not None:
-                heard[name] = uses
+                received[name] = uses
         self.age(now)
-        self._uses.keep(heard.keys())
-        for name, uses in heard.items():
+        self._uses.keep(received.keys())
+        for name, uses in received.items():
             self._uses.hear(name, uses, now)
         self._fields = {name: self._since(name, field, now) for name, field in fields.items()}
         return [
@@ -163,7 +163,7 @@ class SharedLimits:
             reply = (await self._client.batch([call]))[0]
             if isinstance(reply, Exception):
                 raise reply
-            self._gone = self._others.hear(_fields(reply), self._clock())
+            self._gone = self._others.receive(_fields(reply), self._clock())
         except IndexUnavailable as error:
             self.stats.failures[error.reason] = self.stats.failures.get(error.reason, 0) + 1
             self._others.age(self._clock())

@@ -22,7 +22,7 @@ from router.index.base import Rows, is_shared
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt
 from router.index.offload_rules import shared_part
-from router.index.seats import EngineHit, EngineQuery, seat_hits
+from router.index.query_plan import EngineHit, EngineQuery, query_hits
 from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.load.others import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
@@ -223,18 +223,18 @@ class IndexLookup:
         detail: bool,
     ) -> dict[str, EngineHit]:
         hits: dict[str, EngineHit] = {}
-        seats: dict[HashScheme, list[EngineQuery]] = {}
+        queries: dict[HashScheme, list[EngineQuery]] = {}
         for engine_id in ids:
             known = found.engines.get(engine_id)
-            seat = _seat(engine_id, known)
-            if isinstance(seat, EngineHit):
-                hits[engine_id] = seat
+            query = _query(engine_id, known)
+            if isinstance(query, EngineHit):
+                hits[engine_id] = query
             else:
-                seats.setdefault(seat.scheme, []).append(seat)
-        for scheme, alike in seats.items():
+                queries.setdefault(query.scheme, []).append(query)
+        for scheme, alike in queries.items():
             rows = _span(found.rows, *spans[scheme])
-            hits |= seat_hits(rows, prompt.num_tokens, alike, detail=detail)
-        for engine_id in [seat.engine_id for alike in seats.values() for seat in alike]:
+            hits |= query_hits(rows, prompt.num_tokens, alike, detail=detail)
+        for engine_id in [query.engine_id for alike in queries.values() for query in alike]:
             if not _trusted(found.engines[engine_id]):
                 self.stats.stale_engines += 1
                 hits[engine_id] = msgspec.structs.replace(hits[engine_id], stale=True)
@@ -256,7 +256,7 @@ def _schemes(engines: Mapping[str, SharedEngine], ids: list[str]) -> set[HashSch
     return {e.scheme for e in found if e is not None and e.scheme is not None and e.mode == "native"}
 
 
-def _seat(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit:
+def _query(engine_id: str, known: SharedEngine | None) -> EngineQuery | EngineHit:
     """Return the query of an engine, or an ``unknown`` hit with the reason."""
     if known is None:
         return EngineHit("unknown", why_unknown="no replica follows this engine yet")

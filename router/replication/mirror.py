@@ -22,7 +22,7 @@ from router.index.base import IndexStats, Plane, Rows, Slot, is_shared
 from router.index.engine import EngineResidency
 from router.index.memory import MemoryIndex
 from router.index.model import ModelIndexes
-from router.index.seats import EngineHit, EngineQuery
+from router.index.query_plan import EngineHit, EngineQuery
 from router.replication.flush import Flush
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
@@ -229,11 +229,11 @@ class Descriptions:
         engine, feed = residency.engine(engine_id), feeds.stats.get(engine_id)
         if engine is None or feed is None:
             return
-        seat = residency.scope(model).residency(engine_id).seat()
+        query = residency.scope(model).residency(engine_id).query()
         # Other replicas use a degraded feed's blocks as they are; those of a process that may have ended must
         # not count.
         state = FeedState.STALE if feed.unconfirmed else feed.state
-        facts = engine_facts(engine, seat, state, feed.missing_batches)
+        facts = engine_facts(engine, query, state, feed.missing_batches)
         published = self._published.get(engine_id)
         if facts == published:
             return
@@ -251,18 +251,18 @@ class Descriptions:
 
 
 def engine_facts(
-    engine: EngineResidency, seat: EngineQuery | EngineHit, feed_state: FeedState, missing: int
+    engine: EngineResidency, query: EngineQuery | EngineHit, feed_state: FeedState, missing: int
 ) -> EngineFacts:
     """Return what other replicas need to predict this engine's hits, or why they cannot."""
     state = str(feed_state)
-    if isinstance(seat, EngineQuery) and seat.mode == "assumed":
+    if isinstance(query, EngineQuery) and query.mode == "assumed":
         why = "hash scheme not proven yet, only assumed"
         return EngineFacts(engine.layout, None, "unknown", why, state, missing)
-    if isinstance(seat, EngineQuery):
-        if seat.learned is not None:
+    if isinstance(query, EngineQuery):
+        if query.learned is not None:
             return EngineFacts(mode="learned", feed_state=state, missing_batches=missing)
-        stores = tuple(sorted(seat.stores))
-        return EngineFacts(seat.layout, seat.scheme, "native", "", state, missing, stores)
+        stores = tuple(sorted(query.stores))
+        return EngineFacts(query.layout, query.scheme, "native", "", state, missing, stores)
     empty = engine.layout is None and feed_state is FeedState.READY and not engine.facts.has_chunks
     mode = "empty" if empty else "unknown"
-    return EngineFacts(engine.layout, None, mode, seat.why_unknown, state, missing)
+    return EngineFacts(engine.layout, None, mode, query.why_unknown, state, missing)

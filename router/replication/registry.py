@@ -336,7 +336,7 @@ class PatternCodes:
         """Forget all codes: another epoch has different ones."""
         self._known = {0: 0}
 
-    async def of(
+    async def codes_of(
         self, scope: Scope, memory: MemoryIndex, engine_id: str, hashes: Sequence[BlockHash]
     ) -> Codes:
         """Return the code of the planes in which this engine holds each block now.

@@ -20,7 +20,7 @@ from router.config.schema import Config, ModelConfig
 from router.index.base import GPU, Plane
 from router.index.learn.layout import CacheLayout, make_layout
 from router.index.model import HashedPrompt
-from router.index.seats import ClassHit, EngineHit, EngineQuery, seat_hits
+from router.index.query_plan import ClassHit, EngineHit, EngineQuery, query_hits
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
@@ -197,7 +197,7 @@ def _hit(player: Player, source: str, prompt: HashedPrompt, scheme: HashScheme |
         return EngineHit("native", alignment=layout.alignment)
     rows = player.ledger.lookup(prompt.hashes(scheme))
     seat = EngineQuery(source, scheme, layout, slot, stores=player.fleet.engine(source).stores)
-    return seat_hits(rows, prompt.num_tokens, [seat], detail=True)[source]
+    return query_hits(rows, prompt.num_tokens, [seat], detail=True)[source]
 
 
 def _layout(player: Player, source: str, scheme: HashScheme | None) -> CacheLayout | None:

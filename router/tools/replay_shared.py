@@ -127,8 +127,8 @@ class SharedReplay:
         """
         fleet, ledger = self.player.fleet, self.player.ledger
         for run in self.player.runs:
-            seat = fleet.residency(run.source).seat()
-            facts = engine_facts(fleet.engine(run.source), seat, FeedState.READY, run.missing_batches)
+            query = fleet.residency(run.source).query()
+            facts = engine_facts(fleet.engine(run.source), query, FeedState.READY, run.missing_batches)
             self._mirror.describe(run.source, facts)
         await self._mirror.flush()
         shown = await shown_pairs(self._reading, SharedReader(self._reading), _MODEL)

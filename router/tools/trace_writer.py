@@ -95,8 +95,8 @@ class _Play:
         return msgspec.Raw(msgspec.json.encode(detected(self._fleet.engine(RECORDED))))
 
     async def _write(self) -> None:
-        engine, seat = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).seat()
-        self._mirror.describe(RECORDED, engine_facts(engine, seat, FeedState.READY, 0))
+        engine, query = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).query()
+        self._mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0))
         await self._mirror.flush()
 
 

@@ -19,7 +19,7 @@ from router.feeds.recovery import RepairKind
 from router.fleet.kubernetes import objects
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.root_events import Removals
-from router.index.seats import Mode
+from router.index.query_plan import Mode
 from router.observe.receipts import Outcome
 from router.observe.usage import UsageStats
 from router.openai.request import FAILURES

@@ -41,7 +41,7 @@ from router.index.learn import hash_scheme
 from router.index.learn.layout import ModelFacts, make_layout
 from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.offload_rules import loaded, reach
+from router.index.offload_rules import loaded, tier_extents
 from router.tools.trace_verification import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import PlacementRequest
 from tests.vllm.drive_scheduler import DifferenceError, Pair
@@ -128,7 +128,7 @@ class Resolver:
         empty = evaluate(Rows(rows.num_hashes, {}), self._layout, request.num_tokens)
         local = empty.hit[0]  # chunk starts are hits in an empty GPU too
         found = self._resolver.find_hit(names, request.num_tokens, held, num_local_tokens=local)
-        beyond = loaded(reach(rows, self._layout, request.num_tokens, 0, empty), 0, local)
+        beyond = loaded(tier_extents(rows, self._layout, request.num_tokens, 0, empty), 0, local)
         same("load", max(found, local), local + sum(beyond.values()))
         if not self._partial:
             same("load and hit", max(found, local), hit)

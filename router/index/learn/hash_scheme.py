@@ -5,10 +5,10 @@ known scheme is tried on it: algorithm, seed, hash block size (the divisors of t
 or without tagged extra keys; a match on 64 bits proves the scheme. If no such event arrives (chunked local
 attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried: a
 root span with the parents named by its children, and published blocks that occur in prompts the router had to
-place (``told.py``). Seeds are tried in three rounds: those configured or already used in the fleet, vLLM's
-fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long, so
-``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is *unknown*
-and the engine is used in learned mode.
+place (``published_blocks.py``). Seeds are tried in three rounds: those configured or already used in the
+fleet, vLLM's fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long,
+so ``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is
+*unknown* and the engine is used in learned mode.
 
 Only a *plain* root event (every block listed, no extra keys) contains everything its hashes cover, so only
 such an event can disprove a scheme, or end a search. Engines without plain events are searched with the best
@@ -45,8 +45,8 @@ from publisher.block_hash import (
     sha256,
 )
 from publisher.events import BlockHash, BlockStored
+from router.index.learn.published_blocks import PublishedBlocks, proven_algorithm
 from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
-from router.index.learn.told import ToldBlocks, proven_algorithm
 
 # Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
 # algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the
@@ -259,7 +259,7 @@ class SchemeDetector:
         self._seeds = list(dict.fromkeys((*seeds, DEFAULT_SEED)))
         self._known = list(known)
         self._pending = PendingRoots()
-        self._told = ToldBlocks()
+        self._published = PublishedBlocks()
         self._search: Iterator[HashScheme | None] | None = None
         self._given_up_after = Detection.LEARNED
         self._unmatched = 0
@@ -310,7 +310,7 @@ class SchemeDetector:
         """
         if self.state is Detection.WAITING:
             self._events_seen += 1
-            self._told.add(event)
+            self._published.add(event)
             self._settle(root, unit)
         elif root is not None and self.state is Detection.NATIVE:
             self._recheck(root)
@@ -325,7 +325,7 @@ class SchemeDetector:
         if self.state is not Detection.WAITING:
             return
         self._events_seen += 1
-        self._told.add(event)
+        self._published.add(event)
         scheme = self._pending.continued_by(event)
         if scheme is not None:
             self._found(scheme)
@@ -343,7 +343,7 @@ class SchemeDetector:
         if self._prompts_seen >= _PROMPTS_PER_EVENT * (self._events_seen + PATIENCE):
             return
         self._prompts_seen += 1
-        for root in self._told.evidence(prompt, extras):
+        for root in self._published.evidence(prompt, extras):
             self._offers += 1
             if self._try_known(root):
                 return

@@ -19,7 +19,7 @@ from router.index.base import Plane  # noqa: E402
 from router.index.hit_rules import evaluate  # noqa: E402
 from router.index.learn.layout import CacheLayout, ModelFacts, make_layout  # noqa: E402
 from router.index.memory import MemoryIndex  # noqa: E402
-from router.index.offload_rules import loaded, reach  # noqa: E402
+from router.index.offload_rules import loaded, tier_extents  # noqa: E402
 from tests.connectors.hits.engine_groups import MIXES, Mix, hashes, keys_of  # noqa: E402
 from tests.connectors.hits.test_hits_engine import residency  # noqa: E402
 
@@ -62,7 +62,7 @@ def predicted(mix: Mix, num_tokens: int, gpu: Held, tier: Held) -> tuple[int, di
             index.store("e", Plane(medium, group_idx), [wire(name)])
     rows = index.lookup([wire(name) for name in hashes(num_tokens // mix.hash_block)])
     on_gpu = evaluate(rows, layout, num_tokens)
-    return on_gpu.hit[0], loaded(reach(rows, layout, num_tokens, 0, on_gpu), 0, on_gpu.hit[0])
+    return on_gpu.hit[0], loaded(tier_extents(rows, layout, num_tokens, 0, on_gpu), 0, on_gpu.hit[0])
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)

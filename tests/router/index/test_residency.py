@@ -19,7 +19,7 @@ from router.index.learn import hash_scheme as detect
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency, ModelIndexes
-from router.index.seats import EngineHit
+from router.index.query_plan import EngineHit
 from tests.support.event_writer import WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
 

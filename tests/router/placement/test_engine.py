@@ -14,7 +14,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from router.index.seats import EngineHit
+from router.index.query_plan import EngineHit
 from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.engine import Accounts, Engine, PromptView, candidates
 from router.placement.load.others import OthersLoad

@@ -82,7 +82,7 @@ def tell(*replicas: Replica) -> None:
     """Everybody writes, then everybody reads."""
     fields = {one.name: one.says() for one in replicas}
     for one in replicas:
-        one.others.hear(fields, one.clock())
+        one.others.receive(fields, one.clock())
 
 
 @pytest.fixture(scope="module")
@@ -173,9 +173,9 @@ def test_what_cannot_be_read_is_counted_and_who_is_gone_is_named(rules: Path) ->
     clock = Clock()
     one = Replica(rules, "one", clock)
     fields = {"old": Replica(rules, "old", clock).says(), "bad": b"\xff"}
-    assert one.others.hear(fields, clock.now) == []
+    assert one.others.receive(fields, clock.now) == []
     clock.now += GONE_S + 1
-    assert one.others.hear(fields, clock.now) == ["old", "bad"]
+    assert one.others.receive(fields, clock.now) == ["old", "bad"]
     assert one.others.stats.malformed == 2
 
 
@@ -207,14 +207,14 @@ def test_what_no_replica_writes_is_refused_and_counted(
     if known:
         tell(real, one)
     forged = msgspec.msgpack.encode(["", [real.life, real.beat + 1, True, {"t": use}]])
-    one.others.hear({"forged": forged}, clock.now)
+    one.others.receive({"forged": forged}, clock.now)
     stats = one.others.stats
     assert stats.malformed + stats.refused == 1
     assert counted == "any" or getattr(stats, counted) == 1
     assert one.left == PER_MINUTE
     assert one.lets_in()
     clock.now += SILENCE_S + 1
-    one.others.hear({}, clock.now)
+    one.others.receive({}, clock.now)
     assert one.lets_in()
 
 
@@ -224,7 +224,7 @@ def test_a_forged_total_makes_a_tenant_wait_for_one_period_at_most(rules: Path) 
     tell(real, one)
     for forged in (10**6, 10**9, 2**53):
         field = ["", [real.life, real.beat + forged, True, {"t": [forged, 0, 0, 0, 9, 20.0, 0.0]}]]
-        one.others.hear({"real": msgspec.msgpack.encode(field)}, clock.now)
+        one.others.receive({"real": msgspec.msgpack.encode(field)}, clock.now)
     assert not one.lets_in()
     clock.now += 60 + 60 / PER_MINUTE + 0.01
     tell(real, one)  # what it really says counts again
@@ -239,7 +239,7 @@ def test_a_forged_refund_fills_no_bucket(rules: Path) -> None:
         pass
     for beat, forged in ((1, [5, 0]), (2, [10**6, 10**6]), (3, [2 * 10**6, 2 * 10**6])):
         field = ["", [real.life, real.beat + beat, True, {"t": [*forged, 0, 0, 0, 0.0, 0.0]}]]
-        one.others.hear({"real": msgspec.msgpack.encode(field)}, clock.now)
+        one.others.receive({"real": msgspec.msgpack.encode(field)}, clock.now)
     assert not one.lets_in()
 
 
@@ -250,7 +250,7 @@ def test_a_replica_whose_field_is_gone_has_no_places(tmp_path: Path) -> None:
     held = one.enter()
     tell(one, two)
     assert not two.lets_in()
-    two.others.hear({"two": two.says()}, clock.now)
+    two.others.receive({"two": two.says()}, clock.now)
     assert two.lets_in()
     held.leave(None)
 
@@ -267,7 +267,7 @@ def test_a_replica_whose_field_is_gone_has_no_places(tmp_path: Path) -> None:
 def test_whatever_a_field_holds_requests_go_on(rules: Path, field: bytes) -> None:
     clock = Clock()
     one = Replica(rules, "one", clock)
-    one.others.hear({"odd": field}, clock.now)
+    one.others.receive({"odd": field}, clock.now)
     assert one.lets_in()
     assert 0 <= one.left < PER_MINUTE
 

@@ -47,7 +47,7 @@ def in_store(*hashes: int | bytes) -> BlockStored:
 
 
 def facts_of(fleet: FleetResidency, engine_id: str) -> EngineFacts:
-    return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).seat(), FeedState.READY, 0)
+    return engine_facts(fleet.engine(engine_id), fleet.residency(engine_id).query(), FeedState.READY, 0)
 
 
 def test_what_one_replicas_engine_wrote_counts_for_the_engines_of_another(plain_server: Server) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
-from router.index.seats import EngineQuery, seat_hits
+from router.index.query_plan import EngineQuery, query_hits
 from router.replication.redis.settings import SharedSettings
 from router.replication.registry import EngineFacts
 from router.tools.trace_verification import (
@@ -55,7 +55,7 @@ def predict(fleet: FleetResidency, shared: SharedIndex, prompt: ProbePrompt) -> 
     assert told.layout == engine.layout
     assert told.layout is not None
     seat = EngineQuery(RECORDED, told.scheme, told.layout, told.slot)
-    return seat_hits(found.rows, prompt.num_tokens, [seat], detail=False)[RECORDED].hit_tokens
+    return query_hits(found.rows, prompt.num_tokens, [seat], detail=False)[RECORDED].hit_tokens
 
 
 @pytest.mark.parametrize("path", some(TRACES, 4), ids=lambda path: path.name.removesuffix(".jsonl.gz"))

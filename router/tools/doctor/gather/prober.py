@@ -15,7 +15,7 @@ from publisher.events import BlockStored
 from router.fleet.identity import EngineAddress
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
-from router.index.seats import EngineHit
+from router.index.query_plan import EngineHit
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
 from router.prompts.origin.model_config import PROBES, first_difference, probe_path

@@ -18,7 +18,7 @@ from router.index.base import Plane, Rows, is_shared, medium_of, owner_of
 from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.memory import MemoryIndex
-from router.index.offload_rules import loaded, reach, shared_part, tiers, usable
+from router.index.offload_rules import loaded, shared_part, tier_extents, tiers, usable
 from router.index.offloaded import PLACES_MAX, OffloadedBlocks
 from tests.router.index.rules.layouts import (
     ENGINE,
@@ -51,8 +51,8 @@ def loads(
     """The GPU hit, and the tokens loaded beyond it by medium, of an engine that uses ``stores``."""
     rows = rows_of(layout, num_tokens, held)
     on_gpu = evaluate(rows, layout, num_tokens)
-    reaches = usable(reach(rows, layout, num_tokens, 0, on_gpu), frozenset(stores))
-    return on_gpu.hit[0], loaded(reaches, 0, on_gpu.hit[0], first=first)
+    extents = usable(tier_extents(rows, layout, num_tokens, 0, on_gpu), frozenset(stores))
+    return on_gpu.hit[0], loaded(extents, 0, on_gpu.hit[0], first=first)
 
 
 def some(*numbers: int) -> Units:
@@ -157,7 +157,7 @@ class TestSeveralPlaces:
         slot = index.slot("reader")
         assert slot is not None
         on_gpu = evaluate(rows, layout, 100, word=slot.word)
-        found = loaded(reach(rows, layout, 100, slot.word, on_gpu), slot.bit, 16)
+        found = loaded(tier_extents(rows, layout, 100, slot.word, on_gpu), slot.bit, 16)
         assert found == {"STORAGE": 48}
 
     def test_rows_of_other_replicas_add_shared_stores_alone(self) -> None:
@@ -169,7 +169,7 @@ class TestSeveralPlaces:
         rows = Rows(told.num_hashes, rows_of(layout, 100, {"GPU": some(0)}).columns | told.columns)
         on_gpu = evaluate(rows, layout, 100)
         assert on_gpu.hit[0] == 16
-        assert loaded(reach(rows, layout, 100, 0, on_gpu), 0, 16) == {"STORAGE": 16}
+        assert loaded(tier_extents(rows, layout, 100, 0, on_gpu), 0, 16) == {"STORAGE": 16}
 
     def test_the_order_does_not_depend_on_who_spoke_first(self) -> None:
         names = ["STORAGE*0@z", "CPU@b", "STORAGE", "CPU", "CPU@a", "STORAGE*1@z"]

@@ -11,7 +11,7 @@ from router.index.base import Plane, Rows
 from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.memory import MemoryIndex
-from router.index.seats import NOWHERE, EngineQuery, seat_hits
+from router.index.query_plan import NOWHERE, EngineQuery, query_hits
 from tests.router.index.rules.layouts import chunked, full, hashes_of, layout_of, window
 
 
@@ -68,5 +68,5 @@ def test_engines_that_stored_nothing_each_have_what_needs_no_blocks() -> None:
     """A chunk's start needs nothing, so everybody has it."""
     layout = layout_of(chunked(0, 64))
     seats = [EngineQuery(name, HashScheme(), layout, NOWHERE) for name in ("a", "b")]
-    hits = seat_hits(MemoryIndex().lookup(hashes_of(200, layout)), 200, seats, detail=False)
+    hits = query_hits(MemoryIndex().lookup(hashes_of(200, layout)), 200, seats, detail=False)
     assert [hit.hit_tokens for hit in hits.values()] == [192, 192]

@@ -16,7 +16,7 @@ from router.index.base import CPU, GPU, STORAGE, Rows, Slot
 from router.index.hit_rules import Ends, WordHits, WordRule, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.learn.root_events import LearnedKeys
-from router.index.offload_rules import Reach, loaded, reach, usable
+from router.index.offload_rules import Extent, loaded, tier_extents, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 
@@ -25,7 +25,7 @@ class ClassHit(msgspec.Struct, frozen=True):
     """Largest boundary valid in one spec class alone, in tokens.
 
     ``hit_tokens`` counts blocks on the GPU; ``by_medium`` gives the extent of the class from the joint GPU
-    hit on, with CPU, and with CPU and STORAGE, for the connector that reaches furthest.
+    hit on, with CPU, and with CPU and STORAGE, for the connector that extents furthest.
     """
 
     spec_class: str
@@ -85,21 +85,21 @@ class EngineQuery(NamedTuple):
 NOWHERE = Slot(-1, 0)
 
 
-class _Row:
+class _PlanRow:
     """Queries with equal layout, word and mode, whose hits are computed together."""
 
-    __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "seats", "word")
+    __slots__ = ("_bits", "_by_bit", "_engine_ids", "_mode", "_nothing", "_rule", "layout", "queries", "word")
 
-    def __init__(self, seats: list[EngineQuery]) -> None:
-        first = seats[0]
+    def __init__(self, queries: list[EngineQuery]) -> None:
+        first = queries[0]
         self.layout, self.word, self._mode = first.layout, first.slot.word, first.mode
-        self.seats = seats
+        self.queries = queries
         self._rule = WordRule(self.layout, self.word)
         self._nothing = EngineHit(
             self._mode, alignment=self.layout.alignment, replay_tokens=self.layout.replay_tokens
         )
-        self._engine_ids = [seat.engine_id for seat in seats]
-        self._by_bit = {seat.slot.bit: seat.engine_id for seat in seats}
+        self._engine_ids = [query.engine_id for query in queries]
+        self._by_bit = {query.slot.bit: query.engine_id for query in queries}
         self._bits = sum([1 << bit for bit in self._by_bit])
 
     def hits(self, rows: Rows, num_tokens: int) -> dict[str, EngineHit]:
@@ -141,14 +141,14 @@ class PlanRows:
 
     __slots__ = ("_rows",)
 
-    def __init__(self, seats: list[EngineQuery]) -> None:
+    def __init__(self, queries: list[EngineQuery]) -> None:
         rows: dict[tuple[int, int, Mode, str], list[EngineQuery]] = {}
-        for seat in seats:
-            word = seat.slot.word
+        for query in queries:
+            word = query.slot.word
             # Engines with equal layouts share the layout object; engines without a slot share a bit too.
-            key = id(seat.layout), word, seat.mode, seat.engine_id if word < 0 else ""
-            rows.setdefault(key, []).append(seat)
-        self._rows = [_Row(alike) for alike in rows.values()]
+            key = id(query.layout), word, query.mode, query.engine_id if word < 0 else ""
+            rows.setdefault(key, []).append(query)
+        self._rows = [_PlanRow(alike) for alike in rows.values()]
 
     def hits(self, found: Rows, num_tokens: int, *, detail: bool) -> dict[str, EngineHit]:
         """Return the hit of each query from the rows of its scheme's hashes; ``detail``: by spec class
@@ -158,9 +158,9 @@ class PlanRows:
         for row in self._rows:
             if detail or not found.only_gpu:
                 gpu = evaluate(found, row.layout, num_tokens, word=row.word, detail=detail)
-                reaches = reach(found, row.layout, num_tokens, row.word, gpu, detail=detail)
-                for seat in row.seats:
-                    answers[seat.engine_id] = _loading(seat, gpu, reaches, detail=detail)
+                extents = tier_extents(found, row.layout, num_tokens, row.word, gpu, detail=detail)
+                for query in row.queries:
+                    answers[query.engine_id] = _loading(query, gpu, extents, detail=detail)
             else:
                 hits = row.hits(found, num_tokens)
                 answers = {**answers, **hits} if answers else hits
@@ -174,20 +174,22 @@ class QueryPlan(NamedTuple):
     unsettled: tuple[str, ...]
 
 
-def seat_hits(rows: Rows, num_tokens: int, seats: list[EngineQuery], *, detail: bool) -> dict[str, EngineHit]:
+def query_hits(
+    rows: Rows, num_tokens: int, queries: list[EngineQuery], *, detail: bool
+) -> dict[str, EngineHit]:
     """Return the hit of each query, all of one hash scheme, from the rows of that scheme's hashes."""
-    return PlanRows(seats).hits(rows, num_tokens, detail=detail)
+    return PlanRows(queries).hits(rows, num_tokens, detail=detail)
 
 
-def _loading(seat: EngineQuery, gpu: WordHits, reaches: tuple[Reach, ...], *, detail: bool) -> EngineHit:
+def _loading(query: EngineQuery, gpu: WordHits, extents: tuple[Extent, ...], *, detail: bool) -> EngineHit:
     """Return one engine's hit if connectors hold blocks too, or details by class are requested."""
-    layout, bit = seat.layout, seat.slot.bit
-    hit, its = gpu.hit[bit], usable(reaches, seat.stores)
+    layout, bit = query.layout, query.slot.bit
+    hit, its = gpu.hit[bit], usable(extents, query.stores)
     by_medium = loaded(its, bit, hit, first=layout.first_connector_loads)
     if hit + sum(by_medium.values()) <= layout.replay_tokens:
         hit, by_medium = 0, {}
     return EngineHit(
-        seat.mode,
+        query.mode,
         hit,
         by_medium.get(CPU, 0),
         by_medium.get(STORAGE, 0),
@@ -199,7 +201,7 @@ def _loading(seat: EngineQuery, gpu: WordHits, reaches: tuple[Reach, ...], *, de
 
 
 def _class_hits(
-    layout: CacheLayout, on_gpu: WordHits, reaches: Sequence[Reach], bit: int
+    layout: CacheLayout, on_gpu: WordHits, extents: Sequence[Extent], bit: int
 ) -> tuple[ClassHit, ...]:
     """Return the hit of every class alone, for one engine; used by explanations only."""
     hits = []
@@ -207,7 +209,7 @@ def _class_hits(
         tokens = on_gpu.by_class[number][bit]
         furthest = {GPU: tokens}
         for medium in (CPU, STORAGE):
-            there = [each.by_class[number][bit] for r in reaches for name, each in r.layers if name == medium]
+            there = [each.by_class[number][bit] for r in extents for name, each in r.layers if name == medium]
             furthest[medium] = tokens = max([tokens, *there])
         hits.append(ClassHit(spec_class.label, furthest[GPU], furthest))
     return tuple(hits)

@@ -27,7 +27,7 @@ _SPAN_TOKENS_MAX = 1 << 15
 _INT_HASH_BYTES = 8
 
 
-class ToldBlocks:
+class PublishedBlocks:
     """The latest stored blocks, by their own tokens."""
 
     def __init__(self) -> None:
