@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
@@ -22,7 +23,16 @@ from prometheus_client.registry import Collector
 from router import __version__
 from router.admission.gate import KeyGate
 from router.api.admin_auth import AdminStats
-from router.api.metrics_tables import INDEX, RECEIPTS, RESIDENCY, engine_columns, of_each, of_stats, table
+from router.api.metrics_tables import (
+    INDEX,
+    RECEIPTS,
+    RESIDENCY,
+    engine_columns,
+    in_parts,
+    of_each,
+    of_stats,
+    table,
+)
 from router.epp.settings import EppStats
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
@@ -60,8 +70,8 @@ class ReloadStats(msgspec.Struct):
 
 
 T = TypeVar("T")
-# Of the page, between two pauses.
-_TURN_S = 0.005
+# CPU of a page between two pauses; the longest step takes one part of a family more.
+_TURN_S = 0.001
 
 
 class Sources(msgspec.Struct):
@@ -120,8 +130,8 @@ class RouterCollector:
         yield from table("engine", RESIDENCY, writers)
         receipts = {e: one.receipts for e, one in engines.items() if one.receipts.outcomes}
         yield from table("engine", RECEIPTS, receipts)
-        yield _prediction_errors(receipts)
-        yield _first_token_errors(receipts)
+        yield from _prediction_errors(receipts)
+        yield from _first_token_errors(receipts)
         yield from _funnel(s.accounts.receipts.funnel)
         yield from of_stats(s.accounts.load_stats)
         yield from of_stats(s.accounts.admission_stats)
@@ -180,7 +190,16 @@ def families(sources: Sources) -> Iterator[Metric]:
 def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
     """Steps to the page of these families, in Prometheus text format, each read when its turn comes. Others
     may go on (``router.openai.members.at_leisure``) after the first that ends so long after a pause."""
-    texts = yield from in_steps(_text, found, pause_every_s=pause_every_s)
+    name = ""
+
+    def text(family: Metric) -> bytes:
+        nonlocal name
+        continued, name = family.name == name, family.name
+        page = _text(family)
+        # A further part of a family (``in_parts``): its HELP and TYPE lines are there already.
+        return page.split(b"\n", 2)[2] if continued else page
+
+    texts = yield from in_steps(text, found, pause_every_s=pause_every_s)
     return b"".join(texts)
 
 
@@ -253,16 +272,17 @@ _TIME_TEXTS = {
 
 def of_requests(requests: RequestTracker) -> Iterator[Metric]:
     """Requests that ended, and their times."""
-    ended = CounterMetricFamily(
+    ended = partial(
+        CounterMetricFamily,
         "kvatlas_requests",
         "Proxied requests that ended, by model (empty: no engine was asked), engine of the last attempt and "
         "status as the client got it; client_gone: the client left before the end, broken_stream: the engine "
         "broke off in the middle of its answer, unseen: a gateway passed the answer on without showing it",
         labels=["model", "engine", "status"],
     )
-    for key, count in requests.counts.items():
-        ended.add_metric(list(key), count)
-    yield ended
+    yield from in_parts(
+        ended, requests.counts.items(), lambda family, row: family.add_metric(list(row[0]), row[1])
+    )
     for name, metric in _TIMES.items():
         family = HistogramMetricFamily(metric, _TIME_TEXTS[name], labels=["model"])
         for model, times in requests.models.items():
@@ -271,27 +291,33 @@ def of_requests(requests: RequestTracker) -> Iterator[Metric]:
         yield family
 
 
-def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
-    errors = HistogramMetricFamily(
+def _prediction_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metric]:
+    def add(errors: HistogramMetricFamily, row: tuple[str, EngineReceipts]) -> None:
+        engine_id, sums = row
+        errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
+
+    errors = partial(
+        HistogramMetricFamily,
         "kvatlas_prediction_error_tokens",
         "Predicted minus reported hit tokens, per request",
         labels=["engine"],
     )
-    for engine_id, sums in receipts.items():
-        errors.add_metric([engine_id], _buckets(sums), sums.predicted_tokens - sums.actual_tokens)
-    return errors
+    return in_parts(errors, receipts.items(), add)
 
 
-def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Metric:
-    errors = HistogramMetricFamily(
+def _first_token_errors(receipts: Mapping[str, EngineReceipts]) -> Iterator[Metric]:
+    def add(errors: HistogramMetricFamily, row: tuple[str, EngineReceipts]) -> None:
+        engine_id, sums = row
+        for model, histogram in sums.first_tokens.by_model.items():
+            errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
+
+    errors = partial(
+        HistogramMetricFamily,
         "kvatlas_time_to_first_token_error_seconds",
         "Measured minus predicted time to first token of streams, from asking the engine; below 0: early",
         labels=["model", "engine"],
     )
-    for engine_id, sums in receipts.items():
-        for model, histogram in sums.first_tokens.by_model.items():
-            errors.add_metric([model, engine_id], histogram.buckets(), histogram.total)
-    return errors
+    return in_parts(errors, receipts.items(), add)
 
 
 def _funnel(funnel: CacheFunnel) -> Iterator[Metric]:

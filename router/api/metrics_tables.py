@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Generic, NamedTuple, TypeVar, get_origin, get_type_hints
 
 import msgspec
@@ -25,9 +25,12 @@ from router.placement.load.others import OthersLoad, others_at
 _METRIC = re.compile(r"kvatlas_(?P<name>[a-z0-9_*]+?)(?P<counter>_total)?(\{(?P<labels>[a-z_,]+)\})?")
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Metric)
 Family = CounterMetricFamily | GaugeMetricFamily
 Value = float | None | Mapping[str, float] | Mapping[tuple[str, str], float]
 """A number, none, or numbers by the values of further labels."""
+# Reading and writing them takes less than 1 ms.
+PART_SAMPLES = 128
 
 
 class Column(NamedTuple, Generic[T]):
@@ -48,13 +51,30 @@ def gauge(name: str, text: str, read: Callable[[T], Value], *labels: str) -> Col
     return Column(GaugeMetricFamily, name, text, read, labels)
 
 
+def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], None]) -> Iterator[M]:
+    """One family in parts of about ``PART_SAMPLES`` samples, so that a page can be made in short steps.
+
+    The parts follow each other and have the same name; ``add`` enters the samples of one row.
+    """
+    family = make()
+    for row in list(rows):  # rows may come and go between two parts
+        if len(family.samples) >= PART_SAMPLES:
+            yield family
+            family = make()
+        add(family, row)
+    yield family
+
+
 def table(label: str, columns: Sequence[Column[T]], rows: Mapping[str, T]) -> Iterator[Metric]:
-    """One family per column, with a sample for every row, whose key is the value of ``label``."""
+    """One family per column, in parts, with a sample for every row; its key is the value of ``label``."""
     for column in columns:
-        family = column.family(f"kvatlas_{column.name}", column.text, labels=[label, *column.labels])
-        for key, row in rows.items():
-            _add(family, [key], column.read(row))
-        yield family
+
+        def add(family: Family, row: tuple[str, T], column: Column[T] = column) -> None:
+            _add(family, [row[0]], column.read(row[1]))
+
+        name, labels = f"kvatlas_{column.name}", [label, *column.labels]
+        make: Callable[[], Family] = partial(column.family, name, column.text, labels=labels)
+        yield from in_parts(make, rows.items(), add)
 
 
 class StatsMetric(NamedTuple):
@@ -108,10 +128,15 @@ def _of_structs(
     part: str = "",
 ) -> Iterator[Metric]:
     for metric in metrics_of(kind, part):
-        family = metric.family(metric.name, metric.text, labels=[*labels, *metric.labels])
-        for key, stats in stats_of.items():
-            _add(family, key, getattr(stats, metric.field))
-        yield family
+
+        def add(
+            family: Family, row: tuple[tuple[str, ...], msgspec.Struct], field: str = metric.field
+        ) -> None:
+            _add(family, row[0], getattr(row[1], field))
+
+        names = [*labels, *metric.labels]
+        make: Callable[[], Family] = partial(metric.family, metric.name, metric.text, labels=names)
+        yield from in_parts(make, stats_of.items(), add)
 
 
 def _add(family: Family, labels: Iterable[str], value: Value) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
@@ -18,7 +19,7 @@ from router.admission.tenants import TenantStats
 from router.api.admin_auth import AdminStats
 from router.api.metrics_page import ReloadStats, Sources, page_steps
 from router.api.metrics_page import families as all_families
-from router.api.metrics_tables import metrics_of
+from router.api.metrics_tables import PART_SAMPLES, Column, gauge, metrics_of, table
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.desired import DesiredState
@@ -268,3 +269,24 @@ def test_others_go_on_while_a_page_is_made(sources: Sources) -> None:
     page = asyncio.run(both())
     assert turns >= len(found)
     assert page == at_once(page_steps(found, pause_every_s=float("inf")))
+
+
+ITSELF: Column[float] = gauge("engine_up", "1 if up", float)
+
+
+def test_a_family_of_many_engines_is_made_in_parts_and_shown_as_one() -> None:
+    rows = {f"e{number:04}": float(number) for number in range(3 * PART_SAMPLES)}
+    parts = list(table("engine", [ITSELF], rows))
+    assert [len(part.samples) for part in parts] == [PART_SAMPLES] * 3
+    whole = GaugeMetricFamily("kvatlas_engine_up", "1 if up", labels=["engine"])
+    for engine, value in rows.items():
+        whole.add_metric([engine], value)
+    assert at_once(page_steps(parts)) == at_once(page_steps([whole]))
+
+
+def test_rows_may_leave_between_two_parts() -> None:
+    rows = dict.fromkeys([f"e{number}" for number in range(PART_SAMPLES + 1)], 1.0)
+    parts = table("engine", [ITSELF], rows)
+    first = next(parts)
+    rows.popitem()
+    assert len([*first.samples, *next(parts).samples]) == PART_SAMPLES + 1
