@@ -14,16 +14,15 @@ import xxhash
 from publisher.event_decoder import decode_in_pieces, finish
 from publisher.events import DecodedBatch, EventDecodeError
 
-# ZMQ messages of an event stream, parsed into typed frames.
-#
-# Live: ``[topic, seq, payload]``, where the seq frame is 8 bytes, or 24 where a publisher epoch follows the
-# seq. Replay: ``[b"", topic, seq, payload]``, from older publishers without the topic frame, and an end
-# marker whose seq is -1. A message without a usable seq raises ``WireError`` and leaves no trace; a payload
-# that is too large or cannot be decoded still yields a frame, since its seq is spent.
+# ZMQ messages of an event stream, parsed into typed frames. Live: ``[topic, seq, payload]``, where the seq
+# frame is 8 bytes, or 24 if a publisher epoch follows the seq. Replay: ``[b"", topic, seq, payload]``, from
+# older publishers without the topic frame, and an end marker whose seq is -1. A message without a usable seq
+# raises ``WireError`` and has no effect; a payload that is too large or cannot be decoded still yields a
+# frame, since its seq is used up.
 
 
-# Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Finding where its events
-# begin takes up to 3 ms per megabyte, at once.
+# Largest payload that is decoded: some 2,500 times a busy engine's usual batch. Locating its events takes up
+# to 3 ms per megabyte (measured), without yielding.
 PAYLOAD_BYTES_MAX = 16 << 20
 
 FRAME_COUNT = "frame_count"
@@ -46,40 +45,40 @@ class WireError(ValueError):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One numbered batch. ``batch`` is None when the payload was unusable; ``fault`` is then the reason."""
+    """One numbered batch. ``batch`` is None if the payload was unusable; ``fault`` is then the reason."""
 
     seq: int
     batch: DecodedBatch | None
     digest: int
-    """xxh3 of the payload: two frames of one seq and digest are the same batch of the same process."""
+    """xxh3 of the payload: two frames with equal seq and digest are the same batch of the same process."""
     size_bytes: int
     publisher_id: bytes | None = None
     fault: str | None = None
 
 
 def parse_live(frames: list[bytes], *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> Frame:
-    """The frame of one SUB message. Raises ``WireError``."""
+    """Parse one SUB message. Raises ``WireError``."""
     return finish(live_in_pieces(frames, payload_bytes_max=payload_bytes_max))
 
 
 def live_in_pieces(
     frames: list[bytes], *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
 ) -> Generator[None, None, Frame]:
-    """``parse_live``, to be left alone after each piece."""
+    """Parse one SUB message in pieces, with a yield after each."""
     if len(frames) != 3:
         raise WireError(FRAME_COUNT, f"live message of {len(frames)} frames, expected 3")
     return (yield from _frame(frames[1], frames[2], payload_bytes_max))
 
 
 def parse_replay(frames: list[bytes], *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> Frame | None:
-    """The frame of one message of a replay answer; None for its end marker. Raises ``WireError``."""
+    """Parse one message of a replay response; None for its end marker. Raises ``WireError``."""
     return finish(replay_in_pieces(frames, payload_bytes_max=payload_bytes_max))
 
 
 def replay_in_pieces(
     frames: list[bytes], *, payload_bytes_max: int = PAYLOAD_BYTES_MAX
 ) -> Generator[None, None, Frame | None]:
-    """``parse_replay``, to be left alone after each piece."""
+    """Parse one message of a replay response in pieces, with a yield after each."""
     body = frames[1:] if frames and frames[0] == b"" else frames
     if len(body) not in {2, 3}:
         raise WireError(FRAME_COUNT, f"replay message of {len(frames)} frames, expected 3 or 4")
@@ -108,27 +107,30 @@ def _frame(seq_frame: bytes, payload: bytes, payload_bytes_max: int) -> Generato
 
 
 class FeedState(StrEnum):
-    """How far the engine's residency is known."""
+    """State of knowledge about the engine's residency."""
 
     COLD = "cold"
-    """Nothing heard yet."""
+    """Nothing received yet."""
     REPLAYING = "replaying"
-    """The history is being fetched from the engine's replay socket; what is known grows in order."""
+    """The history is being fetched from the engine's replay socket; the known part grows in order."""
     READY = "ready"
     """Every batch since the engine's start (or its last cache clear) has been applied."""
     DEGRADED = "degraded"
-    """In use, but something is unknown: ``FeedStats.reason`` says what, ``missing_batches`` how much."""
+    """In use, but something is unknown:
+
+    ``FeedStats.reason`` gives the reason, ``missing_batches`` the number.
+    """
     STALE = "stale"
-    """Silent where it should not be: what is known may be out of date."""
+    """Silent although events are due: the known state may be out of date."""
 
 
 class FeedStats(msgspec.Struct):
-    """Plain counters and gauges of one feed; all counts since the feed was made."""
+    """Counters and gauges of one feed; all counts since the feed was created."""
 
     state: FeedState = FeedState.COLD
     reason: str = ""
     last_seq: Annotated[int | None, "kvatlas_feed_last_seq"] = None
-    """Seq of the batch applied last."""
+    """Seq of the last applied batch."""
     missing_batches: Annotated[int, "kvatlas_feed_missing_batches"] = 0
     """Batches whose content is unknown now; 0 after a restart, a cache clear or a full re-sync."""
     known_batches: Annotated[int, "kvatlas_feed_known_batches"] = 0
@@ -192,7 +194,7 @@ class FeedStats(msgspec.Struct):
 
 
 class FeedSettings(msgspec.Struct, frozen=True):
-    """Bounds and time-outs of event feeds; the defaults suit an engine of about 100 batches per second."""
+    """Bounds and timeouts of event feeds; the defaults suit an engine with about 100 batches per second."""
 
     hold_batches_max: int = 4096
     """Most live batches held back while a gap before them is repaired (half of vLLM's default replay
@@ -238,30 +240,30 @@ class FeedSettings(msgspec.Struct, frozen=True):
 
 
 class FeedSink(Protocol):
-    """Where a feed's batches go. Called from the event loop, never concurrently for one engine."""
+    """Destination of a feed's batches. Called from the event loop, never concurrently for one engine."""
 
     def apply(self, engine_id: str, batch: DecodedBatch) -> None:
-        """Take one batch; batches come in seq order, each at most once."""
+        """Apply one batch; batches come in seq order, each at most once."""
 
     def forget(self, engine_id: str) -> None:
-        """Drop everything of that engine: it restarted, is being re-synced, or its feed was removed."""
+        """Drop everything of that engine: it restarted, is being resynced, or its feed was removed."""
 
     def stage(self, engine_id: str, batch: DecodedBatch) -> None:
-        """Take a piece of a snapshot, beside what is known, which stays in use until ``adopt``."""
+        """Stage a piece of a snapshot; the current state stays in use until ``adopt``."""
 
     def adopt(self, engine_id: str) -> None:
-        """Replace what is known by what was staged, in one step."""
+        """Replace the current state by the staged one, in one step."""
 
     def unstage(self, engine_id: str) -> None:
-        """Drop what was staged, if anything."""
+        """Drop the staged state, if any."""
 
 
 class ResyncError(Exception):
-    """Missing batches could not be fetched; ``str()`` says why."""
+    """Missing batches could not be fetched; ``str()`` gives the reason."""
 
 
 class SnapshotUnsupportedError(ResyncError):
-    """This publisher knows no snapshots."""
+    """This publisher does not support snapshots."""
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False):
@@ -270,25 +272,25 @@ class Cut(msgspec.Struct, frozen=True, gc=False):
     seq: int
     publisher_id: bytes | None = None
     offload: bool = False
-    """It shows blocks outside the GPU."""
+    """Whether it contains blocks outside the GPU."""
 
 
 class SnapshotSource(Protocol):
-    """A way to fetch all that an engine holds."""
+    """Fetches everything that an engine holds."""
 
     def fetch(self) -> AsyncGenerator[DecodedBatch | Cut, None]:
-        """The snapshot in small batches, in order, and its cut last.
+        """Yield the snapshot in small batches, in order, and its cut last.
 
-        Raises ``SnapshotUnsupportedError``, or ``ResyncError`` when it could not be had this time.
+        Raises ``SnapshotUnsupportedError``, or ``ResyncError`` if it is unavailable this time.
         """
 
 
 class Resync(Protocol):
-    """A way to fetch the batches that a feed missed."""
+    """Fetches the batches that a feed missed."""
 
     def fetch(self, from_seq: int) -> AsyncGenerator[Frame, None]:
-        """Batches from ``from_seq`` on, as far as the engine still has them, in the order they arrive.
+        """Yield the batches from ``from_seq`` on that the engine still has, in order of arrival.
 
-        Ends when the engine says that it has sent all. Raises ``ResyncError`` when it falls silent or
-        cannot be reached.
+        Ends when the engine reports that it has sent all. Raises ``ResyncError`` if it falls silent or is
+        unreachable.
         """

@@ -31,7 +31,10 @@ NEVER_OWED = float("-inf")
 
 
 class FeedMachine:
-    """See the module's docstring. ``stats`` is updated in place."""
+    """State machine of one feed: inputs carry batches and times, outputs are actions.
+
+    ``stats`` is updated in place.
+    """
 
     def __init__(
         self, settings: FeedSettings, stats: FeedStats, *, has_replay: bool, has_snapshot: bool = False
@@ -54,7 +57,7 @@ class FeedMachine:
     # Inputs.
 
     def connected(self, now: float) -> list[Action]:
-        """The live socket has a connection (again)."""
+        """Handle a (new) connection of the live socket."""
         if not self._connection_seen:
             self._connection_seen = True
             # What is in progress began on the word of a leftover message, maybe of the connection before.

@@ -42,7 +42,7 @@ class Override(msgspec.Struct, frozen=True):
 
 
 class AdminDecisions(msgspec.Struct, frozen=True):
-    """Everything that administrators decided."""
+    """All decisions of administrators."""
 
     added: tuple[EngineAddress, ...] = ()
     removed: dict[str, Override] = {}
@@ -50,16 +50,16 @@ class AdminDecisions(msgspec.Struct, frozen=True):
 
     @property
     def any(self) -> bool:
-        """There is a decision."""
+        """Whether there is a decision."""
         return bool(self.added or self.removed or self.drained)
 
 
 class FleetFullError(Exception):
-    """``engines_max`` servers are in the fleet already."""
+    """The fleet already has ``engines_max`` servers."""
 
 
 class DesiredState:
-    """See the module."""
+    """Merged state of all sources and administrators."""
 
     def __init__(self, *, engines_max: int) -> None:
         # Base URLs of servers kept out although a source names them.
@@ -81,13 +81,13 @@ class DesiredState:
         self._admit()
 
     def sources(self, base_url: str) -> list[str]:
-        """Which sources name a server."""
+        """Return the sources that name a server."""
         return [source for source in ORDER if base_url in self._by_source.get(source, {})]
 
     # -- an administrator -------------------------------------------------------------------------------
 
     def add(self, engine: EngineAddress) -> bool:
-        """An administrator's engine, new or with new addresses. False if it was there just so.
+        """Add an administrator's engine, new or with new addresses. Returns False if it exists unchanged.
 
         Raises ``FleetFullError``.
         """
@@ -104,7 +104,7 @@ class DesiredState:
         return back or not same
 
     def remove(self, base_url: str, by: str) -> bool:
-        """Take a server out. False if there is none."""
+        """Remove a server. Returns False if there is none."""
         if base_url not in self._admitted:
             return False
         identity = self._identity(base_url)
@@ -115,11 +115,11 @@ class DesiredState:
         return True
 
     def drain(self, name: str, by: str) -> None:
-        """No new requests for an engine id, or for all engines of a base URL."""
+        """Stop new requests to an engine id, or to all engines of a base URL."""
         self.drained[name] = Override(by, self._identity(_server(name)))
 
     def undrain(self, name: str) -> bool:
-        """The end of ``drain``; False if it was not drained."""
+        """End ``drain``; False if it was not drained."""
         return self.drained.pop(name, None) is not None
 
     def decisions(self) -> AdminDecisions:
@@ -162,7 +162,7 @@ class DesiredState:
         return next((one.identity for one in self._discovered(base_url) if one.identity), "")
 
     def _admit(self) -> None:
-        """Who is in: those that were and still are named, then others while there is room."""
+        """Admit servers: those that were in and are still named, then others while there is room."""
         named = {base_url: None for source in ORDER for base_url in self._by_source.get(source, {})}
         self._review(self.removed, named)
         in_order = [*(url for url in self._admitted if url in named), *named]
@@ -172,7 +172,7 @@ class DesiredState:
         self._review(self.drained, self._admitted)
 
     def _review(self, decisions: dict[str, Override], servers: Container[str]) -> None:
-        """A decision holds for the server it was made of, for as long as that is there."""
+        """Drop decisions about servers that are gone or were replaced."""
         for name, decision in list(decisions.items()):
             now = self._identity(_server(name))
             if _server(name) not in servers or (now and decision.identity not in {"", now}):
@@ -182,5 +182,5 @@ class DesiredState:
 
 
 def _server(name: str) -> str:
-    """The base URL in an engine id."""
+    """Return the base URL in an engine id."""
     return name.partition("#")[0]

@@ -1,7 +1,7 @@
-"""Runs every source of engines and puts what they tell into the roster.
+"""Runs every source of engines and merges their sets into the desired state.
 
-Always true: a source that fails by a fault of ours is begun again, and the others go on; engines with
-addresses that cannot be used never reach the roster.
+Invariants: a source that fails through a bug is restarted, and the others continue; engines with invalid
+addresses never reach the desired state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AFTER_FAULT_S = 2.0
 
 
 class FleetSources:
-    """All sources of one router. ``changed`` is called when the roster may differ."""
+    """All sources of one router. ``changed`` is called when the desired state may differ."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class FleetSources:
         self.set_static(engines)
 
     def set_static(self, engines: Sequence[EngineAddress]) -> None:
-        """The engines that the configuration lists, from now on."""
+        """Set the engines that the configuration lists."""
         self._static.engines = len(engines)
         self._roster.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
 
     @property
     def stats(self) -> dict[str, SourceStats]:
-        """By source; the static list is one too."""
+        """Statistics by source, the static list included."""
         return {STATIC: self._static, **{source.name: source.stats for source in self._sources}}
 
     def unsynced(self) -> list[str]:
-        """Sources that have not told their whole set yet, with the reason where there is one."""
+        """Return the sources that have not reported their whole set yet, with the reason if known."""
         return [
             f"{source.name} ({source.stats.last_error})" if source.stats.last_error else source.name
             for source in self._sources
@@ -100,7 +100,10 @@ class FleetSources:
 
 
 def _configured(settings: FleetSettings) -> Iterator[Source]:
-    """The sources that are on. A library is loaded by the source that needs it only: each takes 5 MiB."""
+    """Yield the enabled sources.
+
+    A library is imported only by the source that needs it: each takes 5 MiB (measured).
+    """
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:

@@ -37,17 +37,17 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def prefills(self) -> bool:
-        """It computes prompts for other engines."""
+        """Whether it computes prompts for other engines."""
         return self.role in {"prefill", "both"}
 
     @property
     def answers(self) -> bool:
-        """It gives answers to clients."""
+        """Whether it generates responses for clients."""
         return self.role != "prefill"
 
     @property
     def decodes(self) -> bool:
-        """It fetches what other engines have computed."""
+        """Whether it fetches prompts computed by other engines."""
         return self.role in {"decode", "both"}
 
     @property

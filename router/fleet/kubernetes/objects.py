@@ -1,6 +1,6 @@
-"""The parts of Kubernetes objects that matter here, as the API server writes them; all else is dropped.
+"""The fields of Kubernetes objects that are used here; all others are dropped.
 
-Unknown fields and missing ones are normal: servers of other versions say more or less.
+Unknown and missing fields are normal: API servers of other versions send more or fewer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class TargetRef(_Lenient, frozen=True):
 
 
 class EndpointConditions(_Lenient, frozen=True):
-    """None is "not said": ready then, as the API asks consumers to take it."""
+    """Conditions of an endpoint.
+
+    None means unknown, which consumers must treat as ready according to the API.
+    """
 
     ready: bool | None = None
     serving: bool | None = None
@@ -136,13 +139,18 @@ class _ReceivedMeta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Received(NamespacedResourceG, msgspec.Struct, frozen=True, omit_defaults=True):
-    """An object as lightkube hands it on. Only its version is read there; the rest stays text, so that an
-    object that is not understood costs only itself, and what is not wanted makes no objects."""
+    """An object as passed on by lightkube.
+
+    Only its version is decoded there; the rest stays text, so that an invalid object affects only itself, and
+    unwanted objects are not decoded.
+    """
 
     metadata: _ReceivedMeta = _ReceivedMeta()
 
     def read_as(self, kind: type[Object]) -> Object:
-        """Raises ``msgspec.MsgspecError``, ``UnicodeDecodeError`` or ``RecursionError``."""
+        """Decode as ``kind``. Raises ``msgspec.MsgspecError``, ``UnicodeDecodeError`` or
+        ``RecursionError``.
+        """
         return msgspec.json.decode(msgspec.json.encode(self), type=kind)
 
 
@@ -198,14 +206,14 @@ _OVER = frozenset({"Succeeded", "Failed"})
 
 
 class ClusterView(NamedTuple):
-    """Engines in a stable order, and what was not understood."""
+    """Engines in a stable order, and the values that were not understood."""
 
     discovered: list[DiscoveredEngine]
     problems: list[str]
 
 
 class _Place(NamedTuple):
-    """An endpoint as all slices together show it."""
+    """An endpoint as described by all slices together."""
 
     address: str
     held: str
@@ -258,7 +266,7 @@ class PoolView(NamedTuple):
 
 
 def read_pool(pools: Iterable[InferencePool], name: str) -> PoolView | None:
-    """None: there is no such pool. Raises ``ValueError`` for one that says nothing of use."""
+    """Read a pool; None if it does not exist. Raises ``ValueError`` if it lacks required fields."""
     pool = next((one for one in pools if one.metadata.name == name), None)
     if pool is None:
         return None
@@ -297,8 +305,11 @@ def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> 
 
 
 def _places(slices: Iterable[EndpointSlice]) -> list[_Place]:
-    """Every endpoint once: while slices are rearranged one may be in two, and either may be behind; a pod
-    with two addresses is in two, and counts by its IPv4 address."""
+    """Merge every endpoint once.
+
+    While slices are rearranged an endpoint may be in two, and either may be outdated; a pod with two
+    addresses is in two, and counts by its IPv4 address.
+    """
     found: dict[str, _Place] = {}
     for one in sorted(slices, key=lambda s: (s.address_type, s.metadata.namespace, s.metadata.name)):
         if one.address_type == "FQDN":
@@ -335,7 +346,7 @@ def _place(endpoint: Endpoint, namespace: str, ports: dict[str, int]) -> _Place 
 
 
 def _rank(server: _Server) -> tuple[int, str, str]:
-    """Of two at one address the one that is not on its way out counts: addresses are given out again."""
+    """Rank two servers at one address: one that is not terminating wins, since addresses are reused."""
     return (2 if server.held == TERMINATING else int(bool(server.held)), server.where, server.uid)
 
 
