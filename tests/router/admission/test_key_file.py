@@ -102,7 +102,7 @@ def test_an_own_key_by_standard_input(
     assert read_key_file(path).keys[0].sha256 == digest_of("a-key-of-twenty-signs")
     before = path.read_text()
     assert run(command) == 2
-    assert "in it already" in capsys.readouterr().err
+    assert "this key exists already" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
     assert run(command) == 2
     assert "at least 16" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from publisher.engine import SimulatedEngine
 from router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
 from router.proxy.settings import ProxySettings
 from router.tools.doctor.findings import Severity
-from tests.router.tools.doctor.looking import look
+from tests.router.tools.doctor.rig import examined
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
@@ -104,9 +104,9 @@ def test_what_a_busy_engine_holds_is_missed_for_its_load_and_the_doctor_says_wha
             found = counts(rig)
             assert found.missed["load"] == latest.held_tokens
             assert found.elsewhere_s == latest.held_tokens / 8000
-            findings = await look(*(e.base_url for e in engines), router=rig.ops_url)
+            findings = await examined(*(e.base_url for e in engines), router=rig.ops_url)
             finding = findings.expect("router.cache", Severity.INFO, "held by another engine")
-            assert "its queue was longer (100%)" in finding.cause
+            assert "the queue of that engine was longer (100%)" in finding.cause
             assert "a store that engines share, or a pull" in finding.remedy
 
     run(main())
