@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -53,6 +53,21 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     """Cost of the best pair."""
 
 
+class MostHeld(NamedTuple):
+    """The longest hit of all engines that could have taken a prompt."""
+
+    tokens: int
+    missed: Missed
+    """Why the prompt goes elsewhere; "": it does not."""
+    sole: Engine | None
+    """The engine whose hit is longer than that of any other engine not left out; None if two are equal."""
+    sole_s: float
+    """Seconds of prefill by which its hit is longer."""
+
+
+_NOTHING_HELD = MostHeld(0, "", None, 0.0)
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice and all it rested on; ``candidates`` in the order of ``engines``."""
 
@@ -84,32 +99,25 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         """What was known of it."""
         return self.candidates[self.choice.index]
 
-    def most_held(self) -> tuple[int, Missed]:
-        """Return the largest hit of all engines, and why the prompt goes elsewhere ("": it does not)."""
-        chosen, tokens = self.candidate, [candidate.hit.whole_tokens for candidate in self.candidates]
-        most = max(tokens)
-        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
-            return late, "slo"
-        if most <= chosen.hit.whole_tokens:
-            return most, ""
-        holder = self.candidates[tokens.index(most)]
-        if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
-            return most, "pages"
-        return most, "load" if holder.queue_s > chosen.queue_s else "choice"
-
-    def sole_hit(self) -> tuple[Engine, float] | None:
-        """Return the engine with the longest hit, and the seconds of prefill that no other engine saves.
-
-        None where another engine has as long a hit.
-        """
-        tokens = [candidate.hit.whole_tokens for candidate in self.candidates]
+    def most_held(self) -> MostHeld:
+        """Return the longest hit of all engines, and what only one of them holds."""
+        candidates, chosen = self.candidates, self.candidate
+        tokens = [candidate.hit.whole_tokens for candidate in candidates]
         most = max(tokens)
         index = tokens.index(most)
+        holder = candidates[index]
         tokens[index] = 0
         only = most - max(tokens)
-        if not only:
-            return None
-        return self.engines[index], self.candidates[index].prefill_s_per_token * only
+        sole, sole_s = (self.engines[index], holder.prefill_s_per_token * only) if only else (None, 0.0)
+        if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
+            return MostHeld(late, "slo", sole, sole_s)
+        missed: Missed = ""
+        if most > chosen.hit.whole_tokens:
+            if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
+                missed = "pages"
+            else:
+                missed = "load" if holder.queue_s > chosen.queue_s else "choice"
+        return MostHeld(most, missed, sole, sole_s)
 
     def wait_s(self) -> float:
         """Return the predicted wait for an engine: where the prompt is computed apart, that for the engines
@@ -369,15 +377,16 @@ class Placement(Attempt):
             if not self._prefilled:
                 self._served()
             if not self._unseen:
-                self._learn(self._receipt(usage))
+                held = self.decision.most_held() if self._is_predicted else _NOTHING_HELD
+                if held.sole is not None:
+                    held.sole.receipts.worth.add(held.sole_s, now)
+                self._learn(self._receipt(usage, held))
 
     def _learn(self, receipt: Receipt) -> None:
         """From what the engine reported."""
         engine = self.engine
         engine.receipts.add(receipt)
         self._accounts.receipts.add(receipt)
-        if receipt.held_tokens and (sole := self.decision.sole_hit()) is not None:
-            sole[0].receipts.worth.add(sole[1], self.now())
         if receipt.reported_prompt_tokens is not None and receipt.actual_tokens is not None:
             engine.computed(receipt.reported_prompt_tokens - receipt.actual_tokens, self.asked_s)
         predicted, reported = receipt.predicted_tokens, receipt.reported_prompt_tokens
@@ -434,16 +443,22 @@ class Placement(Attempt):
         """What is predicted of the ``cached_tokens`` in the answer."""
         return self.decision.candidate.hit
 
-    def _receipt(self, usage: Usage | None) -> Receipt:
+    @property
+    def _is_predicted(self) -> bool:
+        """Whether the hit of this engine was predicted, of one prompt."""
+        decision = self.decision
+        read, known = decision.read, decision.candidate.hit.confidence != "none"
+        return known and self._leg != "decode" and isinstance(read, Prompt) and read.num_prompts == 1
+
+    def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
         decision, request = self.decision, self.request
         read, hit = decision.read, decision.candidate.hit
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         known = hit.confidence != "none"
-        predicted = one_prompt and known and self._leg != "decode"
+        predicted, missed = self._is_predicted, held.missed
         fallback = decision.index_problem and not known
         first_token = self._first_token
         parts = first_token or _NO_FIRST_TOKEN
-        held, missed = decision.most_held() if predicted else (0, "")
         read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return Receipt(
@@ -477,9 +492,9 @@ class Placement(Attempt):
             leg=self._leg,
             gap_s=self._gap_s,
             tenant=request.tenant,
-            held_tokens=held,
+            held_tokens=held.tokens,
             missed=missed,
-            elsewhere_s=decision.candidate.prefill_s_per_token * (held - whole) if missed else 0.0,
+            elsewhere_s=decision.candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
             seen_tokens=self._seen_tokens,
             salted=isinstance(read, Prompt) and read.extras.cache_salt is not None,
         )
