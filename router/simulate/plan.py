@@ -14,11 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec, hash_unit
+from publisher.events import GroupSpec
 from publisher.pool.layout import pool_layout
 from router.simulate.run.arms import Arm
-from router.simulate.run.setup import FleetSetup
+from router.simulate.run.setup import FleetSetup, simulated_scheme
 from router.simulate.study import (
     Job,
     Outcome,
@@ -82,8 +81,7 @@ class Interval(msgspec.Struct, frozen=True):
 
 def check_layout(groups: tuple[GroupSpec, ...], retention: int | None) -> None:
     """Raises ``ValueError`` for groups, or a retention with them, that vLLM would not run."""
-    scheme = HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(groups))
-    pool_layout(groups, scheme, retention)
+    pool_layout(groups, simulated_scheme(groups), retention)
 
 
 def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed | None = None) -> Study:

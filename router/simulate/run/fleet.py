@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.events import BlockHash, Family, hash_unit
+from publisher.events import BlockHash, Family
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
 from router.placement.cost import Choice, chosen, weigh
@@ -32,7 +31,7 @@ from router.simulate.run.arms import Arm, HoldSetup
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
 from router.simulate.run.router_view import Leg, PrefixHit, Roles, router_view
-from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row
+from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row, simulated_scheme
 from router.simulate.run.tiers import tiers_of
 from router.simulate.workload.requests import Request, block_hashes
 
@@ -151,7 +150,7 @@ class FleetSim:
         self._policy = policy(arm.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
-        self._scheme = HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(setup.groups))
+        self._scheme = simulated_scheme(setup.groups)
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
         self._tiers = tiers_of(setup.tiers, pools)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from publisher.block_hash import HashScheme
 from publisher.block_pool import PoolRequest
-from publisher.events import GroupSpec
+from publisher.events import GroupSpec, hash_unit
 from publisher.pool.host_tier import HeldKey
 from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
@@ -60,6 +61,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     def stall_s(self, chunk_seconds: float) -> float:
         """How much later the tokens of an answer come for a chunk beside them."""
         return self.stall_share * max(0.0, chunk_seconds - self.decode_s)
+
+
+def simulated_scheme(groups: tuple[GroupSpec, ...]) -> HashScheme:
+    """Return the hash scheme of simulated engines, the fastest one: hits do not depend on the algorithm."""
+    return HashScheme(algo="xxhash_cbor", hash_block_size=hash_unit(groups))
 
 
 class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
