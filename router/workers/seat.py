@@ -195,9 +195,7 @@ def cores(cpu_max: Path = _CPU_MAX) -> int:
 
 # Messages between the workers of one machine: one socket to each sibling, every message whole and in order.
 #
-# Always true: sending never waits; a message that does not fit a sibling's buffer is dropped and counted,
-# message by
-# message, never in parts.
+# Sending never waits. A message that does not fit a sibling's buffer is dropped as a whole and counted.
 
 
 # Below the least buffer that Linux gives a socket by default (208 KiB).
