@@ -162,7 +162,7 @@ class UsageStats(msgspec.Struct):
     """Times the file reached its size and a new one was begun."""
     files_removed: Annotated[int, "kvatlas_usage_files_removed_total"] = 0
     """Oldest files removed, since there were `usage.files_max`."""
-    queued: Annotated[int, "kvatlas_usage_queued_total"] = 0
+    queued: Annotated[int, "kvatlas_usage_queued"] = 0
     """Requests that wait to be written."""
 
 

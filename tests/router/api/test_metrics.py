@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.events import DecodedBatch
@@ -34,6 +34,7 @@ from router.index.model import ModelIndexes
 from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, Receipt
 from router.observe.requests import RequestTracker
+from router.observe.usage import UsageStats
 from router.openai.members import at_once, run_cooperatively
 from router.pd.settings import PdStats
 from router.placement.affinity import AffinityStats, ShadowStats
@@ -151,6 +152,12 @@ def test_every_metric_says_what_it_is(sources: Sources) -> None:
 def test_units_are_spelled_out(sources: Sources) -> None:
     short = [name for name in families(sources) if re.search(r"_(s|ms|kb|mb|monotonic)$", name)]
     assert short == []
+
+
+def test_numbers_that_may_fall_are_gauges() -> None:
+    kinds = {metric.name: metric.family for metric in metrics_of(UsageStats)}
+    assert kinds["kvatlas_usage_queued"] is GaugeMetricFamily
+    assert kinds["kvatlas_usage_written"] is CounterMetricFamily
 
 
 def test_a_field_with_another_annotation_is_an_error() -> None:
