@@ -1,7 +1,6 @@
 """The eviction policies by name: which key gives way when a tier is full.
 
-``lru`` and ``arc``: by recency (``recency.py``). ``boundary``: what can no longer serve a hit first
-(``boundary.py``).
+``lru`` and ``arc``: by recency. ``boundary``: blocks that can no longer serve a hit first.
 """
 
 from __future__ import annotations

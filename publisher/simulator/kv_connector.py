@@ -6,7 +6,7 @@ the pool's, and a reader learns nothing: it gets what lies there by then, as RDM
 whether that is still what was computed.
 
 As a decode engine it says how far a request's prompt comes from elsewhere; what it begins waits in ``begun``
-for the shell (``link.py``), what is only to be let go in ``unread``.
+for the shell, what is only to be let go in ``unread``.
 Always true: a block is pinned once per request that is kept; each request's parameters are used once.
 """
 

@@ -6,7 +6,7 @@ is matched on the raw text, takes no white space along, and no other added token
 occurrence of it from the left (or, where that one is matched first, from the right) or be longer at the same
 place. So a text may be cut before each barrier, and a piece's ids depend on nothing outside it: a next turn
 tokenizes only what follows the last cut it shares with the turn before. Long pieces are cut between words as
-well, where the tokenizer is of a kind that parts them anyway (``word_cuts.py``). At load both are tried on
+well, where the tokenizer is of a kind that parts them anyway. At load both are tried on
 probe texts; where they change anything there are none.
 
 Probing depends on the tokenizer alone and takes up to a second, so what is found of one is kept.

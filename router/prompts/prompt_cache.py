@@ -1,6 +1,6 @@
 """Prompts seen before, found again by their beginning, so that only what is new is computed.
 
-An entry (``entry.py``) is indexed under a chain of keys, one per prefix: per message of a chat, else per
+An entry is indexed under a chain of keys, one per prefix: per message of a chat, else per
 chunk of the text or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller
 compares the content before it reuses anything. An entry whose last key is taken over by a longer prompt is
 dropped at once, since the longer one contains it.

@@ -237,8 +237,8 @@ def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
 # Render servers (``vllm launch render``): asked for tokens before any engine is.
 #
 # They answer what an engine's render endpoint answers, without a GPU. The one with the fewest calls open is
-# asked, then, where it gives nothing, one other. A server that fails rests for ``engine_failed_s``
-# (``engine_side.py``); one whose ``GET /health`` does not answer 200 is left alone until it does.
+# asked, then, where it gives nothing, one other. A server that fails rests for ``engine_failed_s``;
+# one whose ``GET /health`` does not answer 200 is left alone until it does.
 #
 # Always true: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
 
@@ -293,8 +293,8 @@ class Renderers:
 
 # What others say of a prompt that is not computed here: a render server, else an engine.
 #
-# Both are told the client's own body, within a time budget. What they say of images is remembered
-# (``media.py``), so that a next turn with the same images needs no call.
+# Both are told the client's own body, within a time budget. What they say of images is remembered,
+# so that a next turn with the same images needs no call.
 
 
 EngineUrl = Callable[[str | None], str | None]

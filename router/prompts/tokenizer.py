@@ -88,7 +88,7 @@ def _added_tokens(tokenizer: Tokenizer) -> list[str]:
 #
 # ``tokenizers`` is the reference: it is what engines run. fastokens reads the same ``tokenizer.json`` but
 # does not know every normalizer, splitter and model. So it is used only where it loads and gives the
-# reference's ids for every probe text (``probes.py``); in use, ``tokenizer.py`` compares the two again on a
+# reference's ids for every probe text; in use, ``tokenizer.py`` compares the two again on a
 # running sample.
 #
 # Measured on one shared core with DeepSeek V3's vocabulary: 400 KB seen first 2-20 ms of CPU, by the

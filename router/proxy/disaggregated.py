@@ -1,7 +1,7 @@
 """One request on two engines: the first one computes the prompt and keeps it, the second one fetches it.
 
 The first engine's answer is read whole and never passed on; the second one's is the client's. Where that is
-allowed the second one is told at once what the first one will have (``together.py``). What always holds: the
+allowed the second one is told at once what the first one will have. What always holds: the
 attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
 upon which that engine frees what it had computed; the second engine's request is written once, and only while
 the lease is young, and its answer is passed on only if it begins before the lease ends (``Handoff``).

@@ -2,7 +2,7 @@
 
 The base trial is the fleet as it is. Every other one changes the policy, the retention, the memory on the
 GPUs or behind them, the number of engines or a knob of the serving policy, and meets the same requests at the
-same times, seed by seed. ``judge.py`` says what follows.
+same times, seed by seed. ``judge`` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def told_of(
     return told
 
 
-# What to set, by the outcomes of trials (``trials.py``): one piece of advice per topic.
+# What to set, by the outcomes of trials: one piece of advice per topic.
 #
 # A change is advised where it shortens the mean time to first token by at least ``GAIN_MIN`` (or the
 # topic's own) on average, and shortens it for every seed. Pure: the same outcomes give the same words.

@@ -14,7 +14,7 @@ letters beyond ASCII in a template that changes their case, and any template wit
 from minijinja.
 
 Chats of plain messages are mostly not rendered at all, but put together from what the template wrote around
-the texts of another one (``skeletons.py``); of these every ``CHECK_EVERY``-th is rendered by jinja2 too.
+the texts of another one; of these every ``CHECK_EVERY``-th is rendered by jinja2 too.
 
 Measured on one shared core: a 30 KB, 10-message ChatML chat renders in 11-20 us with minijinja, in 34-60 us
 with jinja2.

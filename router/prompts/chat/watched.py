@@ -2,7 +2,7 @@
 
 A template that only puts a text into its own, and asks a few questions about it that are noted, writes the
 same around every other text with the same answers. So one rendering with such texts shows what it makes of
-all of them (``skeletons.py``).
+all of them (``compiled.py``).
 
 Always true: what a template finds out about such a text is noted, or ends the rendering. Python's own
 functions would read one without asking it, where a template could give it to them: templates that may do so

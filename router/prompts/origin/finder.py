@@ -1,7 +1,7 @@
 """Finds the tokenizer of every model that engines serve and nothing is configured for, and keeps it right.
 
 Per base model: the sources that its engines name are tried in turn; what loads is compared with each
-server's own tokens, and used where all agree (``probes.py``). Then the first prompts of clients are compared
+server's own tokens, and used where all agree. Then the first prompts of clients are compared
 too. Until that, and where anything fails, engines are asked for the tokens as without a tokenizer. A server
 that comes, comes back or shows another card is compared before anything else; where it differs, everything
 begins again. A configured directory or repository is compared in the same way, and is the operator's choice:
