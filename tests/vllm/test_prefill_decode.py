@@ -523,6 +523,8 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
     split, broken = (f"kvatlas_{name}_total" for name in ("pd_split", "proxy_streams_broken"))
     splits, breaks = watched.router.metric(split), watched.router.metric(broken)
     endless: dict[str, Any] = {"max_tokens": 1200, "extra_body": {"ignore_eos": True}}
+    for _, _, way in watched.decode.values():
+        way.events_max = 20
     with watched.apart.client(watched.router.base_url) as client:
         stream = client.completions.create(model="tiny", prompt=prompt, stream=True, **endless)
         next(stream)
@@ -531,6 +533,8 @@ def test_a_decode_engine_that_dies_within_an_answer_ends_that_one_alone(watched:
         with pytest.raises(openai.APIError, match="before its answer was complete"):
             for _ in stream:
                 pass
+    for _, _, way in watched.decode.values():
+        way.events_max = None
     assert (watched.router.metric(split), watched.router.metric(broken)) == (splits + 1, breaks + 1)
     watched.wait_until_free()
     engine, answer = watched.ask(later)
