@@ -19,9 +19,9 @@ _PIECE_BYTES = 1 << 16
 class Way:
     """``url`` leads to ``server`` (``http://127.0.0.1:PORT``) while the way is open. ``asked`` is called once
     a request with ``mark`` in its body has been passed on, ``answered`` once the server has begun to answer
-    it and before that is passed on; each once, by another thread. After ``events_max`` events of a stream, or a
-    few more, the rest is held back until ``close``: a test that interrupts an answer then does not depend on
-    the engine's speed."""
+    it and before that is passed on; each once, by another thread. After ``events_max`` events of a stream, or
+    a few more, the rest is held back until ``close``: a test that interrupts an answer then does not depend
+    on the engine's speed."""
 
     def __init__(self, server: str, mark: bytes) -> None:
         port = free_port()
