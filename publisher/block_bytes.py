@@ -1,9 +1,9 @@
-"""What plain blocks are serialized to, many at once: a quarter less time for a thousand.
+"""Serialize many blocks without extra keys at once: a quarter less time for a thousand blocks.
 
-A block is hashed over ``dumps((parent, tokens, None))``. Of that only the parent's hash has to wait for the
-block before: the tokens of many blocks are written by one call of the same library and cut into blocks, and
-what stands around parent and tokens is taken from an example of the same length. So nothing of a format is
-written down here but how long a number is.
+A block is hashed over ``dumps((parent, tokens, None))``. Only the parent's hash depends on the block before.
+One call of the same library therefore writes the tokens of many blocks, and the result is cut into blocks.
+The bytes around parent and tokens are copied from an example of the same length. The only knowledge of a
+format in this module is the length of a serialized number.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+# Larger numbers are serialized with other lengths.
 _ID_MAX: Final = (1 << 31) - 1
-"""Larger numbers have other lengths."""
+# Shorter tuples have other frames (pickle's ``TUPLE1`` to ``TUPLE3``).
 _BLOCK_TOKENS_MIN: Final = 4
-"""Shorter tuples are framed in other ways."""
+# Numbers per call: below the size at which pickle begins another frame.
 _CHUNK_TOKENS: Final = 8192
-"""Written in one go: below the size at which pickle begins another frame."""
 
 
 class _Format(msgspec.Struct, frozen=True):
-    """How an algorithm serializes and hashes. A number takes one byte more from each of ``steps`` on and two
-    more from 65536 on; ``tail`` is how much stands behind the numbers of a tuple that is written alone."""
+    """How an algorithm serializes and hashes.
+
+    A number takes one byte more from each of ``steps`` on, and two more from 65536 on. ``tail`` is the number
+    of bytes after the numbers of a tuple that is serialized alone.
+    """
 
     dumps: Callable[[Any], bytes]
     hasher: Callable[[bytes], Any]
@@ -52,13 +55,16 @@ _FORMATS: Final = {
     "xxhash_cbor": _Format(_cbor, xxhash.xxh3_128, (24, 256)),
     "learned": _Format(msgspec.msgpack.encode, xxhash.xxh3_128, (128, 256)),
 }
+# The bytes before the parent's hash, between it and the tokens, and after the tokens.
 _Around = tuple[bytes, bytes, bytes]
-"""What stands before the parent's hash, between it and the tokens, and behind them."""
 
 
 def plain_hashes(token_ids: Sequence[int], size: int, algo: str, parent: bytes) -> tuple[bytes, bytes] | None:
-    """The hashes of blocks without extra keys, joined, and of each its last eight bytes as this machine has
-    numbers; ``parent``: the hash before. None for ids or a block size whose serialization is another."""
+    """Hash blocks without extra keys; ``parent`` is the hash before the first.
+
+    Returns the full hashes, concatenated, and the last eight bytes of each as native numbers. None for ids or
+    a block size that this module cannot serialize.
+    """
     try:
         numbers = np.asarray(token_ids, dtype=np.int64)
     except OverflowError:
@@ -89,7 +95,7 @@ def plain_hashes(token_ids: Sequence[int], size: int, algo: str, parent: bytes) 
 
 
 def _written(numbers: npt.NDArray[np.int64], size: int, form: _Format) -> tuple[bytes, list[int]]:
-    """All numbers serialized, and where each block of them begins in that; then where the last one ends."""
+    """Serialize all numbers; returns the bytes, the offset of each block and the end of the last."""
     data = form.dumps(tuple(numbers.tolist()))
     lengths = 1 + 2 * (numbers >= 65536).astype(np.uint8)
     for step in form.steps:
@@ -100,7 +106,7 @@ def _written(numbers: npt.NDArray[np.int64], size: int, form: _Format) -> tuple[
 
 
 def _around(form: _Format, body: bytes, block: tuple[int, ...], parent_bytes: int) -> _Around:
-    """Found by writing one such block whole."""
+    """The bytes around parent and tokens, from one block that is serialized whole."""
     parent = b"\xfe" * parent_bytes
     before, _, rest = form.dumps((parent, block, None)).partition(parent)
     at = rest.index(body)

@@ -1,20 +1,20 @@
 """A hybrid KV block pool that allocates, stores, evicts and finds hits as vLLM 0.32 does, without vLLM.
 
-It holds no KV, only the books: which block carries which prefix, in every group of the model. For the same
-requests in the same steps it finds the hits that vLLM's scheduler finds and emits its events, equal in every
-field. ``events=False`` makes it a shadow of an engine that publishes none: no event is built, and with
-hashes supplied no token is looked at.
+It holds no KV, only the metadata: which block carries which prefix, in every group of the model. For the same
+requests in the same steps it finds the same hits as vLLM's scheduler and emits the same events, equal in
+every field. With ``events=False`` no event is built, for an engine that publishes none; with hashes supplied,
+no token is read either.
 
-A request lives: ``request`` -> ``start`` (takes the hit) -> ``compute`` per chunk and per decoded token,
-``append`` per generated token -> ``finish``. ``preempt`` takes it back to before ``start``. A scheduler step
-is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end a step too, because the
-engine does both only after one.
+Life cycle of a request: ``request`` -> ``start`` (takes the hit) -> ``compute`` per chunk and per decoded
+token, ``append`` per generated token -> ``finish``. ``preempt`` returns it to the state before ``start``. A
+scheduler step is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end a step too,
+because the engine does both only after one.
 
-With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends, and ``due`` says what
-would be copied out (``publisher.pool.host_tier`` keeps it), ``pin`` holds it meanwhile.
+With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends. ``due`` lists the blocks
+to copy out (``publisher.pool.host_tier`` stores them); ``pin`` protects them during the copy.
 
-Always true: between calls every block is free or counted by its users, and what is free stays findable until
-it is handed out again.
+Invariant: between calls every block is free or counted by its users; a free block stays findable until it is
+allocated again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from publisher.pool.tables import (
 __all__ = ["HybridBlockPool", "IntegrityError", "PoolRequest"]
 
 Reach = Callable[[PoolRequest, int], int]
-"""(request, its hit in tokens) -> tokens that hit and load together give."""
+"""(request, its hit in tokens) -> tokens covered by the hit and the load together."""
 
 _IN_PROMPT_ORDER = itemgetter(0, 1)
 
@@ -53,11 +53,11 @@ class HybridBlockPool:
     """The block pool of one engine.
 
     ``num_blocks`` counts the null block, as vLLM's ``num_gpu_blocks`` does. ``retention_interval`` is 0
-    (vLLM's default), a multiple of the scheduler block size, or None (dense). ``dcp_world_size``: ranks of
-    decode context parallelism, over all of which blocks of full attention reach. ``chunk_tokens_max`` is the
-    engine's ``max_num_batched_tokens``: it bounds a chunk, and what a window group must have free to admit
-    a request. ``lora_ids`` maps adapter names to the ids the engine gave them. Raises ``ValueError`` for
-    groups that vLLM would not run with prefix caching.
+    (vLLM's default), a multiple of the scheduler block size, or None (dense). ``dcp_world_size`` is the
+    number of decode context parallel ranks; a full-attention block spans all of them. ``chunk_tokens_max`` is
+    the engine's ``max_num_batched_tokens``: it bounds a chunk, and the free blocks a window group needs to
+    admit a request. ``lora_ids`` maps adapter names to the engine's ids. Raises ``ValueError`` for groups
+    that vLLM would not run with prefix caching.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class HybridBlockPool:
         return self._store.num_free
 
     def resident(self, group_idx: int) -> dict[WireHash, int]:
-        """Copies per hash that a group holds, hashes as they stand in events."""
+        """Number of copies per hash in a group; hashes in their wire form."""
         return {
             block_hash: 1 if isinstance(copies, int) else len(copies)
             for block_hash, copies in self._store.maps[group_idx].items()
@@ -109,10 +109,12 @@ class HybridBlockPool:
         *,
         hashes: HashChain | Sequence[WireHash] | None = None,
     ) -> PoolRequest:
-        """A request of this prompt. ``hashes`` saves hashing it: a chain that covers a prefix of it (it is
-        extended here), or the hashes of the prompt and of every token that will be generated; then the
-        tokens themselves matter only for events. Raises ``ValueError`` if the prompt is empty or the
-        hashes do not reach its end."""
+        """Make a request for this prompt.
+
+        ``hashes`` avoids hashing it here: a chain that covers a prefix of it (extended here), or the hashes
+        of the prompt and of every token that will be generated. In the second case only events use the
+        tokens. Raises ``ValueError`` if the prompt is empty or the hashes do not reach its end.
+        """
         if not token_ids:
             raise ValueError("a request needs at least one token")
         return PoolRequest(
@@ -120,12 +122,12 @@ class HybridBlockPool:
         )
 
     def find_hit(self, request: PoolRequest) -> int:
-        """Tokens the engine would take from its cache if it looked now; changes nothing."""
+        """Tokens that a lookup now would take from the cache; changes nothing."""
         return self._used(self._finder.find(request.known_hashes(), request.num_tokens - 1)).length
 
     def find_prefix(self, request: PoolRequest) -> tuple[int, int]:
-        """The hit, and the longest prefix that any lookup class alone could serve (full attention, where
-        the model has it), both in tokens; changes nothing."""
+        """The hit, and the longest prefix that a single lookup class could serve (full attention if the
+        model has it), both in tokens; changes nothing."""
         found = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         return self._used(found).length, max(found.length, found.boundary)
 
@@ -138,16 +140,16 @@ class HybridBlockPool:
         loads_states: bool = False,
         reserved_blocks: int = 0,
     ) -> int | None:
-        """Take the hit of a waiting request and hold its blocks; returns its length in tokens. What of it has
-        to be computed again (bounded replay) is not computed yet.
+        """Take the hit of a waiting request and hold its blocks; returns its length in tokens.
 
-        None, with nothing changed, if the whole request or its first chunk of at most ``budget_tokens``
-        (default: ``chunk_tokens_max``) does not fit now, or if it must wait for the next step.
+        The part that bounded replay recomputes is not computed yet. Returns None, with nothing changed, if
+        the whole request or its first chunk of at most ``budget_tokens`` (default: ``chunk_tokens_max``) does
+        not fit now, or if it must wait for the next step.
 
-        ``reach`` tells how far a connector would load the prompt, given the hit. Where that is further, the
-        request holds the blocks of the load too, ``loading_to`` is set, and ``loaded`` must follow before
-        anything is computed; a load leaves ``reserved_blocks`` free for the prompts that are under way. With
-        ``loads_states`` it brings the states of Mamba groups, whatever of them is here.
+        ``reach`` returns how far a connector would load the prompt, given the hit. If that is further, the
+        request holds the blocks of the load too, ``loading_to`` is set, and ``loaded`` must be called before
+        ``compute``. A load leaves ``reserved_blocks`` free for running prompts. With ``loads_states`` it also
+        loads the states of Mamba groups, even if some are cached here.
         """
         if request.started:
             raise ValueError("the request has been started already")
@@ -186,9 +188,11 @@ class HybridBlockPool:
         return hit.length
 
     def loaded(self, request: PoolRequest) -> None:
-        """The load that ``start`` began has ended: what it filled is stored, computing goes on behind it, or
-        with the last token again where nothing is left: the next one comes from it.
-        Raises ``ValueError`` where none was begun."""
+        """End the load that ``start`` began: store its blocks and continue computing after it.
+
+        If nothing is left to compute, the last token is computed again to produce the next one. Raises
+        ``ValueError`` if no load was begun.
+        """
         if not request.loading_to:
             raise ValueError("the request loads nothing")
         self._cache(request, request.loading_to)
@@ -196,8 +200,10 @@ class HybridBlockPool:
         request.loading_to = 0
 
     def due(self, request: PoolRequest) -> list[DueBlock]:
-        """What a connector would copy out now: the blocks in use that became full since the last call, or
-        were hit, and can serve a hit; in prompt order."""
+        """Blocks that a connector would copy out now, in prompt order.
+
+        These are blocks in use that became full since the last call, or were hit, and can serve a hit.
+        """
         start, now, unit = request.offered, request.num_computed, self.layout.hash_block_size
         if now // unit <= start // unit:
             return []
@@ -209,38 +215,40 @@ class HybridBlockPool:
         return sorted(found, key=_IN_PROMPT_ORDER)
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Keep blocks from being reused while they are copied, whatever becomes of their requests."""
+        """Protect blocks from reuse while they are copied, even after their requests end."""
         self._store.touch(blocks)
         self._pinned.update(blocks)
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Give back one pin on each, the last block first. Raises ``ValueError`` where there is none."""
+        """Remove one pin from each, the last block first. Raises ``ValueError`` for a block without a pin."""
         if any(count > self._pinned[block] for block, count in Counter(blocks).items()):
-            raise ValueError("a block is given back that was not pinned")
+            raise ValueError("cannot unpin a block that is not pinned")
         self._pinned -= Counter(blocks)
         self._store.free(blocks[::-1])
 
     def writes(self, blocks: Sequence[int]) -> list[int]:
-        """How often each block has been handed out for new content."""
+        """How often each block has been allocated for new content."""
         return [self._store.writes[block] for block in blocks]
 
     def blocks_to_finish(self, request: PoolRequest) -> int:
-        """Free blocks that the rest of a started prompt will take."""
+        """Free blocks that the rest of a started prompt needs."""
         num_tokens = request.num_tokens
         return sum([table.blocks_to_finish(request, num_tokens) for table in self._tables])
 
     def next_chunk(self, request: PoolRequest, budget_tokens: int | None = None) -> int:
         """How many tokens of a started request the engine would compute next, at most ``budget_tokens``.
-        0: none are left, or an align-mode Mamba prefill reaches no allowed end within the budget."""
+
+        0 if none are left, or if an align-mode Mamba prefill reaches no allowed end within the budget.
+        """
         budget = self.chunk_tokens_max if budget_tokens is None else budget_tokens
         return self._chunk(request, request.num_computed, budget)
 
     def compute(self, request: PoolRequest, num_tokens: int) -> bool:
-        """Compute the next ``num_tokens`` tokens: allocate their blocks and store those that become full.
+        """Compute the next ``num_tokens`` tokens: allocate their blocks and store the full ones.
 
-        False if the pool is out of blocks: then the request stands where it stood (blocks behind its
-        window are free already, as in the engine). Raises ``ValueError`` for a request that is not
-        started or has not that many tokens.
+        False if the pool is out of blocks: the request keeps its position (blocks behind its window are
+        already free, as in the engine). Raises ``ValueError`` for a request that is not started or has fewer
+        tokens.
         """
         before = request.num_computed
         now = before + num_tokens
@@ -252,7 +260,8 @@ class HybridBlockPool:
         tables = self._tables
         for table in tables:
             table.drop_skipped(request, before)
-        reached = max(now, request.hit)  # the blocks of a hit are held while its end is computed again
+        # With bounded replay the blocks of a hit stay held while its end is recomputed.
+        reached = max(now, request.hit)
         if sum([table.blocks_needed(request, reached) for table in tables]) > self._store.num_free:
             return False
         for table in tables:
@@ -264,24 +273,24 @@ class HybridBlockPool:
         return True
 
     def append(self, request: PoolRequest, token_id: int) -> None:
-        """A generated token; it has KV only once it is computed."""
+        """Add a generated token; it has KV only after it is computed."""
         request.append(token_id)
 
     def extend(self, request: PoolRequest, token_ids: Sequence[int]) -> None:
-        """Several generated tokens at once."""
+        """Add several generated tokens."""
         request.extend(token_ids)
 
     def finish(self, request: PoolRequest) -> None:
-        """Free the request's blocks; they stay findable until reused. Nothing happens if it holds none."""
+        """Free the request's blocks; they stay findable until reused. No effect if it holds none."""
         self.end_step()
         self._release(request)
 
     def preempt(self, request: PoolRequest) -> None:
-        """Free its blocks in the middle of a step; it can be started again with all tokens it has."""
+        """Free its blocks in the middle of a step; it can be started again with all its tokens."""
         self._release(request)
 
     def end_step(self) -> None:
-        """A scheduler step is over: copied blocks are let go, and what it stored can be hit."""
+        """End a scheduler step: free copied blocks and make the blocks it stored findable."""
         copied = [block for table in self._tables for pair in table.copies for block in pair]
         for table in self._tables:
             table.copies.clear()
@@ -290,7 +299,7 @@ class HybridBlockPool:
             self._store.free(copied)
 
     def take_events(self) -> list[Event]:
-        """The events since the last call, in order: what the engine would publish as the batch of a step."""
+        """The events since the last call, in order: the batch that the engine would publish for a step."""
         self.end_step()
         events = self._store.events
         if events is None:
@@ -299,7 +308,7 @@ class HybridBlockPool:
         return events
 
     def reset(self) -> bool:
-        """Forget all content; False, and nothing done, while a request holds blocks."""
+        """Remove all content. Returns False, with nothing changed, while a request holds blocks."""
         self.end_step()
         if not self._store.reset():
             return False
@@ -328,9 +337,10 @@ class HybridBlockPool:
         return aligned_chunk(self.layout, request, start, num_tokens, self.chunk_tokens_max)
 
     def _start_load(self, request: PoolRequest, hit: Hit, end: int, reserved_blocks: int) -> int | None:
-        """``start`` of a request that a connector loads up to ``end``, as vLLM admits one."""
+        """Start a request that a connector loads up to ``end``, as vLLM admits one."""
         whole = self.layout.scheduler_block_size
-        local = hit.length // whole * whole  # what is hit inside a block is loaded with the block
+        # A hit that ends inside a block is cut: the load brings that block whole.
+        local = hit.length // whole * whole
         columns = [
             [first_copy(copies) for copies in column[: local // table.block_size]]
             for table, column in zip(self._tables, hit.columns, strict=True)
@@ -344,20 +354,25 @@ class HybridBlockPool:
                 return None
         for table, column in zip(self._tables, columns, strict=True):
             table.adopt(request, column, local, end)
-        for table in self._tables:  # after all hits are held, or a load could evict another group's
+        # Allocate only after all hits are held: otherwise one group's load could evict another group's hit.
+        for table in self._tables:
             table.allocate(request, end)
         request.loading_to = end
         self._started(request, local)
         return local
 
     def _used(self, hit: Hit) -> Hit:
-        """None of a hit that would be computed again as a whole (``Scheduler.schedule``, vLLM 0.32)."""
+        """The hit, or an empty one if bounded replay would recompute all of it.
+
+        Source: ``Scheduler.schedule``, vLLM 0.32.
+        """
         if not 0 < hit.length <= self.layout.replay:
             return hit
         return hit._replace(length=0, columns=[[] for _ in hit.columns])
 
     def _resumed(self, hit: int) -> int:
-        """Where computing goes on behind a hit: with bounded replay a window before its end."""
+        """Position at which computing continues after a hit: with bounded replay, one window before its
+        end."""
         return max(hit - self.layout.replay, 0)
 
     def _started(self, request: PoolRequest, hit: int) -> None:
@@ -368,7 +383,7 @@ class HybridBlockPool:
         self._live[id(request)] = request
 
     def _boundaries(self, request: PoolRequest) -> tuple[int, ...]:
-        """Where prompts are expected to go on from this one."""
+        """Positions at which later prompts are expected to continue from this one."""
         boundaries = self.layout.replay_boundaries(request.num_prompt_tokens)
         if request.shared_prefix_boundary:
             boundaries += (request.shared_prefix_boundary,)

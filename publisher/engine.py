@@ -1,12 +1,12 @@
 """A simulated vLLM engine: OpenAI HTTP, ``/metrics`` and real ZMQ KV events, without GPU or model.
 
-It keeps a real block pool (``publisher.block_pool``), schedules like vLLM (``simulator.scheduler``), takes
-its time by a formula, and answers with made-up words; what it says about its cache, in
-``usage.prompt_tokens_details.cached_tokens`` and in events, is what a real engine with that pool would say.
+It keeps a real block pool (``publisher.block_pool``), schedules like vLLM (``simulator.scheduler``), computes
+step durations by a formula, and answers with random words. Its cache reports, in
+``usage.prompt_tokens_details.cached_tokens`` and in events, equal those of a real engine with that pool.
 Sampling parameters, stop strings and log-probabilities are accepted and have no effect.
 
-The one face of the package ``publisher.simulator``. Needs the ``router`` extra (uvicorn, tokenizers, jinja2,
-prometheus_client); the rest of ``publisher`` does not.
+This is the public module of the package ``publisher.simulator``. It needs the ``router`` extra (uvicorn,
+tokenizers, jinja2, prometheus_client); the rest of ``publisher`` does not.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Decodes batches of KV events, in every encoding since vLLM 0.20.
+"""Decode batches of KV events, in every encoding since vLLM 0.20.
 
-The whole batch is tried at once and, where that fails or the batch is large, event by event: a missing field
-or a wrong value costs that event only and is reported in ``DecodedBatch.rejected``. Fields that may be None
-may be missing too (SGLang leaves them out), unknown ones are ignored. An event of an unknown type is named in
-``DecodedBatch.unknown``; the first of a type costs its batch the slow way, later ones are skipped at once.
+A batch is decoded in one call; if that fails or the batch is large, event by event. A missing field or a
+wrong value rejects that event only and is reported in ``DecodedBatch.rejected``. Fields that may be None may
+be absent too (SGLang omits them); unknown fields are ignored. ``DecodedBatch.unknown`` names events of an
+unknown type. The first event of such a type makes its batch take the slow path; later ones are skipped
+directly.
 
-Always true: ``decode_batch`` either returns a batch or raises ``EventDecodeError``; it never raises anything
-else, whatever the bytes. A batch has at most ``EVENTS_MAX`` events, an event ``BLOCKS_MAX`` blocks, and what
-is nested in all of them (extra keys, look-ahead tokens) takes ``NESTED_BYTES_MAX`` at most.
+Invariant: for any bytes, ``decode_batch`` returns a batch or raises ``EventDecodeError``, nothing else. A
+batch has at most ``EVENTS_MAX`` events, an event at most ``BLOCKS_MAX`` blocks, and their nested lists (extra
+keys, look-ahead tokens) take at most ``NESTED_BYTES_MAX`` together.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ _Result = TypeVar("_Result")
 _Event = TypeVar("_Event")
 
 _REASON_LENGTH_MAX = 200
+# Larger batches are decoded event by event; a batch of this size takes a millisecond.
 _AT_ONCE_BYTES_MAX = 1 << 18
-"""Larger batches are decoded event by event; a batch of this size takes a millisecond."""
 _PIECE_BYTES = 1 << 16
+# Cost added to each event's bytes, so that many small events fill a piece too.
 _EVENT_BYTES = 200
-"""What one event of a few bytes is reckoned with in a piece."""
 _CONTAINERS = bytes(range(0x80, 0xA0))
 _CONTAINER_BYTES = 64
 
 
 class _TooMuchNestedError(ValueError):
-    """An event whose nested lists would take too much memory."""
+    """The nested lists of an event would take too much memory."""
 
 
 class _Batch(msgspec.Struct, Generic[_Event], array_like=True, gc=False):
@@ -127,9 +128,11 @@ _KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
 class _MapDecoders:
-    """Decoders of events that are maps. A type met that is not known becomes one more member of their unions,
-    an event without fields, so that a batch with such events is decoded at once too. What is decoded does not
-    depend on which types were met."""
+    """Decoders of events encoded as maps.
+
+    Each unknown type met becomes one more member of their unions, an event without fields, so that batches
+    with such events are decoded in one call too. The result does not depend on which types were met before.
+    """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         kinds = [msgspec.defstruct("Skipped", [], tag=name, gc=False) for name in names]
@@ -140,7 +143,7 @@ class _MapDecoders:
         self.event: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(event)
 
     def with_type(self, name: str) -> _MapDecoders:
-        """The decoders that skip this type too; these, once there are ``UNKNOWN_TYPES_MAX``."""
+        """Decoders that skip this type too; unchanged at ``UNKNOWN_TYPES_MAX`` types."""
         names = tuple(self.names.values())
         if name in names or len(names) >= UNKNOWN_TYPES_MAX or len(name) > TYPE_CHARS_MAX:
             return self
@@ -164,12 +167,12 @@ _ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayClear
 
 
 def decode_batch(payload: bytes | memoryview) -> DecodedBatch:
-    """Decode one payload frame. Raises ``EventDecodeError`` when it is not a batch at all."""
+    """Decode one payload frame. Raises ``EventDecodeError`` if it is not a batch."""
     return finish(decode_in_pieces(payload))
 
 
 def decode_in_pieces(payload: bytes | memoryview) -> Generator[None, None, DecodedBatch]:
-    """``decode_batch`` as a generator that can be left alone after each piece of some milliseconds."""
+    """``decode_batch`` as a generator that yields after each piece of a few milliseconds."""
     if len(payload) <= _AT_ONCE_BYTES_MAX:
         maps = _Maps.now
         try:
@@ -182,7 +185,7 @@ def decode_in_pieces(payload: bytes | memoryview) -> Generator[None, None, Decod
 
 
 def _known_alone(batch: _Batch[Any], names: dict[type, str]) -> DecodedBatch:
-    """The batch without the events of these types, which are named in ``unknown``."""
+    """The batch without events of the types in ``names``; ``unknown`` lists their names."""
     events = batch.events
     unknown = [names[type(event)] for event in events if type(event) in names] if names else []
     if unknown:
@@ -192,7 +195,7 @@ def _known_alone(batch: _Batch[Any], names: dict[type, str]) -> DecodedBatch:
 
 
 def finish(steps: Generator[None, None, _Result]) -> _Result:
-    """What a generator returns, all its steps taken at once."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(steps)
@@ -236,13 +239,13 @@ def _decode_by_event(payload: bytes | memoryview) -> Generator[None, None, Decod
 
 
 class _Nested:
-    """Decodes the nested lists of one batch as long as they take little memory together."""
+    """Decode the nested lists of one batch within ``NESTED_BYTES_MAX``."""
 
     def __init__(self) -> None:
         self._left = NESTED_BYTES_MAX
 
     def decode(self, raw: msgspec.Raw, decoder: msgspec.msgpack.Decoder[_Result]) -> _Result:
-        """The value. Raises ``_TooMuchNestedError``, or what the decoder does."""
+        """Decode a value. Raises ``_TooMuchNestedError``, or an error of the decoder."""
         data = bytes(raw)
         containers = len(data) - len(data.translate(None, _CONTAINERS))
         size = 4 * len(data) + _CONTAINER_BYTES * containers
@@ -253,7 +256,7 @@ class _Nested:
 
 
 def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event | str:
-    """The event, or the name of its type where that is one to be skipped."""
+    """The event, or the name of its type if that type is skipped."""
     event: _MapStored | _ArrayStored | BlockRemoved | _ArrayRemoved | AllBlocksCleared | _ArrayCleared
     if not _is_array(raw):
         maps = _Maps.now
@@ -276,7 +279,7 @@ def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event | str:
 
 
 def _unknown_type(raw: msgspec.Raw) -> str | None:
-    """The name of the event's type if it is none of the known ones; None for an event that is no good."""
+    """Name of the event's type if it is unknown; None for an event that is malformed."""
     is_map = not _is_array(raw)
     try:
         name = _MAP_TAG.decode(raw).type if is_map else _ARRAY_TAG.decode(raw).type
@@ -290,7 +293,7 @@ def _unknown_type(raw: msgspec.Raw) -> str | None:
 
 
 def _is_array(raw: msgspec.Raw) -> bool:
-    """Whether this is a msgpack array; a map otherwise, or no event."""
+    """Whether this is a msgpack array; otherwise it is a map, or no event."""
     first = memoryview(raw)[0]
     return 0x90 <= first <= 0x9F or first in {0xDC, 0xDD}
 

@@ -1,7 +1,7 @@
 """KV cache events as vLLM puts them on the wire. ``event_decoder.py`` reads them.
 
-A batch is one msgpack array ``[ts, [event, ...], data_parallel_rank, publisher_id?]``. From 0.24 on an event
-is a map tagged ``type``, the form that is written here; before that it is an array whose first item is the
+A batch is one msgpack array ``[ts, [event, ...], data_parallel_rank, publisher_id?]``. Since vLLM 0.24 an
+event is a map tagged ``type``; this module writes that form. Before, it was an array whose first item is the
 tag.
 """
 
@@ -22,15 +22,16 @@ GROUPS_MAX = 64
 """Bound on ``group_idx``; the largest hybrid models known have fewer than 10 groups."""
 
 EVENTS_MAX = 1 << 17
-"""Of one batch. A step that evicts the blocks of 65,536 tokens in 8 groups removes 32,768, one by one."""
+"""Most events in one batch. A step that evicts the blocks of 65,536 tokens in 8 groups sends 32,768
+removals."""
 BLOCKS_MAX = 1 << 16
-"""Of one event: a million tokens at 16 per block."""
+"""Most blocks in one event: a million tokens at 16 per block."""
 NESTED_BYTES_MAX = 64 << 20
 """Estimated memory of the nested lists of one batch; an empty list takes one byte on the wire and 64 here."""
 TYPE_CHARS_MAX = 64
-"""Of the name of an event's type that is kept."""
+"""Most characters kept of an event type's name."""
 UNKNOWN_TYPES_MAX = 16
-"""Types not known here that are told apart."""
+"""Most unknown types that are counted separately."""
 
 _U64 = (1 << 64) - 1
 WireHash = int | bytes
@@ -44,11 +45,11 @@ class EventDecodeError(ValueError):
 
 
 def _none() -> None:
-    """A default that ``omit_defaults`` keeps: vLLM sends these fields as nil, SGLang leaves them out."""
+    """A default that ``omit_defaults`` does not omit: vLLM sends these fields as nil, SGLang omits them."""
 
 
 class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Blocks that now hold the KV of ``token_ids``; fewer hashes than blocks when some were masked.
+    """Blocks that now hold the KV of ``token_ids``; fewer hashes than blocks if some are masked.
 
     ``token_ids`` stays encoded (``msgspec.Raw``): residency does not need it, ``tokens()`` decodes it.
     ``cache_salt`` is SGLang's; vLLM puts a salt into ``extra_keys``.
@@ -84,7 +85,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
 
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    """One physical copy of each listed block is gone (see ``remaining_copy_counts`` where present)."""
+    """One physical copy of each listed block is gone; ``remaining_copy_counts``, if sent, has the rest."""
 
     block_hashes: Hashes
     medium: str | None = msgspec.field(default_factory=_none)
@@ -102,8 +103,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class DecodedBatch(msgspec.Struct, gc=False):
-    """One batch: its events in order, why each event that could not be read was left out, and the type of
-    each that is of a type not known here."""
+    """One batch: its events in order, the reason for each rejected event, the type of each unknown event."""
 
     ts: float
     events: list[Event]
@@ -114,8 +114,11 @@ class DecodedBatch(msgspec.Struct, gc=False):
 
 
 class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """``BlockStored`` with the 14 fields of 0.32: the number of fields decides the form of the map's header,
-    whether they are sent or not, so one more would make the bytes differ from vLLM's."""
+    """``BlockStored`` with the 14 fields of vLLM 0.32.
+
+    The number of declared fields decides the form of the map's header, even if defaults are omitted: with one
+    more, the bytes would differ from vLLM's.
+    """
 
     block_hashes: Hashes
     parent_block_hash: WireHash | None
@@ -134,7 +137,7 @@ class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
 
     @classmethod
     def of(cls, event: BlockStored) -> _Stored032 | BlockStored:
-        """The event in this form; one with look-ahead tokens (0.33) or a salt of SGLang's stays as it is."""
+        """The event in this form; unchanged if it has look-ahead tokens (vLLM 0.33) or SGLang's salt."""
         if event.lookahead_token_ids is not None or event.cache_salt is not None:
             return event
         return cls(
@@ -160,14 +163,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def to_block_hash(wire: WireHash) -> BlockHash:
-    """The 64-bit form of a hash as it stands on the wire (int, or raw bytes of any length)."""
+    """The 64-bit form of a hash on the wire (int, or raw bytes of any length)."""
     if isinstance(wire, int):
         return BlockHash(wire & _U64)
     return BlockHash(int.from_bytes(wire[-8:], "big"))
 
 
 def encode_tokens(token_ids: list[int]) -> msgspec.Raw:
-    """Token ids in the form ``BlockStored.token_ids`` holds them."""
+    """Encode token ids for ``BlockStored.token_ids``."""
     return msgspec.Raw(_ENCODER.encode(token_ids))
 
 
@@ -179,7 +182,7 @@ def encode_batch(
 ) -> bytes:
     """The payload vLLM's publisher would send for these events (map encoding, 0.24 and later).
 
-    ``publisher_id`` is appended where the publisher serves snapshots; old readers ignore it.
+    ``publisher_id`` is appended by publishers that serve snapshots; old readers ignore it.
     """
     wire = [_Stored032.of(event) if isinstance(event, BlockStored) else event for event in events]
     if publisher_id is not None:
@@ -208,16 +211,16 @@ def _array_length(raw: msgspec.Raw) -> int:
 
 
 class Family(StrEnum):
-    """How the hit of a group is found; several kinds share one rule."""
+    """Lookup rule of a group; several kinds share one."""
 
     FULL = "full"
     WINDOW = "window"
     CHUNKED = "chunked"
     MAMBA = "mamba"
     RING = "ring"
-    """One block per request, whatever its length; never consulted."""
+    """One block per request of any length; never part of a lookup."""
     UNUSED = "unused"
-    """Never consulted by the engine's look-up (encoder-only, cross attention)."""
+    """Never part of the engine's lookup (encoder-only, cross attention)."""
 
 
 _FAMILY_OF_KIND = {
@@ -234,8 +237,8 @@ _FAMILY_OF_KIND = {
 }
 
 
+# Assumed hash blocks in a block that was never published whole: more than any prompt has.
 _UNSEEN_HASH_BLOCKS = 1 << 20
-"""Hash blocks in a block that was never published whole: more than any prompt has."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True):
@@ -249,27 +252,27 @@ class GroupSpec(msgspec.Struct, frozen=True):
     mamba_cache_mode: str | None = None
     is_eagle: bool = False
     partial_only: bool = False
-    """Nothing but parts of its blocks was published: ``block_size`` is that of a hash block, its blocks are
+    """Only parts of its blocks were published: ``block_size`` is that of a hash block; the real blocks are
     longer than any prefix stored there."""
     cacheable: bool = True
     """False: a window that is rebuilt by replay (``bounded_replay``, vLLM 0.32) and publishes nothing."""
     apart: bool = False
-    """A drafter's group whose layers differ from the model's in what no event carries (number and size of
-    heads): not of one class with groups that look like it."""
+    """A drafter's group whose layers differ from the model's in a way that no event shows (number and size of
+    heads): it forms its own class, apart from groups with the same spec."""
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it has no prefix cache (``prefix_cacheable`` of vLLM 0.32): no event, no look-up."""
+        """Whether it has no prefix cache (``prefix_cacheable`` of vLLM 0.32): no event, no lookup."""
         return not self.cacheable or self.family in {Family.RING, Family.UNUSED}
 
     @property
     def lookup_block_size(self) -> int:
-        """The block size that look-ups reckon with."""
+        """The block size used by lookups."""
         return self.block_size * _UNSEEN_HASH_BLOCKS if self.partial_only else self.block_size
 
     @property
     def family(self) -> Family:
-        """The look-up rule of this group. Raises ``ValueError`` for a kind nobody has described."""
+        """The lookup rule of this group. Raises ``ValueError`` for an unknown kind."""
         try:
             return _FAMILY_OF_KIND[self.kind]
         except KeyError:
@@ -277,7 +280,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
 
 class SpecClass(msgspec.Struct, frozen=True):
-    """Groups that are looked up jointly, described by the spec they share."""
+    """Groups that are looked up jointly, and the spec they share."""
 
     spec: GroupSpec
     group_idxs: tuple[int, ...]
@@ -293,7 +296,7 @@ class SpecClass(msgspec.Struct, frozen=True):
     @property
     def label(self) -> str:
         """Short name for tables and receipts, e.g. ``sliding_window/16 w128``, chunks as ``c8192``; ``/>16``
-        where the blocks are longer than what was seen of them."""
+        if the blocks are longer than the published parts."""
         more = ">" if self.spec.partial_only else ""
         window = f" w{self.spec.sliding_window}" if self.spec.sliding_window else ""
         chunk = f" c{self.spec.attention_chunk_size}" if self.spec.attention_chunk_size else ""
@@ -301,8 +304,7 @@ class SpecClass(msgspec.Struct, frozen=True):
 
 
 def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:
-    """Spec classes of a model, full attention first, else in order of their first group; without hidden
-    groups."""
+    """Spec classes of a model: full attention first, then by first group; hidden groups are omitted."""
     members: dict[GroupSpec, list[GroupSpec]] = {}
     for group in sorted(groups, key=lambda g: g.group_idx):
         if group.is_hidden:
@@ -314,7 +316,7 @@ def spec_classes(groups: tuple[GroupSpec, ...]) -> tuple[SpecClass, ...]:
 
 
 def _spec_class(spec: GroupSpec, members: list[GroupSpec]) -> SpecClass:
-    """The class drops its last block if any member feeds a drafter: vLLM looks them up as one."""
+    """Make a class; it drops its last block if any member feeds a drafter, as vLLM looks them up as one."""
     eagle = any(group.is_eagle for group in members)
     idxs = tuple(group.group_idx for group in members)
     return SpecClass(msgspec.structs.replace(spec, group_idx=idxs[0], is_eagle=eagle), idxs)
@@ -326,6 +328,6 @@ def scheduler_block_size(groups: tuple[GroupSpec, ...]) -> int:
 
 
 def hash_unit(groups: Sequence[GroupSpec]) -> int:
-    """Tokens of a hash block where the engine was not told otherwise: the greatest common divisor of the
-    block sizes that are looked up (``resolve_kv_cache_block_sizes``, vLLM 0.32)."""
+    """Default number of tokens in a hash block: the greatest common divisor of the block sizes that are
+    looked up (``resolve_kv_cache_block_sizes``, vLLM 0.32)."""
     return math.gcd(*[g.block_size for g in groups if not g.is_hidden] or [g.block_size for g in groups])

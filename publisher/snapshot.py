@@ -1,16 +1,17 @@
-"""What an engine holds, kept up to date from the events it publishes, and told whole on request.
+"""Ledger of the blocks an engine holds, updated from its published events, and snapshots of that ledger.
 
-``SnapshotLedger`` counts copies per (medium, group, locality, owner) and block as the events go by; a
-``Snapshot`` is its content between two batches, encoded slice by slice while further batches keep coming.
-Blocks lie in shards by hash: a shard that a later batch is about to change is encoded first, so a snapshot
-is of one moment although nobody ever waits for more than a shard.
+``SnapshotLedger`` counts copies per (medium, group, locality, owner) and block. A ``Snapshot`` is its content
+between two batches, encoded slice by slice while further batches arrive. Blocks are sharded by hash. A shard
+that a later batch is about to change is encoded first, so a snapshot shows one moment although each step
+handles one shard only.
 
-Always true: the stores of a snapshot, counted, are exactly the copies held at its cut; memory is bounded by
-``blocks_max``, beyond which the ledger is lost (``lost`` says why) rather than wrong, until all is cleared.
+Invariants: the stored blocks in a snapshot, counted, are exactly the copies held at its cut. ``blocks_max``
+bounds memory: beyond it the ledger gives up (``lost`` has the reason) until all blocks are cleared, rather
+than be wrong.
 
-A chunk is an event batch: first, for each group, the first blocks of one stored prompt with their tokens, so
-that the reader learns group, block size and hash scheme; then the blocks held, without tokens, a hash once
-per copy; then a removal for each block that was only taught. The form is that of vLLM #57789.
+A chunk is an event batch. It has, for each group, the first blocks of one stored prompt with their tokens, so
+that the reader learns group, block size and hash scheme. Then come the blocks held, without tokens, one hash
+per copy; then a removal for each block sent only as a sample. The form is that of vLLM #57789.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from publisher.events import (
 )
 
 REQUEST = b"snapshot"
-"""Eight bytes on purpose: a publisher that knows replay only takes it for a seq it never reached."""
+"""Eight bytes on purpose: a publisher without snapshots reads it as a seq that it never reached."""
 UNAVAILABLE = -2
-"""The cut of an answer that has no snapshot: come back later."""
+"""Cut of an answer without a snapshot; the reader may retry later."""
 
 _SHARDS = 1024
 _SHARD_MASK = _SHARDS - 1
 _HASHES_PER_EVENT = 1024
 _EVENTS_PER_CHUNK = 64
-_TAUGHT_BLOCKS_MAX = 4
-_TAUGHT_TOKENS_MAX = 1 << 16
+_SAMPLE_BLOCKS_MAX = 4
+_SAMPLE_TOKENS_MAX = 1 << 16
 _SCOPES_MAX = 256
 _NO_TOKENS = encode_tokens([])
 
@@ -50,16 +51,16 @@ Scope = tuple[str, int | None, str | None, str | None]
 
 
 class SnapshotLedger:
-    """Copies of every block, by scope. ``apply`` what was published, in order, before it is sent."""
+    """Copies of every block, by scope. Call ``apply`` with every batch, in order, before it is sent."""
 
     def __init__(self, *, blocks_max: int = 4_000_000) -> None:
+        # Reason for having no snapshot; empty when snapshots are available.
         self.lost = ""
-        """Why there is no snapshot; empty when there is one."""
         self.unknown_removals = 0
         self._blocks_max = blocks_max
         self._blocks = 0
         self._scopes: dict[Scope, list[dict[BlockHash, int] | None]] = {}
-        self._taught: dict[tuple[Scope, int], BlockStored] = {}
+        self._samples: dict[tuple[Scope, int], BlockStored] = {}
         self._open: list[Snapshot] = []
         self._offload_seen = False
 
@@ -68,7 +69,7 @@ class SnapshotLedger:
         return self._blocks
 
     def apply(self, batch: DecodedBatch) -> None:
-        """One published batch."""
+        """Count the blocks of one published batch."""
         if batch.rejected:
             self._lose("an event could not be read")
         for event in batch.events:
@@ -82,30 +83,31 @@ class SnapshotLedger:
                 self._clear()
 
     def copies(self, medium: str, group_idx: int | None, block: BlockHash) -> int:
-        """How many copies of a block are held, whoever holds them."""
+        """Number of copies of a block, over all localities and owners."""
         shards = [held for scope, held in self._scopes.items() if scope[:2] == (medium, group_idx)]
         return sum((each[block & _SHARD_MASK] or {}).get(block, 0) for each in shards)
 
     def snapshot(self) -> Snapshot:
-        """The content as it is now; encode it by stepping it, and ``close`` it if it is not wanted."""
-        snapshot = Snapshot(self, self._taught.values())
+        """Begin a snapshot of the current content. Call its ``step`` to encode it, or ``close`` to drop
+        it."""
+        snapshot = Snapshot(self, self._samples.values())
         self._open.append(snapshot)
         return snapshot
 
     def shards(self) -> dict[Scope, list[dict[BlockHash, int] | None]]:
-        """The live content, for ``Snapshot``."""
+        """The live content, read by ``Snapshot``."""
         return self._scopes
 
     def closed(self, snapshot: Snapshot) -> None:
-        """The snapshot needs no protection from changes any more."""
+        """Stop protecting a snapshot from changes."""
         if snapshot in self._open:
             self._open.remove(snapshot)
 
     def _store(self, event: BlockStored) -> None:
         scope = _scope(event)
         self._offload_seen = self._offload_seen or scope[0] != "GPU"
-        if scope[0] == "GPU" and event.block_size and (scope, event.block_size) not in self._taught:
-            self._teach(scope, event)
+        if scope[0] == "GPU" and event.block_size and (scope, event.block_size) not in self._samples:
+            self._keep_sample(scope, event)
         if scope not in self._scopes and len(self._scopes) >= _SCOPES_MAX:
             self._lose(f"more than {_SCOPES_MAX} media and groups")
             return
@@ -124,12 +126,12 @@ class SnapshotLedger:
             self.unknown_removals += len(event.block_hashes)
             return
         counts = event.remaining_copy_counts
-        told = counts if counts is not None and len(counts) == len(event.block_hashes) else None
+        remaining = counts if counts is not None and len(counts) == len(event.block_hashes) else None
         for number, wire in enumerate(event.block_hashes):
             block = to_block_hash(wire)
             shard = self._shard(scope, block)
             held = shard.get(block, 0)
-            left = told[number] if told is not None else None
+            left = remaining[number] if remaining is not None else None
             now = left if left is not None else held - 1
             if now > 0:
                 shard[block] = now
@@ -139,7 +141,7 @@ class SnapshotLedger:
             self._blocks += (now > 0) - (held > 0)
 
     def _clear(self) -> None:
-        """The engine's pool was emptied; other tiers keep what they have."""
+        """Drop the blocks of the engine's pool; other tiers keep theirs."""
         gone = [scope for scope in self._scopes if scope[0] == "GPU"]
         for scope in gone:
             self._blocks -= sum(len(shard) for shard in self._scopes.pop(scope) if shard)
@@ -154,28 +156,28 @@ class SnapshotLedger:
         self._blocks = 0
 
     def _shard(self, scope: Scope, block: BlockHash) -> dict[BlockHash, int]:
-        """The shard to be changed; open snapshots have taken it down first."""
+        """The shard of a block, for a change; open snapshots encode it first."""
         shards = self._scopes.get(scope)
         if shards is None:
             shards = self._scopes[scope] = [None] * _SHARDS
         number = block & _SHARD_MASK
         for snapshot in self._open:
-            snapshot.take(scope, number)
+            snapshot.encode_shard(scope, number)
         shard = shards[number]
         if shard is None:
             shard = shards[number] = {}
         return shard
 
-    def _teach(self, scope: Scope, event: BlockStored) -> None:
+    def _keep_sample(self, scope: Scope, event: BlockStored) -> None:
         """Keep the beginning of the first prompt stored in a scope, for each block size seen there."""
-        if event.parent_block_hash is not None or len(self._taught) >= _SCOPES_MAX:
+        if event.parent_block_hash is not None or len(self._samples) >= _SCOPES_MAX:
             return
         tokens, size = event.num_tokens(), event.block_size
         full = bool(event.block_hashes) and tokens == len(event.block_hashes) * size
-        if tokens > _TAUGHT_TOKENS_MAX and not full:
+        if tokens > _SAMPLE_TOKENS_MAX and not full:
             return
-        kept = min(_TAUGHT_BLOCKS_MAX, len(event.block_hashes)) if full else 0
-        self._taught[scope, size] = msgspec.structs.replace(
+        kept = min(_SAMPLE_BLOCKS_MAX, len(event.block_hashes)) if full else 0
+        self._samples[scope, size] = msgspec.structs.replace(
             event,
             block_hashes=event.block_hashes[:kept],
             token_ids=encode_tokens(event.tokens()[: max(kept, 1) * size]),
@@ -185,27 +187,27 @@ class SnapshotLedger:
 
 
 class Snapshot:
-    """The ledger at one moment. ``step`` until it returns False; then ``chunks`` is the whole of it."""
+    """The ledger at one moment. Call ``step`` until it returns False; then ``chunks`` is complete."""
 
-    def __init__(self, ledger: SnapshotLedger, taught: Iterable[BlockStored]) -> None:
+    def __init__(self, ledger: SnapshotLedger, samples: Iterable[BlockStored]) -> None:
         self.chunks: list[bytes] = []
         self.size_bytes = 0
         self.done = False
+        # Closed before it was complete.
         self.failed = False
-        """Closed before it was whole."""
         self._ledger = ledger
-        self._taught = list(taught)
-        # The lists, not the ledger: a clear gives the ledger new ones and leaves these as they were.
+        self._samples = list(samples)
+        # Refer to the shard lists, not the ledger: a clear gives the ledger new lists and keeps these.
         self._shards = dict(ledger.shards())
         self._left = {scope: set(range(_SHARDS)) for scope in self._shards}
         self._events: list[Event] = []
         self._hashes: dict[Scope, list[int]] = {}
-        for event in self._taught:
+        for event in self._samples:
             self._add(event)
         self._flush()
 
     def step(self) -> bool:
-        """Take down one more shard with blocks; False when all are."""
+        """Encode one more shard that has blocks; False when all are encoded."""
         for scope, numbers in self._left.items():
             shards = self._shards[scope]
             while numbers:
@@ -217,15 +219,15 @@ class Snapshot:
             self._end()
         return False
 
-    def take(self, scope: Scope, number: int) -> None:
-        """A shard is about to change: take it down now, unless that was done."""
+    def encode_shard(self, scope: Scope, number: int) -> None:
+        """Encode a shard that is about to change, unless it is encoded already."""
         numbers = self._left.get(scope)
         if numbers is not None and number in numbers:
             numbers.discard(number)
             self._write(scope, self._shards[scope][number])
 
     def close(self) -> None:
-        """It is not wanted any more, or cannot be had."""
+        """Drop the snapshot; it has failed unless it is complete."""
         self.failed = self.failed or not self.done
         self._left.clear()
         self._ledger.closed(self)
@@ -239,9 +241,9 @@ class Snapshot:
             if copies > 1:
                 hashes.extend([block] * (copies - 1))
         if len(hashes) >= _HASHES_PER_EVENT:
-            self._name(scope)
+            self._add_hashes(scope)
 
-    def _name(self, scope: Scope) -> None:
+    def _add_hashes(self, scope: Scope) -> None:
         hashes = self._hashes.pop(scope, [])
         medium, group, locality, ownership = scope
         for start in range(0, len(hashes), _HASHES_PER_EVENT):
@@ -263,8 +265,8 @@ class Snapshot:
 
     def _end(self) -> None:
         for scope in list(self._hashes):
-            self._name(scope)
-        for event in self._taught:
+            self._add_hashes(scope)
+        for event in self._samples:
             for block in event.block_hashes:
                 self._add(
                     BlockRemoved([block], event.medium, event.group_idx, event.locality, event.ownership)

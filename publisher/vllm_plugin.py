@@ -1,11 +1,11 @@
-"""Puts our event publisher, with snapshots, into a stock vLLM: a ``vllm.general_plugins`` entry point.
+"""A ``vllm.general_plugins`` entry point that replaces the event publisher of a stock vLLM, to add snapshots.
 
-Install the package where vLLM is and set ``KVATLAS_PUBLISHER=1``; without the variable nothing changes.
-``--kv-events-config`` keeps its meaning; live and replayed frames stay those of vLLM, with a publisher
-id appended to the payload, and ``b"snapshot"`` sent to the replay endpoint is answered (``zmq_publisher``).
+Install the package beside vLLM and set ``KVATLAS_PUBLISHER=1``; without the variable nothing changes.
+``--kv-events-config`` keeps its meaning. Live and replayed frames stay those of vLLM, with a publisher id
+appended to the payload. The replay endpoint also answers ``b"snapshot"`` (``zmq_publisher``).
 
-``publish`` is called by the scheduler and does no more than the one of vLLM: it puts the batch in a bounded
-queue. Encoding, sending, the ledger and all answers are the work of one thread with an event loop of its own.
+The scheduler calls ``publish``, which does no more than vLLM's: it puts the batch in a bounded queue. One
+thread with its own event loop encodes, sends, updates the ledger and serves all answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("vllm.kvatlas")
 
 
 class EventPublisher:
-    """Stands in for ``vllm.distributed.kv_events.ZmqEventPublisher``: same arguments, same methods."""
+    """Replacement for ``vllm.distributed.kv_events.ZmqEventPublisher``: same arguments, same methods."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class EventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """Where events are published, wildcard ports resolved."""
+        """Address of the PUB socket, with a wildcard port resolved."""
         return self._publisher.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where replay and snapshots are served."""
+        """Address of the socket for replay and snapshots."""
         return self._publisher.replay_endpoint
 
     def publish(self, events: Any) -> None:
@@ -87,15 +87,16 @@ class EventPublisher:
         self._loop.call_soon_threadsafe(self._send_one)
 
     def shutdown(self) -> None:
-        """Send what is queued, for at most a second, and close; a second call does nothing."""
+        """Send the queued batches for at most a second, then close; a second call does nothing."""
         if not self._stopped.is_set():
             self._stopped.set()
-            self._loop.call_soon_threadsafe(self._loop.stop)  # behind everything published before
+            # The loop runs callbacks in order: it stops after every batch published before.
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_STOP_S)
 
     def get_publisher_config(self) -> Any:
-        """What ``GET /kv_event_sources`` shows."""
-        from vllm.config.kv_events import KVEventsConfig  # noqa: PLC0415  # only where vLLM runs
+        """Configuration shown by ``GET /kv_event_sources``."""
+        from vllm.config.kv_events import KVEventsConfig  # noqa: PLC0415  # vLLM is not a dependency
 
         return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", **self._config)
 
@@ -118,7 +119,7 @@ class EventPublisher:
 
 
 def register() -> None:
-    """The entry point: called by vLLM in every process it starts."""
+    """Entry point: vLLM calls it in every process it starts."""
     if os.environ.get(ENABLE, "") != "1":
         return
     from vllm.distributed import kv_events  # noqa: PLC0415
@@ -126,7 +127,7 @@ def register() -> None:
     stock = kv_events.ZmqEventPublisher
 
     def create(data_parallel_rank: int, endpoint: str = "tcp://*:5557", **options: Any) -> Any:
-        # Endpoints that vLLM would connect to, or bind to a port it looks up itself, stay vLLM's business.
+        # Leave to vLLM the endpoints that it would connect to, or bind to a port it looks up itself.
         bindable = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
         if not bindable or endpoint.endswith(":0") or (options.get("replay_endpoint") or "").endswith(":0"):
             _log.warning("kvatlas leaves the event endpoint %s to vLLM's publisher: no snapshots", endpoint)
@@ -134,5 +135,5 @@ def register() -> None:
         _log.info("kvatlas publishes the KV events of rank %d, with snapshots", data_parallel_rank)
         return EventPublisher(data_parallel_rank, endpoint, **options)
 
-    # "zmq" is taken and the configuration allows no other name, so the entry is replaced.
+    # vLLM's configuration accepts no publisher name except "zmq", so replace that entry.
     kv_events.EventPublisherFactory._registry["zmq"] = create  # noqa: SLF001

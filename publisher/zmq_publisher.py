@@ -1,17 +1,17 @@
-"""Publishes event batches over ZMQ the way vLLM does: a PUB socket, and a ROUTER that replays recent ones.
+"""Publish event batches over ZMQ as vLLM does: a PUB socket, and a ROUTER that replays recent batches.
 
-Live message: ``[topic, seq, payload]``, ``seq`` 8 bytes big endian, from 0, plus one per batch. Replay:
-a DEALER or REQ peer sends ``[b"", start_seq]``; every batch still in the ring with ``seq >= start_seq``
-is answered as ``[b"", topic, seq, payload]``, then ``[b"", b"", ff * 8, b""]``. Frames are byte-identical
-to those of vLLM 0.32's ``ZmqEventPublisher``.
+Live message: ``[topic, seq, payload]``; ``seq`` is 8 bytes big endian, starts at 0 and grows by one per
+batch. Replay: a DEALER or REQ peer sends ``[b"", start_seq]``. The reply has ``[b"", topic, seq, payload]``
+for every batch still in the ring with ``seq >= start_seq``, then ``[b"", b"", ff * 8, b""]``. Frames are
+byte-identical to those of vLLM 0.32's ``ZmqEventPublisher``.
 
-With a ledger every payload ends in a 16-byte publisher id, an idle second is marked by an empty batch, and
-a peer of the replay socket that sends ``[b"", b"snapshot"]`` is answered with all the engine holds, in one
+With a ledger, every payload ends in a 16-byte publisher id, and an empty batch marks each idle second. A peer
+of the replay socket that sends ``[b"", b"snapshot"]`` receives the complete content of the engine in one
 message ``[b"", cut, publisher_id, chunk, ...]``: the form of vLLM #57789, on the replay socket.
 
-For asyncio programs: ``publish`` never blocks (a PUB socket drops for a peer whose queue is full), and
-replay is served by the loop in slices, so that a long answer holds up neither the program nor live batches.
-One thread, the loop's, uses an instance. Deviation from vLLM: the PUB endpoint is always bound.
+For asyncio programs: ``publish`` never blocks (a PUB socket drops messages for a peer whose queue is full).
+The loop serves replay in slices, so that a long answer blocks neither the program nor live batches. Use an
+instance from the loop's thread only. Deviation from vLLM: the PUB endpoint is always bound.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from publisher.events import Event, encode_batch
 from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
 END_SEQ = b"\xff" * 8
-"""Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number."""
+"""Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number (vLLM's ``END_SEQ``)."""
 
+# Replay messages sent before yielding to the loop: about half a millisecond.
 _SLICE_MESSAGES = 128
-"""Replay messages sent before the loop gets its turn: about half a millisecond."""
+# Cost of one snapshot shard in a slice, in replay messages.
 _SHARD_COST = 16
-"""What a shard of a snapshot counts for in a slice, in replay messages."""
 _HEARTBEAT_S = 1.0
+# Sentinel for the end of an answer; a message is never empty.
 _DONE: list[bytes] = []
-"""Stands for the end of an answer: no message is empty."""
+# Most replay answers in progress. Further requests are dropped and counted; their senders retry.
 _ANSWERS_MAX = 64
-"""Replay answers in progress; a further request is dropped and counted, its sender times out and repeats."""
 
 
 class PublisherStats(msgspec.Struct):
-    """Plain counters of one publisher."""
+    """Counters of one publisher."""
 
     batches: int = 0
     replays: int = 0
@@ -53,7 +53,7 @@ class PublisherStats(msgspec.Struct):
     dropped_replay_requests: int = 0
     snapshots: int = 0
     snapshots_refused: int = 0
-    """Asked for while there was none to be had, or too large."""
+    """Requests for a snapshot that was unavailable or too large."""
     heartbeats: int = 0
 
 
@@ -77,10 +77,10 @@ def rank_endpoint(endpoint: str, data_parallel_rank: int) -> str:
 class ZmqPublisher:
     """One engine's (and data-parallel rank's) event stream.
 
-    ``endpoint`` and ``replay_endpoint`` may end in ``:*``; the attributes of the same names hold what was
-    bound. Replay needs ``start`` to have been called inside the running loop. ``clock`` gives the batch
-    time stamp (seconds since the epoch). ``ledger``, with ``snapshots``, is where they come from; it is kept
-    up to date here. Raises ``zmq.ZMQError`` when an endpoint cannot be bound.
+    ``endpoint`` and ``replay_endpoint`` may end in ``:*``; the attributes of the same names hold the bound
+    addresses. Call ``start`` inside the running loop to serve replay. ``clock`` gives the batch time stamp
+    (seconds since the epoch). ``ledger`` enables snapshots; the publisher keeps it up to date. Raises
+    ``zmq.ZMQError`` when an endpoint cannot be bound.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class ZmqPublisher:
         snapshot_bytes_max: int = 256 << 20,
     ) -> None:
         self.stats = PublisherStats()
+        # Id of this run of the publisher; None without snapshots.
         self.publisher_id = os.urandom(16) if ledger is not None else None
-        """Names this run of the publisher, where it serves snapshots."""
         self._ledger = ledger
         self._snapshot_bytes_max = snapshot_bytes_max
         self._published = False
@@ -112,10 +112,10 @@ class ZmqPublisher:
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._answers: deque[Generator[list[bytes] | None, None, None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pump_handle: asyncio.Handle | None = None
+        self._slice_handle: asyncio.Handle | None = None
         self._replay: zmq.Socket[bytes] | None = None
+        # Terminated by ``close``, which waits for its sockets; after that the ports are free.
         self._own_context: zmq.Context[zmq.Socket[bytes]] | None = None
-        """Ended with the publisher, which waits for its sockets: then the ports are free again."""
         if context is None:
             context = self._own_context = zmq.Context()
         self._pub = context.socket(zmq.PUB)
@@ -125,7 +125,7 @@ class ZmqPublisher:
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 self._replay = context.socket(zmq.ROUTER)
-                # A ROUTER drops what its peer's queue cannot take; a whole answer has to fit.
+                # A ROUTER drops messages beyond its peer's queue; a whole answer has to fit.
                 self._replay.set_hwm(max(1000, buffer_steps + 1))
                 self.replay_endpoint = _bind(self._replay, rank_endpoint(replay_endpoint, data_parallel_rank))
         except BaseException:
@@ -134,7 +134,7 @@ class ZmqPublisher:
 
     @property
     def next_seq(self) -> int:
-        """Seq of the batch that will be published next; the number of batches published so far."""
+        """Seq of the next batch; the number of batches published so far."""
         return self._next_seq
 
     @property
@@ -142,8 +142,10 @@ class ZmqPublisher:
         return self._pub.closed
 
     def renumber(self, next_seq: int) -> None:
-        """Give the next batch this seq, where a recorded stream is published again. Going back is what a
-        restarted engine does: nothing from before can be replayed then."""
+        """Set the seq of the next batch, to publish a recorded stream.
+
+        A lower seq means a restarted engine: earlier batches are no longer replayed.
+        """
         if next_seq < self._next_seq:
             self._ring.clear()
         self._next_seq = next_seq
@@ -163,7 +165,7 @@ class ZmqPublisher:
         if self._ledger is not None:
             self._ledger.apply(decode_batch(payload))
             self._published = True
-        # Kept before it is sent: who has seen a seq live can also have it replayed.
+        # Store before sending: a peer that saw a seq live can also have it replayed.
         self._ring.append((seq, payload))
         self._pub.send_multipart((self._topic, seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         self.stats.batches += 1
@@ -175,18 +177,20 @@ class ZmqPublisher:
             return
         self._loop = asyncio.get_running_loop()
         if self._ledger is not None:
-            self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._beat)
+            self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._send_heartbeat)
         if self._replay is None:
             return
         self._loop.add_reader(self._replay.fileno(), self._take_requests, self._replay)
         self._take_requests(self._replay)
 
     def close(self) -> None:
-        """Stop at once and close the sockets; a second call does nothing. Without a ``context`` that others
-        use too, the ports are free when it returns."""
-        if self._pump_handle is not None:
-            self._pump_handle.cancel()
-            self._pump_handle = None
+        """Stop immediately and close the sockets; a second call does nothing.
+
+        Without a shared ``context``, the ports are free when it returns.
+        """
+        if self._slice_handle is not None:
+            self._slice_handle.cancel()
+            self._slice_handle = None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             self._heartbeat = None
@@ -202,7 +206,7 @@ class ZmqPublisher:
             self._own_context.term()
 
     def _take_requests(self, replay: zmq.Socket[bytes]) -> None:
-        """Read every waiting request; the descriptor signals only once, so nothing may be left."""
+        """Read every waiting request; ZMQ's descriptor is edge-triggered, so none may be left."""
         while True:
             try:
                 frames = replay.recv_multipart(zmq.NOBLOCK)
@@ -216,12 +220,12 @@ class ZmqPublisher:
                 self._answers.append(self._snapshot(frames[0], self._ledger))
             else:
                 self._answers.append(self._answer(frames[0], int.from_bytes(frames[2], "big")))
-        if self._answers and self._pump_handle is None and self._loop is not None:
-            self._pump_handle = self._loop.call_soon(self._pump, replay)
+        if self._answers and self._slice_handle is None and self._loop is not None:
+            self._slice_handle = self._loop.call_soon(self._send_slice, replay)
 
-    def _pump(self, replay: zmq.Socket[bytes]) -> None:
+    def _send_slice(self, replay: zmq.Socket[bytes]) -> None:
         """Send one slice of the oldest answer, then let the loop run."""
-        self._pump_handle = None
+        self._slice_handle = None
         room = _SLICE_MESSAGES
         while room > 0:
             message = next(self._answers[0], _DONE)
@@ -234,13 +238,14 @@ class ZmqPublisher:
                 break
             try:
                 replay.send_multipart(message, zmq.NOBLOCK)
-            except zmq.ZMQError:  # peer gone or its queue full: it will time out and ask again
+            except zmq.ZMQError:  # the peer is gone or its queue is full; it times out and retries
                 self._answers.popleft()
                 break
-        self._take_requests(replay)  # sending may have consumed the descriptor's signal
+        # Sending may have consumed the edge that signalled a waiting request.
+        self._take_requests(replay)
 
     def _answer(self, peer: bytes, start_seq: int) -> Generator[list[bytes] | None, None, None]:
-        """The messages of one answer, from the ring as it is when the answer begins."""
+        """The messages of one answer, from the ring's content when the answer begins."""
         for seq, payload in [entry for entry in self._ring if entry[0] >= start_seq]:
             self.stats.replayed_batches += 1
             yield [peer, b"", self._topic, seq.to_bytes(8, "big"), payload]
@@ -248,7 +253,7 @@ class ZmqPublisher:
         self.stats.replays += 1
 
     def _snapshot(self, peer: bytes, ledger: SnapshotLedger) -> Generator[list[bytes] | None, None, None]:
-        """The one message of a snapshot, after a None for each piece of work."""
+        """Yield None for each piece of work, then the message of the snapshot."""
         cut, snapshot = self._next_seq - 1, ledger.snapshot()
         head = [peer, b"", cut.to_bytes(8, "big", signed=True), self.publisher_id or b""]
         try:
@@ -264,11 +269,11 @@ class ZmqPublisher:
         finally:
             snapshot.close()
 
-    def _beat(self) -> None:
-        """An empty batch for a second without one, so that a reader can tell silence from trouble."""
+    def _send_heartbeat(self) -> None:
+        """Publish an empty batch after an idle second, so that readers can tell idleness from failure."""
         if self._loop is None or self._pub.closed:
             return
-        self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._beat)
+        self._heartbeat = self._loop.call_later(_HEARTBEAT_S, self._send_heartbeat)
         if not self._published:
             self.stats.heartbeats += 1
             self.publish([])

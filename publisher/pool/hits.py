@@ -1,9 +1,9 @@
-"""The hit an engine would take now, found the way the engine finds it: one finder per lookup class, repeated
-until no class shortens the prefix.
+"""Find a prompt's hit in the same way as the engine: one finder per lookup class, repeated until no class
+shortens the prefix.
 
-A finder gets the hashes of a prompt and a limit and returns the longest prefix its groups can serve, with
-the copies that serve it, block by block (0 where a block need not be there). Nothing here changes the pool.
-Deliberately not the algorithm of the router's index, so that the two can be held against each other.
+A finder takes the hashes of a prompt and a limit. It returns the longest prefix that its groups can serve,
+with the copies that serve it, block by block (0 for a block that is not needed). Nothing here changes the
+pool. The algorithm differs from that of the router's index on purpose, so that tests can compare the two.
 Facts: the ``find_longest_cache_hit`` methods of vLLM 0.32.
 """
 
@@ -21,8 +21,11 @@ Column = list[Copies]
 
 
 class Hit(NamedTuple):
-    """``length`` tokens; ``boundary`` the longest prefix any class could serve if longer, else 0;
-    ``columns`` the copies of every group, by group index."""
+    """A hit of ``length`` tokens.
+
+    ``boundary`` is the longest prefix that any class could serve if that is longer, else 0. ``columns`` has
+    the copies of every group, by group index.
+    """
 
     length: int
     boundary: int
@@ -30,14 +33,14 @@ class Hit(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one class can serve: tokens, and a column per group of the class."""
+    """Prefix that one class can serve: tokens, and a column per group of the class."""
 
     length: int
     columns: list[Column]
 
 
 class ClassFinder:
-    """Shared by the finders of all kinds; sizes in tokens, ``scale`` in hash blocks per block."""
+    """Base of the finders; sizes in tokens, ``scale`` in hash blocks per block."""
 
     def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         spec: GroupSpec = cls.spec
@@ -59,21 +62,21 @@ class ClassFinder:
         raise NotImplementedError
 
     def view(self, hashes: Sequence[WireHash], limit: int) -> Sequence[WireHash]:
-        """The hashes of the whole blocks up to ``limit``: those at the end of each block."""
+        """The hashes at the ends of the whole blocks up to ``limit``."""
         count = limit // self.block_size * self.scale
         return hashes[:count] if self.scale == 1 else hashes[self.scale - 1 : count : self.scale]
 
     def present(self, block_hash: WireHash) -> bool:
-        """Whether every group of the class holds it."""
+        """Whether every group of the class holds a block of this hash."""
         return all(block_hash in mapping for mapping in self.maps)
 
     def columns(self, hashes: Sequence[WireHash], start: int) -> list[Column]:
-        """Columns whose blocks from ``start`` on hold ``hashes``, null before."""
+        """Columns with null blocks up to ``start``, then the blocks of ``hashes``."""
         pad: Column = [NULL] * start
         return [pad + [mapping[block_hash] for block_hash in hashes] for mapping in self.maps]
 
     def run_length(self, hashes: Sequence[WireHash]) -> int:
-        """How many leading hashes every group of the class holds."""
+        """Number of leading hashes that every group of the class holds."""
         if len(self.maps) == 1:
             mapping = self.maps[0]
             for position, block_hash in enumerate(hashes):
@@ -87,7 +90,7 @@ class ClassFinder:
 
 
 class FullFinder(ClassFinder):
-    """The unbroken run from the start; with sub-block hits, on into the next block's last held boundary."""
+    """The contiguous run from the start; with sub-block hits, up to the next block's last held boundary."""
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +119,7 @@ class FullFinder(ClassFinder):
 
 
 class WindowFinder(ClassFinder):
-    """From the right: as many blocks as the window reaches back over, or a run that reaches the start."""
+    """The rightmost run that covers the window, or a run that reaches the start."""
 
     def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         super().__init__(maps, cls, layout)
@@ -153,7 +156,7 @@ class WindowFinder(ClassFinder):
 
 
 class ChunkedFinder(ClassFinder):
-    """Everything before the current chunk needs no look-up; from there an unbroken run."""
+    """A contiguous run from the start of the current chunk; blocks before it need no lookup."""
 
     def __init__(self, maps: Maps, cls: SpecClass, layout: PoolLayout) -> None:
         super().__init__(maps, cls, layout)
@@ -168,7 +171,7 @@ class ChunkedFinder(ClassFinder):
 
 
 class MambaFinder(ClassFinder):
-    """The last aligned boundary whose state is held; nothing before it matters."""
+    """The last aligned boundary whose state is held; earlier states are not needed."""
 
     def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
         del drop  # draft models have no Mamba layers
@@ -192,12 +195,12 @@ _FINDERS: dict[Family, type[ClassFinder]] = {
 
 
 def window_blocks(spec: GroupSpec) -> int:
-    """Blocks a sliding window of ``w`` tokens reaches back over at a boundary: those of ``w - 1`` tokens."""
+    """Blocks that a sliding window of ``w`` tokens needs before a boundary: those of ``w - 1`` tokens."""
     return -(-((spec.sliding_window or 1) - 1) // spec.block_size)
 
 
 class HitFinder:
-    """Reconciles the classes of one layout over the hash maps of one pool."""
+    """Find the prefix that all classes of a layout serve, in the hash maps of one pool."""
 
     def __init__(self, layout: PoolLayout, maps: Maps) -> None:
         self._layout = layout
@@ -219,9 +222,12 @@ class HitFinder:
         return Hit(length, longest if longest > length else 0, columns)
 
     def find_of_full(self, hashes: Sequence[WireHash], limit: int) -> Hit:
-        """The same for a request whose states are loaded with the rest of its prompt: as far as full
-        attention goes, with what the other classes have. As ``find`` where there are no states, or another
-        class goes further. Source: ``get_computed_blocks_for_connector`` of vLLM 0.30 to 0.33."""
+        """The hit of a request whose Mamba states are loaded with the rest of its prompt.
+
+        Its length is that of full attention; the columns have the blocks of the other classes. The same as
+        ``find`` if the model has no states, or if another class reaches further. Source:
+        ``get_computed_blocks_for_connector`` of vLLM 0.30 to 0.33.
+        """
         full = next((finder for finder in self._finders if finder.is_full), None)
         if full is None or not any(isinstance(finder, MambaFinder) for finder in self._finders):
             return self.find(hashes, limit)
@@ -240,7 +246,7 @@ class HitFinder:
         return Hit(length, 0, columns)
 
     def _fixed_point(self, hashes: Sequence[WireHash], limit: int) -> tuple[int, int, dict[int, Found]]:
-        """Common length, longest length any class reached, and each class's last find.
+        """Common length, longest length that any class reached, and the last result of each class.
 
         A class with the EAGLE rule looks one block further and drops it, once for each candidate length.
         """

@@ -1,11 +1,12 @@
-"""Blocks held outside a simulated engine's GPU: what a KV connector would keep there, load, and tell of.
+"""Blocks that a KV connector would keep outside a simulated engine's GPU, load and report.
 
-What comes to be held goes in chains, the blocks of one request in prompt order; the least recently used give
-way, those of a chain from its end on, and none of them for another of the same chain: the connectors' policy
-``lru``, whose hits these are (``tests/connectors/tier/test_simulated_tier.py``). A request is given what lies
-here from its GPU hit on, as far as all groups can resume, and so is as far as a connector
-would take it; moving the bytes takes time and no compute.
-Always true: the blocks held are those of the stored events less those of the removed ones.
+Blocks are stored in chains, the blocks of one request in prompt order. The least recently used blocks are
+evicted, those of a chain from its end on; a block is never evicted for another block of the same chain. This
+is the connectors' policy ``lru``, with the same hits (``tests/connectors/tier/test_simulated_tier.py``). A
+request loads the blocks held here after its GPU hit, as far as all groups can resume, like a connector;
+moving the bytes takes time and no compute.
+
+Invariant: the blocks held are those of the stored events minus those of the removed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HeldKey = tuple[int, WireHash]
 
 
 class HostTier:
-    """``blocks_max`` blocks of any group. Used on the scheduler's thread."""
+    """A store of ``blocks_max`` blocks of any group, used by the scheduler's thread only."""
 
     def __init__(self, layout: PoolLayout, blocks_max: int) -> None:
         if layout.uses_eagle:
@@ -47,21 +48,20 @@ class HostTier:
         return key in self._held
 
     def follow(self, events: Iterable[Event]) -> list[Event]:
-        """Copy what the pool stored; returns what the connector tells of it."""
-        told: list[Event] = []
+        """Copy the blocks that the pool stored; returns the connector's events."""
+        published: list[Event] = []
         for event in events:
             if isinstance(event, BlockStored):
-                told += self._store(event)
-        return told
+                published += self._store(event)
+        return published
 
     def store(self, chain: Sequence[HeldKey]) -> tuple[list[HeldKey], list[HeldKey]]:
-        """Hold these blocks too, as far as there is room; returns those that are new, and those that gave
-        way."""
-        held, asked = self._held, set(chain)
+        """Store these blocks as far as there is room; returns the new blocks and the evicted ones."""
+        held, chosen = self._held, set(chain)
         self.use([key for key in chain if key in held])
         new = [key for key in dict.fromkeys(chain) if key not in held]
         missing = len(held) + len(new) - self._blocks_max
-        gone = self._oldest(missing, asked) if missing > 0 else []
+        gone = self._oldest(missing, chosen) if missing > 0 else []
         new = new[: self._blocks_max - len(held) + len(gone)]
         for group, block in gone:
             del held[group, block]
@@ -72,19 +72,19 @@ class HostTier:
         return new, gone
 
     def use(self, keys: Sequence[HeldKey]) -> None:
-        """These blocks, which are held, have been used."""
+        """Mark these blocks, which must be held, as recently used."""
         for key in reversed(keys):
             self._held.move_to_end(key)
 
     def reach(self, request: PoolRequest, hit: int) -> int:
-        """Tokens that the GPU hit and a load together give; never less than ``hit``."""
+        """Tokens covered by the GPU hit and a load together; at least ``hit``."""
         hashes = request.known_hashes()
         whole = self._layout.scheduler_block_size
         local = hit // whole * whole
         if not self._goes_on(hashes, local):
             return hit
         before = set(hashes[: local // self._layout.hash_block_size])
-        maps = [_Behind(before, held) for held in self._by_group]
+        maps = [_LoadView(before, held) for held in self._by_group]
         finder = HitFinder(self._layout, maps)  # type: ignore[arg-type]
         found = finder.find(hashes, request.num_tokens - 1).length
         while found > hit and not self._ends_are_held(hashes, found):
@@ -104,14 +104,14 @@ class HostTier:
         return [(group_idx, block) for _, group_idx, block in sorted(found, key=lambda one: one[:2])]
 
     def _goes_on(self, hashes: Sequence[WireHash], local: int) -> bool:
-        """Whether a load is possible at all: full attention needs the very next block."""
+        """Whether a load is possible: full attention needs the next block."""
         if self._full is None:
             return True
         end = (local // self._full.block_size + 1) * self._full.block_size // self._layout.hash_block_size
         return end <= len(hashes) and hashes[end - 1] in self._by_group[self._full.group_idx]
 
     def _ends_are_held(self, hashes: Sequence[WireHash], end: int) -> bool:
-        """Whether each block that a load would end in is held under the hash at that end."""
+        """Whether each block in which a load would end is held under the hash at that end."""
         last = hashes[end // self._layout.hash_block_size - 1]
         inside = (group.group_idx for group in self._layout.groups if end % group.block_size)
         return all(last in self._by_group[group_idx] for group_idx in inside)
@@ -128,9 +128,9 @@ class HostTier:
     def _store(self, event: BlockStored) -> list[Event]:
         group = event.group_idx or 0
         new, gone = self.store([(group, block) for block in event.block_hashes])
-        told: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", OWNER) for idx, block in gone]
+        events: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", OWNER) for idx, block in gone]
         if new:
-            told.append(
+            events.append(
                 replace(
                     event,
                     block_hashes=[block for _, block in new],
@@ -140,11 +140,11 @@ class HostTier:
                     ownership=OWNER,
                 )
             )
-        return told
+        return events
 
 
-class _Behind:
-    """One group's blocks as a finder looks them up: those held here, and all before the load."""
+class _LoadView:
+    """One group's blocks as a finder looks them up: the blocks held here, and all before the load."""
 
     __slots__ = ("_before", "_held")
 
@@ -159,7 +159,7 @@ class _Behind:
 
 
 def _first_read(group: GroupSpec, end: int) -> int:
-    """The first token that a group still reads where a prompt goes on from ``end``."""
+    """The first token that a group still reads when a prompt continues from ``end``."""
     match group.family:
         case Family.WINDOW:
             return end - (group.sliding_window or 1) + 1

@@ -1,11 +1,11 @@
-"""What a hybrid block pool derives once from the groups of a model: sizes, alignment, lookup classes.
+"""Layout of a hybrid block pool, derived once from the groups of a model: sizes, alignment, lookup classes.
 
-A hit is a multiple of ``alignment``: the least common multiple of the block sizes, or one hash block where
-sub-block ("partial") hits are on. Combinations that vLLM itself refuses are refused here, with the reason.
-Facts: ``KVCacheCoordinator`` and ``resolve_kv_cache_block_sizes`` of vLLM 0.32.
+A hit is a multiple of ``alignment``: the least common multiple of the block sizes, or one hash block if
+sub-block ("partial") hits are on. Combinations that vLLM refuses are refused here, with the reason. Facts:
+``KVCacheCoordinator`` and ``resolve_kv_cache_block_sizes`` of vLLM 0.32.
 
-Always true of a layout that could be built: every block size is a multiple of ``hash_block_size`` and
-divides ``scheduler_block_size``; a hidden group's only the latter.
+Invariant: every block size is a multiple of ``hash_block_size`` and divides ``scheduler_block_size``; for a
+hidden group only the second holds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ MAMBA_MODES = ("align", "all")
 
 
 class PoolLayout(msgspec.Struct, frozen=True):
-    """Sizes in tokens. ``retention`` is None (dense), 0 or an interval; ``chunk_align`` the step of an
-    align-mode Mamba prefill; ``eagle`` the groups that hold one block past a boundary; ``replay`` how much of
-    a hit is computed again, of which a hit must be longer (bounded replay)."""
+    """Sizes and lookup classes of one model; sizes in tokens.
+
+    ``retention`` is None (dense), 0 or an interval. ``chunk_align`` is the step of an align-mode Mamba
+    prefill. ``eagle`` are the groups that hold one block past a boundary. ``replay`` is the part of a hit
+    that bounded replay recomputes; a shorter hit is not used.
+    """
 
     groups: tuple[GroupSpec, ...]
     classes: tuple[SpecClass, ...]
@@ -37,8 +40,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
 
     @property
     def single(self) -> bool:
-        """One group, and no hidden one beside it: its hits and stores are never rounded to a common block
-        size."""
+        """Whether there is one group only: its hits and stores are not rounded to a common block size."""
         return len(self.groups) == 1
 
     @property
@@ -53,7 +55,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
         return bool(self.eagle)
 
     def cacheable_tokens(self, num_tokens: int, group_idx: int) -> int:
-        """How much of a computed prefix a group may store: no more than a later hit can use."""
+        """Tokens of a computed prefix that a group may store: no more than a later hit can use."""
         if self.single or self.partial_hits:
             return num_tokens
         aligned = num_tokens - num_tokens % self.scheduler_block_size
@@ -62,7 +64,7 @@ class PoolLayout(msgspec.Struct, frozen=True):
         return aligned
 
     def replay_boundaries(self, num_prompt_tokens: int) -> tuple[int, ...]:
-        """Where a resend or a longer sibling of this prompt can resume."""
+        """Positions at which a resend or an extension of this prompt can resume."""
         if not self.uses_eagle:
             return (num_prompt_tokens - 1,)
         size = self.scheduler_block_size
@@ -77,9 +79,9 @@ def pool_layout(
     retention_interval: int | None,
     dcp_world_size: int = 1,
 ) -> PoolLayout:
-    """The layout of a model. Raises ``ValueError`` for one vLLM would not run with prefix caching.
+    """Make the layout of a model. Raises ``ValueError`` for one vLLM would not run with prefix caching.
 
-    Block sizes are those of events: under decode context parallelism over all ``dcp_world_size`` ranks.
+    Block sizes are those in events: with decode context parallelism, over all ``dcp_world_size`` ranks.
     """
     _check_groups(groups, scheme, dcp_world_size)
     hash_size, sched_size = scheme.hash_block_size, scheduler_block_size(groups)
@@ -109,15 +111,17 @@ def pool_layout(
 
 
 def _chunk_align(groups: tuple[GroupSpec, ...], dcp_world_size: int) -> int:
-    """The engine's ``block_size``: the least of one rank's groups that have a prefix cache
+    """The engine's ``block_size``: the smallest of one rank's groups that have a prefix cache
     (``EngineCore._initialize_kv_caches``, ``v1/engine/core.py``, vLLM 0.32)."""
     shared = (g for g in groups if not g.is_hidden)
     return min(g.block_size // (dcp_world_size if g.family is Family.FULL else 1) for g in shared)
 
 
 def checkpoint_position(num_tokens: int, size: int, *, eagle: bool) -> int:
-    """Where the reusable state of a prefill of ``num_tokens`` lies: its last boundary short of the end
-    (under EAGLE one boundary earlier, of the whole)."""
+    """Position of the reusable state of a prefill of ``num_tokens``: the last boundary before its end.
+
+    With EAGLE it is one boundary before the last boundary of all tokens.
+    """
     if eagle:
         return max(num_tokens // size * size - size, 0)
     return max(num_tokens - 1, 0) // size * size
@@ -190,9 +194,12 @@ def _check_retention(groups: tuple[GroupSpec, ...], interval: int | None, sched_
 
 
 def _partial_hits(groups: tuple[GroupSpec, ...], hash_size: int, dcp_world_size: int) -> bool:
-    """Sub-block hits: an align-mode Mamba group coarser than the hash block (under decode context parallelism
-    also as long as it), every other group able. Source: ``partial_hash_hits_enabled``,
-    ``v1/core/kv_cache_utils.py``, vLLM 0.32."""
+    """Whether sub-block hits are on.
+
+    They need an align-mode Mamba group with blocks longer than the hash block (with decode context
+    parallelism: at least as long), and support in every other group. Source: ``partial_hash_hits_enabled``,
+    ``v1/core/kv_cache_utils.py``, vLLM 0.32.
+    """
     least = hash_size + (dcp_world_size == 1)
     coarse = any(g.mamba_cache_mode == "align" and g.block_size >= least for g in groups)
     able = (Family.FULL, Family.MAMBA)

@@ -1,6 +1,6 @@
-"""Tables of Mamba groups: a block holds a state, and only the last state is needed to go on.
+"""Tables of Mamba groups: a block holds a state, and only the last state is needed to continue.
 
-A state stored in a step is written when that step ends, so a request that hits it waits for the next one.
+A state stored in a step is written when that step ends, so a request that hits it waits for the next step.
 Facts: ``MambaManager`` of vLLM 0.32, without draft tokens and without checkpoints inside a chunk.
 """
 
@@ -15,7 +15,7 @@ from publisher.pool.tables import DueBlock, GroupTable, PoolParts
 
 
 class MambaTable(GroupTable):
-    """Mamba, mode "all": a state per block, of which only the last is needed to go on."""
+    """Mamba, mode "all": one state per block, of which only the last is needed to continue."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         super().__init__(spec, parts)
@@ -32,7 +32,7 @@ class MambaTable(GroupTable):
         return super().blocks_to_admit(hit_blocks, hit, num_tokens, capped=capped, loaded_to=loaded_to)
 
     def is_unwritten(self, hit_blocks: list[int]) -> bool:
-        """A state stored in this very step is written only when the step ends: the request has to wait."""
+        """Whether the hit's state was stored in this step: it is written only when the step ends."""
         return bool(hit_blocks) and self.store.hash_of[hit_blocks[-1]] in self.stored_this_step
 
     def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
@@ -56,12 +56,12 @@ class MambaTable(GroupTable):
         super().cache(request, num_tokens, boundaries)
         table, hash_of = request.tables[self.group_idx], self.store.hash_of
         for position in range(start, request.num_cached[self.group_idx]):
-            block_hash = hash_of[table[position]]  # the null block has none
+            block_hash = hash_of[table[position]]  # None for the null block
             if block_hash is not None:
                 self.stored_this_step.add(block_hash)
 
     def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
-        """States are handed over where they were stored."""
+        """States are copied out of the blocks that they were stored in."""
         found = super().due(request, start, end, boundaries)
         return [one for one in found if self.store.hash_of[one.block] == one.block_hash]
 
@@ -70,7 +70,7 @@ class MambaTable(GroupTable):
 
 
 class AlignedMambaTable(MambaTable):
-    """Mamba, mode "align": one running state, saved where a chunk ends; all other positions stay null."""
+    """Mamba, mode "align": one running state, saved at chunk ends; all other positions stay null."""
 
     def blocks_to_admit(
         self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
@@ -79,7 +79,7 @@ class AlignedMambaTable(MambaTable):
         if self.is_unwritten(hit_blocks):
             return self.store.num_blocks
         if loaded_to:
-            hit_blocks = []  # the state at the end of the load is all that is needed
+            hit_blocks = []  # only the state at the end of the load is needed
         partial = bool(hit_blocks) and hit % self.block_size != 0
         fresh = -(-num_tokens // self.block_size) - len(hit_blocks)
         return self._at_most_one(fresh, partial=partial) + self.num_unused(hit_blocks)
@@ -93,7 +93,7 @@ class AlignedMambaTable(MambaTable):
 
     @staticmethod
     def _at_most_one(fresh: int, *, partial: bool) -> int:
-        """One block for the new state, one more to copy a shared one: the gaps between are null."""
+        """Blocks to take: one for the new state, one more to copy a shared state; gaps between are null."""
         return min(max(fresh, 0), 1) + partial
 
     def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
@@ -122,8 +122,11 @@ class AlignedMambaTable(MambaTable):
         request.allocated.add(idx)
 
     def _copy_state(self, request: PoolRequest, target: int) -> None:
-        """A running request keeps writing into its block, so the copy takes over the hash; a new request
-        gets the copy itself."""
+        """Copy a shared state.
+
+        A running request keeps writing into its block, so the copy takes over the hash. A new request uses
+        the copy itself.
+        """
         if self.group_idx not in request.allocated:
             self.copy_tail(request, target)
             return

@@ -1,15 +1,14 @@
-"""Physical blocks: who uses them, what they hold, and in which order they are reused.
+"""Physical blocks: their users, their content, and the order in which they are reused.
 
-Block 0 is the null block. A free block stays findable by its hash until ``take`` hands it out, which removes
-its hashes, each in an event of its own. Free blocks without a hash are reused last in, first out; the others
-in the order they were freed. Equal content is never merged: a hash may have several copies, the oldest first.
-``writes`` counts how often each block was handed out: who still reads it after giving it up can tell by that
-whether it holds what it held.
-Facts: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32.
+Block 0 is the null block. A free block stays findable by its hash until ``take`` allocates it, which removes
+its hashes, with one event each. Free blocks without a hash are reused last in, first out; the others in the
+order they were freed. Equal content is never merged: a hash may have several copies, the oldest first.
+``writes`` counts how often each block was allocated, so that a reader of a freed block can detect that its
+content was replaced. Facts: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32.
 
-Every operation is O(1) per block. The queue of hashed blocks is a deque in which a block taken out of the
-middle leaves a dead entry behind: entries of one block leave in the order they came, so a count of its dead
-ones is enough to skip them. The deque is rewritten when dead entries outnumber the blocks.
+Every operation is O(1) per block. The queue of hashed blocks is a deque; a block taken out of the middle
+leaves a stale entry. Entries of one block leave in the order they came, so a count of its stale entries is
+enough to skip them. The deque is rewritten when stale entries outnumber the blocks.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from publisher.events import BlockRemoved, BlockStored, Event, GroupSpec, encode
 
 WireHash = int | bytes
 Copies = int | dict[int, None]
-"""The block that holds a hash, or several in the order they came (0: the null block)."""
+"""The block that holds a hash, or several, oldest first (0 is the null block)."""
 
 NULL = 0
 MEDIUM = "GPU"
 
 
 class IntegrityError(RuntimeError):
-    """The pool's own books do not add up: a defect of this module."""
+    """The pool's state is inconsistent: a defect of this package."""
 
 
 def first_copy(copies: Copies) -> int:
-    """The copy a hit takes: the oldest."""
+    """The copy that a hit takes: the oldest."""
     return copies if isinstance(copies, int) else next(iter(copies))
 
 
 class BlockStore:
-    """``num_blocks`` blocks shared by all groups; ``events`` is None where nobody listens."""
+    """``num_blocks`` blocks shared by all groups; ``events`` is None if events are off."""
 
     __slots__ = (
         "_back",
@@ -75,7 +74,7 @@ class BlockStore:
         self.num_free = num_blocks - 1
 
     def take(self, count: int) -> list[int]:
-        """``count`` free blocks, each used once; what they held is gone. The caller checked ``num_free``."""
+        """Allocate ``count`` free blocks and drop their content. The caller has checked ``num_free``."""
         front, back, stale = self._front, self._back, self._stale
         refs, hash_of, writes = self.refs, self.hash_of, self.writes
         blocks: list[int] = []
@@ -101,7 +100,7 @@ class BlockStore:
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more user of each block; null blocks are ignored."""
+        """Add a user to each block; null blocks are ignored."""
         refs, stale = self.refs, self._stale
         revived = 0
         for block in filter(None, blocks):
@@ -113,8 +112,7 @@ class BlockStore:
         self.num_free -= revived
 
     def free(self, blocks: Iterable[int]) -> None:
-        """One user less of each block, given in the order in which they should be reused; null blocks are
-        ignored."""
+        """Remove a user from each block, in the order of their reuse; null blocks are ignored."""
         refs, hash_of = self.refs, self.hash_of
         hashed: list[int] = []
         bare: list[int] = []
@@ -138,7 +136,7 @@ class BlockStore:
         return copies == block if isinstance(copies, int) else copies is not None and block in copies
 
     def insert_run(self, group_idx: int, blocks: Iterable[int], hashes: Iterable[WireHash]) -> None:
-        """Make whole blocks findable; a block that held a part of itself loses that first."""
+        """Make whole blocks findable; hashes of a prefix inside a block are removed first."""
         mapping, hash_of, group_of = self.maps[group_idx], self.hash_of, self.group_of
         for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is not None:
@@ -176,14 +174,14 @@ class BlockStore:
                 events.append(BlockRemoved([block_hash], MEDIUM, group_idx))
 
     def move(self, source: int, target: int) -> None:
-        """Give the hashes of one block to another; nothing is said on the wire."""
+        """Move the hashes of one block to another, without an event."""
         group_idx, span = self.group_of[source], self.span_of[source]
         for block_hash in self._drop_hashes(source):
             self.insert(target, group_idx, block_hash)
         self.span_of[target] = span
 
     def reset(self) -> bool:
-        """Forget every hash; False, and nothing done, while any block is in use."""
+        """Remove every hash. Returns False, with nothing changed, while any block is in use."""
         if self.num_free != self.num_blocks - 1:
             return False
         for mapping in self.maps:
@@ -192,12 +190,8 @@ class BlockStore:
         self.hash_of = [None] * self.num_blocks
         return True
 
-    def say(self, event: BlockStored) -> None:
-        if self.events is not None:
-            self.events.append(event)
-
     def check_integrity(self, uses: list[int]) -> None:
-        """Raise ``IntegrityError`` unless all books agree with ``uses``, the references per block."""
+        """Raise ``IntegrityError`` unless the store agrees with ``uses``, the references per block."""
         if uses != self.refs:
             wrong = [block for block in range(self.num_blocks) if uses[block] != self.refs[block]]
             raise IntegrityError(f"blocks {wrong[:8]}: reference counts are off")
@@ -238,11 +232,11 @@ class BlockStore:
 
     def _free_queue(self) -> list[int]:
         """Free blocks in the order of reuse."""
-        dead = self._stale.copy()
+        stale = self._stale.copy()
         queue = self._front[::-1]
         for block in self._back:
-            if dead[block]:
-                dead[block] -= 1
+            if stale[block]:
+                stale[block] -= 1
             else:
                 queue.append(block)
         return queue
@@ -253,16 +247,16 @@ class BlockStore:
         self._stale = [0] * self.num_blocks
 
 
-# One request in a block pool: its tokens, its hashes, and the blocks it uses in every group.
-#
-# Always true: ``hashes`` covers every whole hash block of ``token_ids`` (and may run ahead of them where
-# the caller supplied it), so nothing is hashed twice however often a request is tried. While a load is
-# under way ``loading_to`` is where it ends, else 0; ``offered`` tokens have been offered to a connector.
-
-
 class PoolRequest:
-    """Made by ``HybridBlockPool.request``. Counts are in tokens; block tables hold block numbers, 0 for a
-    block that is not held (outside the window, or a skipped state)."""
+    """One request in a block pool: its tokens, its hashes, and its blocks in every group.
+
+    Made by ``HybridBlockPool.request``. Counts are in tokens. Block tables hold block numbers, 0 for a block
+    that is not held (outside the window, or a skipped state). ``loading_to`` is the end of a running load,
+    else 0; ``offered`` tokens have been offered to a connector.
+
+    Invariant: ``hashes`` covers every whole hash block of ``token_ids`` (and may extend further if the caller
+    supplied it), so nothing is hashed twice even if a request is tried again.
+    """
 
     __slots__ = (
         "_chain",
@@ -312,7 +306,7 @@ class PoolRequest:
         self._cover()
 
     def forget_blocks(self, num_groups: int) -> None:
-        """Back to a request that holds nothing and has computed nothing."""
+        """Reset to a request without blocks and computed tokens."""
         self.started = False
         self.num_computed = 0
         self.loading_to = 0
@@ -330,18 +324,18 @@ class PoolRequest:
         return len(self.token_ids)
 
     def known_hashes(self) -> Sequence[WireHash]:
-        """The hashes of the whole hash blocks there are now."""
+        """The hashes of the whole hash blocks of the current tokens."""
         count = len(self.token_ids) // self._hash_block_size
         return self.hashes if len(self.hashes) == count else self.hashes[:count]
 
     def append(self, token_id: int) -> None:
-        """Add one generated token. Raises ``ValueError`` where supplied hashes do not reach that far."""
+        """Add one generated token. Raises ``ValueError`` if the supplied hashes are too few."""
         self.token_ids.append(token_id)
         if not len(self.token_ids) % self._hash_block_size:
             self._cover()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add generated tokens. Raises ``ValueError`` where supplied hashes do not reach that far."""
+        """Add generated tokens. Raises ``ValueError`` if the supplied hashes are too few."""
         before = len(self.token_ids) // self._hash_block_size
         self.token_ids.extend(token_ids)
         if len(self.token_ids) // self._hash_block_size != before:
@@ -359,19 +353,15 @@ class PoolRequest:
             )
 
 
-# Writes the ``BlockStored`` events of a pool exactly as vLLM 0.32 would.
-#
-# An event covers the tokens of all blocks that became full, but lists only the hashes of those stored, in
-# order: none at all is an event too. A boundary stored inside a block is an event of one hash block.
-
-
-LoraIds = dict[str, int]
-
-
 class EventWriter:
-    """Says what is stored, into the store's event list. LoRA ids not given count up as names appear."""
+    """Append the ``BlockStored`` events of a pool to the store's event list, equal to those of vLLM 0.32.
 
-    def __init__(self, store: BlockStore, hash_block_size: int, lora_ids: LoraIds) -> None:
+    An event covers the tokens of all blocks that became full, but lists only the hashes of the stored ones,
+    in order; the list may be empty. A boundary stored inside a block is an event of one hash block. LoRA ids
+    that are not given count up as names appear.
+    """
+
+    def __init__(self, store: BlockStore, hash_block_size: int, lora_ids: dict[str, int]) -> None:
         self._store = store
         self._hash_block_size = hash_block_size
         self._lora_ids = lora_ids
@@ -379,12 +369,13 @@ class EventWriter:
     def stored(
         self, request: PoolRequest, spec: GroupSpec, start: int, end: int, held: Sequence[int]
     ) -> None:
-        """Blocks ``start`` to ``end`` became full, of which ``held`` are stored (block positions)."""
-        if self._store.events is None:
+        """Report that blocks ``start`` to ``end`` became full, of which ``held`` are stored (positions)."""
+        events = self._store.events
+        if events is None:
             return
         size = spec.block_size
         scale = size // self._hash_block_size
-        self._say(
+        event = self._event(
             request,
             spec,
             block_size=size,
@@ -393,14 +384,16 @@ class EventWriter:
             span=(start * size, end * size),
             keys=[self._keys(request, position * size, (position + 1) * size) for position in held],
         )
+        events.append(event)
 
     def stored_part(self, request: PoolRequest, spec: GroupSpec, num_tokens: int) -> None:
-        """A block is stored as the prefix of ``num_tokens``, a hash boundary inside it."""
-        if self._store.events is None:
+        """Report a block stored for the prefix of ``num_tokens``, a hash boundary inside it."""
+        events = self._store.events
+        if events is None:
             return
         size = self._hash_block_size
         start, last = num_tokens - size, num_tokens // size - 1
-        self._say(
+        event = self._event(
             request,
             spec,
             block_size=size,
@@ -409,8 +402,9 @@ class EventWriter:
             span=(start, num_tokens),
             keys=[self._keys(request, start, num_tokens)],
         )
+        events.append(event)
 
-    def _say(
+    def _event(
         self,
         request: PoolRequest,
         spec: GroupSpec,
@@ -420,22 +414,20 @@ class EventWriter:
         parent: int,
         span: tuple[int, int],
         keys: list[tuple[Any, ...] | None],
-    ) -> None:
+    ) -> BlockStored:
         name = request.extras.lora_name
-        self._store.say(
-            BlockStored(
-                block_hashes=[request.hashes[position] for position in hash_positions],
-                parent_block_hash=request.hashes[parent] if parent >= 0 else None,
-                token_ids=encode_tokens(request.token_ids[slice(*span)]),
-                block_size=block_size,
-                lora_id=None if name is None else self._lora_ids.setdefault(name, len(self._lora_ids) + 1),
-                medium=MEDIUM,
-                lora_name=name,
-                extra_keys=keys or None,
-                group_idx=spec.group_idx,
-                kv_cache_spec_kind=spec.kind,
-                kv_cache_spec_sliding_window=spec.sliding_window,
-            )
+        return BlockStored(
+            block_hashes=[request.hashes[position] for position in hash_positions],
+            parent_block_hash=request.hashes[parent] if parent >= 0 else None,
+            token_ids=encode_tokens(request.token_ids[slice(*span)]),
+            block_size=block_size,
+            lora_id=None if name is None else self._lora_ids.setdefault(name, len(self._lora_ids) + 1),
+            medium=MEDIUM,
+            lora_name=name,
+            extra_keys=keys or None,
+            group_idx=spec.group_idx,
+            kv_cache_spec_kind=spec.kind,
+            kv_cache_spec_sliding_window=spec.sliding_window,
         )
 
     @staticmethod

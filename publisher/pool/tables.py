@@ -1,11 +1,10 @@
-"""The block table of one group: how many blocks a request needs there, what it frees, what it stores.
+"""Block tables, one class per kind of group: blocks that a request needs, frees and stores.
 
-One class per kind; here what all kinds share, and full attention. A request is adopted with the blocks of
-its hit; then, for every chunk, blocks that fell out of reach are freed, new ones taken, and those that became
-full are stored under their hash unless retention leaves them out. Facts: ``single_type_kv_cache_manager.py``
-of vLLM 0.32.
+A request is adopted with the blocks of its hit. Then, for every chunk, blocks out of reach are freed, new
+ones are allocated, and full ones are stored under their hash unless retention skips them. Facts:
+``single_type_kv_cache_manager.py`` of vLLM 0.32.
 
-Always true: a table covers all computed tokens, block by block; a 0 stands for a block no longer held.
+Invariant: a table covers all computed tokens, block by block; 0 marks a block that is no longer held.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from publisher.pool.store import NULL, BlockStore, EventWriter, PoolRequest, Wir
 
 
 class PoolParts(NamedTuple):
-    """What the tables of one pool share; ``chunk_tokens_max`` bounds a chunk."""
+    """Objects shared by the tables of one pool; ``chunk_tokens_max`` bounds a chunk."""
 
     layout: PoolLayout
     store: BlockStore
@@ -29,7 +28,7 @@ class PoolParts(NamedTuple):
 
 
 class DueBlock(NamedTuple):
-    """A block that a connector would copy out; ``end`` is where it ends, in tokens. Sorts in prompt order."""
+    """A block that a connector would copy out; ``end`` is its end in tokens. Sorts in prompt order."""
 
     end: int
     group_idx: int
@@ -38,12 +37,13 @@ class DueBlock(NamedTuple):
 
     @property
     def key(self) -> tuple[int, WireHash]:
-        """What it is called outside the GPU."""
+        """Key of the block outside the GPU."""
         return self.group_idx, self.block_hash
 
 
 class GroupTable:
-    """Full attention: nothing is ever out of reach, every full block is stored."""
+    """Base class, with the rules of full attention: every block stays in reach, every full block is
+    stored."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         self.spec = spec
@@ -53,25 +53,27 @@ class GroupTable:
         self.group_idx = spec.group_idx
         self.block_size = spec.block_size
         self.scale = spec.block_size // parts.layout.hash_block_size
+        # Source and target of this step's block copies; both stay in use until it ends.
         self.copies: list[tuple[int, int]] = []
-        """Source and target of the block copies of this step; both stay in use until it ends."""
         self.blocks_max = self.admission_cap(parts.chunk_tokens_max)
 
     def admission_cap(self, chunk_tokens_max: int) -> int | None:
-        """Most blocks one request holds at once where blocks are given back on the way; None: all."""
+        """Most blocks that one request holds at once, for kinds that free blocks on the way; else None."""
         del chunk_tokens_max
         return None
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Tokens from the start that the next token does not look at."""
+        """Tokens from the start that the next token does not attend to."""
         del num_computed
         return 0
 
     def blocks_to_admit(
         self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
     ) -> int:
-        """Free blocks a new request with this hit takes up to reach ``num_tokens`` tokens; ``loaded_to`` is
-        where a load ends that goes on from the hit."""
+        """Free blocks that a new request with this hit needs for ``num_tokens`` tokens.
+
+        ``loaded_to`` is the end of a load that continues the hit, else 0.
+        """
         required = -(-num_tokens // self.block_size)
         if capped and self.blocks_max is not None:
             required = min(required, self.blocks_max)
@@ -81,13 +83,12 @@ class GroupTable:
         return fresh + copied + self.num_unused(hit_blocks[skipped:])
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free now and would leave the queue."""
+        """Number of these blocks that are free now and would leave the free queue."""
         refs = self.store.refs
         return sum(1 for block in blocks if block and not refs[block])
 
     def adopt(self, request: PoolRequest, hit_blocks: list[int], hit: int, loaded_to: int = 0) -> None:
-        """Use the blocks of a hit; those out of reach, of it or of the load that goes on from it, become
-        null."""
+        """Use the blocks of a hit; blocks out of reach after the hit or the load become null."""
         skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
         blocks = hit_blocks[skipped:]
         self.store.touch(blocks)
@@ -98,7 +99,7 @@ class GroupTable:
             request.num_cached[self.group_idx] = hit // self.block_size
 
     def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
-        """Give back what fell out of reach, last block first."""
+        """Free the blocks that fell out of reach, last block first."""
         skipped = self.skipped_tokens(num_computed)
         if skipped > 0:
             self.drop_before(request, skipped // self.block_size)
@@ -114,13 +115,13 @@ class GroupTable:
             self.store.free(freed)
 
     def blocks_needed(self, request: PoolRequest, num_tokens: int) -> int:
-        """Free blocks ``allocate`` will take."""
+        """Free blocks that ``allocate`` will take."""
         required = -(-num_tokens // self.block_size)
         fresh = max(required - len(request.tables[self.group_idx]), 0)
         return fresh + (self.group_idx in request.partial)
 
     def blocks_to_finish(self, request: PoolRequest, num_tokens: int) -> int:
-        """Free blocks that a running request takes at most to reach ``num_tokens`` tokens, give and take."""
+        """Upper bound of the net free blocks that a running request needs for ``num_tokens`` tokens."""
         required = -(-num_tokens // self.block_size)
         if self.blocks_max is not None:
             required = min(required, self.blocks_max)
@@ -143,7 +144,7 @@ class GroupTable:
         self.store.refs[target] += 1
 
     def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Store the blocks that are full at ``num_tokens`` and were not before."""
+        """Store the blocks that became full at ``num_tokens``."""
         start = request.num_cached[self.group_idx]
         end = num_tokens // self.block_size
         if start >= end:
@@ -163,12 +164,12 @@ class GroupTable:
         self.writer.stored(request, self.spec, start, end, held)
 
     def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
-        """Which of the blocks ``start`` to ``end`` can ever serve a hit and are stored; None: all."""
+        """The blocks from ``start`` to ``end`` that can serve a hit and are stored; None for all."""
         del start, end, boundaries
         return None
 
     def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
-        """The blocks that became full between two token counts, are held, and can ever serve a hit."""
+        """The blocks that became full between two token counts, are held and can serve a hit."""
         first, last = start // self.block_size, end // self.block_size
         kept = self.kept_blocks(first, last, boundaries) if first < last else ()
         table, hashes = request.tables[self.group_idx], request.hashes
@@ -193,20 +194,22 @@ class GroupTable:
         self.writer.stored_part(request, self.spec, num_tokens)
 
     def quiet_to(self, before: int, now: int) -> int:
-        """Up to how many computed tokens nothing happens here, after a chunk from ``before`` to ``now``."""
+        """Computed tokens up to which this table needs no change, after a chunk from ``before`` to
+        ``now``."""
         del before
         return now if now % self.block_size == 0 else now - now % self.block_size + self.block_size - 1
 
     def release(self, request: PoolRequest) -> None:
-        """Give back the whole table, last block first."""
+        """Free the whole table, last block first."""
         self.store.free(reversed(request.tables[self.group_idx]))
 
     def end_step(self) -> None:
-        """The step is over; what was stored in it can be hit from now on."""
+        """End the step; blocks stored in it become findable."""
 
 
 class FullTable(GroupTable):
-    """Full attention; coarser than the hash block it also stores the end of the prompt inside a block."""
+    """Full attention; with blocks longer than a hash block, it also stores the prompt's end inside a
+    block."""
 
     def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
         super().cache(request, num_tokens, boundaries)
@@ -230,18 +233,18 @@ class FullTable(GroupTable):
         return found
 
     def _last_boundary(self, request: PoolRequest) -> int:
-        """The last hash boundary at which a resend of the prompt can go on."""
+        """The last hash boundary from which a resend of the prompt can continue."""
         limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
         return limit - limit % self.layout.hash_block_size
 
 
-# Tables of groups that give blocks back while a request runs: sliding window and chunked local attention.
+# Tables of groups that free blocks while a request runs: sliding window and chunked local attention.
 #
 # Facts: ``SlidingWindowManager`` and ``ChunkedLocalAttentionManager`` of vLLM 0.32.
 
 
 class WindowTable(GroupTable):
-    """Sliding window: blocks behind it are given back; stored is what a hit at a kept boundary needs."""
+    """Sliding window: frees blocks behind it; stores the blocks that a hit at a kept boundary needs."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         self.window = spec.sliding_window or 1
@@ -276,18 +279,20 @@ class WindowTable(GroupTable):
 
 
 class ReplayedTable(WindowTable):
-    """A window that is rebuilt by replay: nothing of it is stored or found (``SlidingWindowMLASpec`` with
-    ``bounded_replay``, vLLM 0.32)."""
+    """A window that is rebuilt by replay: its blocks are never stored or found.
+
+    Source: ``SlidingWindowMLASpec`` with ``bounded_replay``, vLLM 0.32.
+    """
 
     def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Nothing."""
+        """Store nothing."""
 
     def due(self, request: PoolRequest, start: int, end: int, boundaries: Sequence[int]) -> list[DueBlock]:
         return []
 
 
 class RingTable(ReplayedTable):
-    """One block, used round and round (``CircularBufferManager``, vLLM 0.32)."""
+    """One block, used as a ring buffer (``CircularBufferManager``, vLLM 0.32)."""
 
     def admission_cap(self, chunk_tokens_max: int) -> int | None:
         return 1
@@ -313,7 +318,7 @@ class RingTable(ReplayedTable):
 
 
 class ChunkedTable(GroupTable):
-    """Chunked local attention: whole chunks behind the current one are given back."""
+    """Chunked local attention: frees whole chunks behind the current one."""
 
     def __init__(self, spec: GroupSpec, parts: PoolParts) -> None:
         self.chunk = spec.attention_chunk_size or spec.block_size
@@ -329,17 +334,17 @@ class ChunkedTable(GroupTable):
         return min(super().quiet_to(before, now), (before // self.chunk + 1) * self.chunk)
 
 
-# Where a prefill chunk has to end when Mamba states are saved at chunk ends (mode "align").
+# Allowed ends of a prefill chunk when Mamba states are saved at chunk ends (mode "align").
 #
-# A state can only be stored where a chunk ends, so chunks end at block boundaries, at the last boundary of
-# the prompt and at a junction that other prompts were seen to share. Facts:
+# A state can only be stored at the end of a chunk. Chunks therefore end at block boundaries, at the last
+# boundary of the prompt and at the end of a prefix that other prompts share. Facts:
 # ``Scheduler._mamba_block_aligned_split`` of vLLM 0.32.
 
 
 def aligned_chunk(
     layout: PoolLayout, request: PoolRequest, start: int, num_tokens: int, chunk_tokens_max: int
 ) -> int:
-    """At most ``num_tokens`` tokens from ``start`` on; 0 when the budget reaches no allowed end."""
+    """Length of the next chunk, at most ``num_tokens``; 0 if the budget reaches no allowed end."""
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
     if start >= prefill_end:
         return num_tokens
@@ -354,7 +359,7 @@ def aligned_chunk(
 
 
 def _stops(layout: PoolLayout, request: PoolRequest, start: int, end: int) -> tuple[int, ...]:
-    """Positions no chunk may run past; 0 for those that do not apply."""
+    """Positions that no chunk may cross; 0 for those that do not apply."""
     size, eagle = layout.chunk_align, layout.uses_eagle
     block_end = (start // size + 1) * size if start % size else 0
     last_state = checkpoint_position(request.num_tokens, size, eagle=eagle)
