@@ -1,7 +1,7 @@
-"""The APIs that agents speak, ``/v1/messages`` and ``/v1/responses``: requests as chats, and their answers.
+"""Request and response bodies of the agents' APIs ``/v1/messages`` and ``/v1/responses``.
 
-As vLLM converts them, as far as agents use them: system text, text, thinking, tool calls and results. Written
-apart from the router's own conversion, so that each can be held against the other.
+Requests are converted to chats as in vLLM, as far as agents use them: system text, text, thinking, tool calls
+and results. Independent of the router's conversion on purpose, so that tests can compare the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from publisher.simulator.api_protocol import ChatRequest, invalid
 from publisher.simulator.kv_messages import TransferParams
 
 Json = dict[str, Any]
-_CLIENTS_TOOLS = ("function", "custom", "namespace")
+_CLIENT_TOOLS = ("function", "custom", "namespace")
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -28,7 +28,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tools: list[Json] | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that it becomes. Raises ``EngineError`` for what is not simulated."""
+        """Convert to a chat. Raises ``EngineError`` for content that is not simulated."""
         messages: list[Json] = []
         system = self.system if isinstance(self.system, str) else _text(self.system or [])
         if system:
@@ -50,7 +50,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     kv_transfer_params: TransferParams | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat that it becomes. Raises ``EngineError`` for what is not simulated."""
+        """Convert to a chat. Raises ``EngineError`` for content that is not simulated."""
         chat = super().chat()
         chat.max_tokens, chat.stream, chat.cache_salt = self.max_tokens, self.stream, self.cache_salt
         chat.kv_transfer_params = self.kv_transfer_params
@@ -118,11 +118,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     @property
     def runs_tools(self) -> bool:
-        """It has tools that the engine runs itself: here, one call for each request."""
-        return any(tool["type"] not in _CLIENTS_TOOLS for tool in self.tools or [])
+        """Whether it has tools that the engine runs: in this simulation, one call for each request."""
+        return any(tool["type"] not in _CLIENT_TOOLS for tool in self.tools or [])
 
     def chat(self, earlier: list[Json]) -> ChatRequest:
-        """The chat that it becomes; ``earlier`` are the messages of the response that it goes on from."""
+        """Convert to a chat; ``earlier`` are the messages of the previous response."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages += [message for message in earlier if message["role"] != "system"]
         given = self.input
@@ -154,8 +154,8 @@ def _add_item(messages: list[Json], item: Json) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
         return
     if kind == "function_call_output":
-        said = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
-        messages.append({"role": "tool", **said})
+        output = {"content": item.get("output"), "tool_call_id": item.get("call_id")}
+        messages.append({"role": "tool", **output})
         return
     if kind != "message" or "role" not in item:
         raise invalid(f"input of type {kind!r} is not simulated", param="input")
@@ -181,7 +181,7 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
         finish_reason: str,
         handed: Json | None = None,
     ) -> Json:
-        """The whole answer at once; what is null is left out."""
+        """The complete body, without null fields."""
         whole = {
             **self._head(self.usage(num_output_tokens, cached_tokens)),
             "content": [{"type": "text", "text": text}],
@@ -192,26 +192,26 @@ class MessagesAnswer(msgspec.Struct, frozen=True):
         return {key: value for key, value in whole.items() if value is not None or key not in left_out}
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None) -> Json:
-        """``input_tokens`` are those that were not cached."""
+        """The ``usage`` object; ``input_tokens`` excludes cached tokens."""
         usage = {"input_tokens": self.num_prompt_tokens - (cached_tokens or 0)}
         if cached_tokens is not None:
             usage["cache_read_input_tokens"] = cached_tokens
         return {**usage, "output_tokens": num_output_tokens}
 
     def opening(self) -> tuple[bytes, ...]:
-        """The stream's events before the first text."""
+        """The stream's events before the first text delta."""
         block = {"index": 0, "content_block": {"type": "text", "text": ""}}
         message = {**self._head(self.usage(0, None)), "content": [], "stop_reason": None}
         return event("message_start", {"message": message}), event("content_block_start", block)
 
     def delta(self, text: str, _number: int) -> bytes:
-        """A piece of text."""
+        """The event of a text delta."""
         return event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": text}})
 
     def closing(
         self, text: str, num_output_tokens: int, cached_tokens: int, finish_reason: str, _number: int
     ) -> bytes:
-        """The stream's events behind the last text."""
+        """The stream's events after the last text delta."""
         usage = self.usage(num_output_tokens, cached_tokens)
         delta = {"stop_reason": _stop_reason(finish_reason), "stop_sequence": None}
         return (
@@ -247,7 +247,7 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
         finish_reason: str,
         handed: Json | None = None,
     ) -> Json:
-        """The whole answer at once."""
+        """The complete body."""
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {"id": f"msg_{self.request_id}", "type": "message", "role": "assistant", "status": "completed"}
         usage = {
@@ -262,17 +262,17 @@ class ResponsesAnswer(msgspec.Struct, frozen=True):
         return {**whole, "kv_transfer_params": handed}
 
     def opening(self) -> tuple[bytes, ...]:
-        """The stream's events before the first text, which do not wait for it
+        """The stream's first events, sent before there is any text
         (vllm/entrypoints/openai/responses/serving.py, 0.32)."""
         head, names = self._head("in_progress"), ("response.created", "response.in_progress")
         return tuple(event(name, {"response": head, "sequence_number": n}) for n, name in enumerate(names))
 
     def queued(self) -> Json:
-        """A response that is being made in the background."""
+        """Body of a background response in progress."""
         return self._head("queued")
 
     def delta(self, text: str, number: int) -> bytes:
-        """A piece of text, and which event of the stream it is."""
+        """The event of a text delta; ``number`` is its sequence number."""
         place = {"item_id": f"msg_{self.request_id}", "output_index": 0, "content_index": 0}
         return event("response.output_text.delta", {**place, "delta": text, "sequence_number": number})
 

@@ -1,7 +1,7 @@
-"""What clients may ask a simulated engine, and how it says no, in vLLM's shapes.
+"""Request bodies, response bodies and errors of a simulated engine, in vLLM's shapes.
 
-Bodies are decoded into msgspec structs; fields that vLLM knows and that change nothing here (temperature
-and other sampling parameters) are accepted and ignored. Errors carry vLLM's body
+Bodies are decoded into msgspec structs. vLLM's fields without an effect here (temperature and other sampling
+parameters) are accepted and ignored. Errors carry vLLM's body
 ``{"error": {message, type, param, code}}`` with the HTTP status as an integer ``code``.
 Facts: vllm/entrypoints/openai and vllm/entrypoints/serve of 0.32.
 """
@@ -19,21 +19,21 @@ from publisher.simulator.kv_messages import TransferParams
 from publisher.simulator.request import SimRequest
 
 COMPLETION_TOKENS_DEFAULT = 16
-"""``max_tokens`` of /v1/completions where the client names none (OpenAI's default, also vLLM's)."""
+"""Default ``max_tokens`` of /v1/completions (OpenAI's default, also vLLM's)."""
 CACHE_SALT_LENGTH_MAX = 1024
 CHOICES_MAX = 64
 _GREEDY_BELOW = 1e-5
 
 _ERROR_PATH = re.compile(r"at `\$([^`]*)`$")
 _PATH_PART = re.compile(r"[^.\[\]]+")
+# Form of msgspec's messages.
 _MISSING_FIELD = re.compile(r"missing required field `([^`]+)`")
-"""How msgspec says where a value is wrong."""
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineError(Exception):
-    """An answer that is not a success."""
+    """An error response."""
 
     def __init__(self, status: HTTPStatus, message: str, *, kind: str = "", param: str | None = None) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class EngineError(Exception):
 
 
 class UnroutedError(EngineError):
-    """No such path, or not with this method: answered by vLLM's web framework, in its own shape."""
+    """Unknown path or method: the body has the shape of vLLM's web framework."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status, status.phrase)
@@ -59,14 +59,14 @@ class UnroutedError(EngineError):
 
 
 def invalid(message: str, *, param: str | None = None, value: object = None) -> EngineError:
-    """400: the request is well formed and asks for what cannot be."""
+    """400: the request is well formed but has an invalid value."""
     if param is not None:
         message += f" (parameter={param}" + ("" if value is None else f", value={value}") + ")"
     return EngineError(HTTPStatus.BAD_REQUEST, message, kind="BadRequestError", param=param)
 
 
 def malformed(message: str) -> EngineError:
-    """400: the body is not what the endpoint reads. ``param`` is where, as far as the message says."""
+    """400: the body has another shape. ``param`` is the position, if the message has it."""
     where = _ERROR_PATH.search(message)
     missing = _MISSING_FIELD.search(message)
     parts = [*_PATH_PART.findall(where.group(1) if where else ""), *(missing.groups() if missing else ())]
@@ -114,7 +114,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     priority: int = 0
 
     def check(self) -> None:
-        """Raises ``EngineError`` for values no engine, or not this one, can serve."""
+        """Raise ``EngineError`` for invalid values and for those that are not simulated."""
         n = 1 if self.n is None else self.n
         if not 1 <= n <= CHOICES_MAX:
             raise invalid(f"n must be at least 1 and at most {CHOICES_MAX}, got {n}.", param="n", value=n)
@@ -139,7 +139,7 @@ class _Generation(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(_Generation, kw_only=True):
-    """Body of POST /v1/chat/completions and its /render; the second half reaches the chat template."""
+    """Body of POST /v1/chat/completions and its /render; the second half goes to the chat template."""
 
     max_completion_tokens: int | None = None
     messages: list[dict[str, Any]]
@@ -152,7 +152,7 @@ class ChatRequest(_Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_template(self) -> None:
-        """Raises ``EngineError`` for what cannot be rendered, whatever the template."""
+        """Raise ``EngineError`` for a request that no template can render."""
         if not self.messages:
             raise invalid(
                 "Cannot apply chat template to an empty conversation. Provide at least one message."
@@ -170,7 +170,7 @@ class CompletionRequest(_Generation, kw_only=True):
     add_special_tokens: bool = True
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt. Raises ``EngineError`` for none, or a mixture."""
+        """List the prompts. Raises ``EngineError`` for none, or for a mixture of types."""
         prompt = self.prompt
         if prompt == "":
             raise invalid("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
@@ -189,7 +189,7 @@ class CompletionRequest(_Generation, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """What of ``sampling_params`` has an effect here."""
+    """The fields of ``sampling_params`` that have an effect here."""
 
     max_tokens: int = COMPLETION_TOKENS_DEFAULT
     min_tokens: int = 0
@@ -209,7 +209,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: TransferParams | None = None
 
     def completion(self) -> CompletionRequest:
-        """The completion that it is. Raises ``EngineError`` for what is not simulated."""
+        """Convert to a completion. Raises ``EngineError`` for values that are not simulated."""
         if self.stream or self.sampling_params.n != 1:
             text = "the simulated engine generates one sequence of tokens per request, not streamed"
             raise invalid(text, param="stream" if self.stream else "n")
@@ -226,7 +226,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeChatRequest(ChatRequest, kw_only=True):
-    """Body of POST /tokenize with messages: a chat request of which only the prompt matters."""
+    """Body of POST /tokenize with messages: only the prompt of the chat request matters."""
 
     return_token_strs: bool | None = False
 
@@ -251,7 +251,7 @@ _Body = TypeVar("_Body")
 
 
 def decode(body: bytes, kind: type[_Body]) -> _Body:
-    """The body as ``kind``. Raises ``EngineError`` (400) saying where it is wrong."""
+    """Decode a body as ``kind``. Raises ``EngineError`` (400) with the position of the fault."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -260,8 +260,8 @@ def decode(body: bytes, kind: type[_Body]) -> _Body:
 
 # Response bodies of a simulated engine, field for field as vLLM writes them.
 #
-# Pure functions from an ``Answer`` (who asked, how) and token counts to JSON-ready dicts. Field names and
-# which of them are null follow vllm/entrypoints/openai of 0.32 with ``--enable-prompt-tokens-details``.
+# Pure functions from an ``Answer`` and token counts to JSON-ready dicts. Field names and null fields follow
+# vllm/entrypoints/openai of 0.32 with ``--enable-prompt-tokens-details``.
 
 
 Json = dict[str, Any]
@@ -270,7 +270,7 @@ FINGERPRINT = "kvatlas-simulated-engine"
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One of the texts of a whole answer."""
+    """One choice of a complete answer."""
 
     text: str
     token_ids: list[int]
@@ -279,7 +279,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What every body of one answer repeats. ``prompt_token_ids`` only where the client asked for ids."""
+    """Fields common to all bodies of one answer. ``prompt_token_ids`` is set if the client wants ids."""
 
     request_id: str
     created: int
@@ -289,7 +289,7 @@ class Answer(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | None = None
 
     def usage(self, num_output_tokens: int, cached_tokens: int | None = None) -> Json:
-        """The ``usage`` object; prompt details appear where ``cached_tokens`` is given."""
+        """The ``usage`` object, with prompt details if ``cached_tokens`` is given."""
         usage: Json = {
             "prompt_tokens": self.num_prompt_tokens,
             "total_tokens": self.num_prompt_tokens + num_output_tokens,
@@ -300,7 +300,7 @@ class Answer(msgspec.Struct, frozen=True):
         return usage
 
     def full(self, given: list[Choice], cached_tokens: int, handed: Json | None = None) -> Json:
-        """The whole answer at once; ``handed`` are a prefill engine's ``kv_transfer_params``."""
+        """The complete body; ``handed`` are a prefill engine's ``kv_transfer_params``."""
         choices = [self._full_choice(index, choice) for index, choice in enumerate(given)]
         usage = self.usage(sum(len(choice.token_ids) for choice in given), cached_tokens)
         unset = {"created_cache_tokens": 0 if self.is_chat else None, "multimodal_tokens": None}
@@ -323,7 +323,7 @@ class Answer(msgspec.Struct, frozen=True):
         return body
 
     def opening(self, index: int = 0) -> Json:
-        """The first chunk of a choice of a chat's stream: the role, no text."""
+        """The first chunk of a choice in a chat's stream: the role, no text."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         body = {**self._head("chat.completion.chunk"), "choices": [choice]}
@@ -339,10 +339,7 @@ class Answer(msgspec.Struct, frozen=True):
         last: bool,
         index: int = 0,
     ) -> Json:
-        """One token of a stream (None where the engine gave up instead of producing one).
-
-        ``last``: no usage chunk will follow.
-        """
+        """The chunk of one token (None if the engine failed instead); ``last``: no usage chunk follows."""
         choice: Json = (
             {"index": index, "delta": {"content": text}} if self.is_chat else {"index": index, "text": text}
         )
@@ -357,7 +354,7 @@ class Answer(msgspec.Struct, frozen=True):
         return {**body, "system_fingerprint": FINGERPRINT} if last else body
 
     def closing(self, num_output_tokens: int, cached_tokens: int) -> Json:
-        """The stream's last chunk where usage was asked for: no choice, absent fields left out."""
+        """The stream's last chunk if usage is included: no choice, unset fields omitted."""
         usage = self.usage(num_output_tokens, cached_tokens)
         if self.is_chat:
             usage["prompt_tokens_details"]["created_cache_tokens"] = 0
@@ -380,7 +377,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def model_list(model: str, root: str, max_model_len: int, created: int) -> Json:
-    """GET /v1/models."""
+    """Body of GET /v1/models."""
     permission = {
         "id": f"modelperm-{model}",
         "object": "model_permission",
@@ -410,7 +407,7 @@ def rendered(
     stream_options: StreamOptions | None,
     cache_salt: str | None,
 ) -> Json:
-    """One item of POST /v1/.../render: a request ready for token-in token-out generation."""
+    """One item of POST /v1/.../render: a request for token-in token-out generation."""
     body: Json = {"request_id": request_id, "token_ids": token_ids, "token_offsets": None, "features": None}
     body |= {"content_parts": None, "sampling_params": {"max_tokens": max_tokens}, "model": model}
     body |= {"stream": stream, "stream_options": stream_options if stream else None}
@@ -421,7 +418,7 @@ def rendered(
 def generated(
     request_id: str, num_prompt_tokens: int, request: SimRequest, finish_reason: str, *, model: str
 ) -> Json:
-    """POST /inference/v1/generate."""
+    """Body of POST /inference/v1/generate."""
     choice = {"index": 0, "logprobs": None, "finish_reason": finish_reason, "token_ids": request.output}
     usage = {
         "prompt_tokens": num_prompt_tokens,
@@ -434,6 +431,6 @@ def generated(
 
 
 def tokenized(token_ids: list[int], strings: list[str] | None, max_model_len: int) -> Json:
-    """POST /tokenize."""
+    """Body of POST /tokenize."""
     body = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
     return {**body, "token_strs": strings}

@@ -1,7 +1,7 @@
-"""The endpoints of the agents' APIs: ``/v1/messages`` and ``/v1/responses``, what is counted and rendered of
-them, and responses that are kept.
+"""Endpoints of the agents' APIs: ``/v1/messages``, ``/v1/responses``, their token counts and renderings, and
+stored responses.
 
-A background response is made by the call that asked for it, whether or not its client waits; all others end
+The call that starts a background response completes it even if its client disconnects; all other requests end
 with their client.
 """
 
@@ -52,11 +52,11 @@ class Call:
 
     @property
     def query(self) -> dict[str, str]:
-        """What the URL asks, by name."""
+        """Query parameters by name."""
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
     def priority(self, in_body: int) -> int:
-        """The request's priority: the header goes before the body where it is a number
+        """The request's priority: a numeric header overrides the body
         (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32)."""
         try:
             return int(self.headers[b"x-vllm-priority"])
@@ -64,7 +64,7 @@ class Call:
             return in_body
 
     async def body(self) -> bytes:
-        """The request body. Raises ``EngineError`` where it is not JSON by its type, or too large."""
+        """Read the request body. Raises ``EngineError`` if its type is not JSON or it is too large."""
         content_type = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if content_type != b"application/json":
             raise malformed("Unsupported Media Type: Only 'application/json' is allowed")
@@ -106,7 +106,7 @@ class Call:
 
     @asynccontextmanager
     async def on_disconnect(self, action: Callable[[], None]) -> AsyncIterator[None]:
-        """Call ``action`` if the client goes away within the block; the body must have been read."""
+        """Call ``action`` if the client disconnects within the block; read the body before."""
         watcher = asyncio.create_task(self._watch(action))
         try:
             yield
@@ -124,17 +124,12 @@ class ClientGoneError(Exception):
     """The client closed the connection before its request was read."""
 
 
-# Responses that the simulated engine keeps: to go on from, to be asked for again, to be cancelled.
-#
-# Always true: at most ``KEPT_MAX`` are kept; one that is dropped while it is made is not made any further.
-
-
 KEPT_MAX = 1024
-_UNDER_WAY = "queued"
+_IN_PROGRESS = "queued"
 
 
-class KeptResponse:
-    """One response: its body, the messages that a next one goes on from, and a background stream's events."""
+class StoredResponse:
+    """One response: its body, its messages for a following one, and a background stream's events."""
 
     def __init__(self, body: Json, messages: list[Json], abort: Callable[[], None], *, streams: bool) -> None:
         self.body = body
@@ -145,34 +140,34 @@ class KeptResponse:
         self._changed = asyncio.Condition()
 
     @property
-    def under_way(self) -> bool:
-        """Whether it is being made in the background."""
-        return bool(self.body["status"] == _UNDER_WAY)
+    def in_progress(self) -> bool:
+        """Whether it is still generated in the background."""
+        return bool(self.body["status"] == _IN_PROGRESS)
 
     def cancel(self) -> None:
-        """Stop making it."""
+        """Stop generating it."""
         self.body = {**self.body, "status": "cancelled"}
         self._abort()
 
     async def add_event(self, event: bytes) -> None:
-        """An event of its stream happened."""
+        """Append an event of its stream."""
         async with self._changed:
             self._events.append(event)
             self._changed.notify_all()
 
-    async def finish(self, body: Json, said: str) -> None:
-        """It is made, or was cancelled before: then ``body`` is not taken."""
+    async def finish(self, body: Json, text: str) -> None:
+        """Complete it with ``body``, unless it was cancelled."""
         async with self._changed:
-            if self.under_way:
+            if self.in_progress:
                 self.body = body
-                self.messages = [*self.messages, {"role": "assistant", "content": said}]
+                self.messages = [*self.messages, {"role": "assistant", "content": text}]
             self._changed.notify_all()
 
     async def events(self, first: int) -> AsyncIterator[bytes]:
-        """Events from number ``first`` on, until it is made or cancelled."""
+        """Yield events from number ``first`` on, until it is complete or cancelled."""
         while True:
             async with self._changed:
-                while len(self._events) <= first and self.under_way:
+                while len(self._events) <= first and self.in_progress:
                     await self._changed.wait()
                 events = self._events[first:]
             if not events:
@@ -182,40 +177,21 @@ class KeptResponse:
                 yield event
 
 
-class KeptResponses:
-    """Responses by id, oldest first."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, KeptResponse] = {}
-
-    def get(self, response_id: str) -> KeptResponse | None:
-        """The response of this id."""
-        return self._kept.get(response_id)
-
-    def put(self, response: KeptResponse) -> None:
-        """Keep one more; the oldest makes room."""
-        self._kept[response.body["id"]] = response
-        while len(self._kept) > KEPT_MAX:
-            dropped = self._kept.pop(next(iter(self._kept)))
-            if dropped.under_way:
-                dropped.cancel()
-
-
 class AgentEndpoints:
-    """Answers requests of agents as chats of one model."""
+    """Answer requests of agents as chats of one model."""
 
     def __init__(self, model: EngineModel, stepper: Stepper) -> None:
         self._model = model
         self._stepper = stepper
-        self._kept = KeptResponses()
+        self._stored: dict[str, StoredResponse] = {}
 
     async def messages(self, call: Call) -> None:
         chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
         chat.priority = call.priority(chat.priority)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
-        making = self._begin(answer, prepared)
-        await self._answer(call, making, stream=bool(chat.stream))
+        running = self._begin(answer, prepared)
+        await self._answer(call, running, stream=bool(chat.stream))
 
     async def count_tokens(self, call: Call) -> None:
         chat = _as_chat(decode(await call.body(), CountTokensRequest).chat)
@@ -240,46 +216,54 @@ class AgentEndpoints:
         name, stream = chat.model or self._model.name, bool(chat.stream)
         response_id = f"resp_{uuid.uuid4().hex}"
         answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), asked.previous_response_id)
-        making = self._begin(answer, prepared, runs_tools=asked.runs_tools)
-        kept = KeptResponse(answer.queued(), chat.messages, making.abort, streams=stream)
+        running = self._begin(answer, prepared, runs_tools=asked.runs_tools)
+        stored = StoredResponse(answer.queued(), chat.messages, running.abort, streams=stream)
         if asked.background:
-            self._kept.put(kept)
-            await _make_behind(call, making, kept)
+            self._store(stored)
+            await _run_in_background(call, running, stored)
             return
 
-        async def keep(whole: Json, text: str) -> None:
-            await kept.finish(whole, text)
-            self._kept.put(kept)
+        async def store(whole: Json, text: str) -> None:
+            await stored.finish(whole, text)
+            self._store(stored)
 
-        await self._answer(call, making, stream=stream, keep=keep if asked.store else None)
+        await self._answer(call, running, stream=stream, store=store if asked.store else None)
 
-    async def kept_response(self, call: Call, response_id: str) -> None:
-        kept = self._known(response_id)
+    async def get_response(self, call: Call, response_id: str) -> None:
+        stored = self._stored_response(response_id)
         streams = call.query.get("stream", "").lower() in {"true", "1"}
-        if streams and not kept.streams:
+        if streams and not stored.streams:
             raise invalid(f"Unknown response_id: {response_id}", param="response_id")
         after = call.query.get("starting_after", "-1")
         if not after.lstrip("-").isdigit():
             raise malformed("starting_after: Input should be a valid integer")
-        await _reply(call, kept, first=int(after) + 1 if streams else None)
+        await _reply(call, stored, first=int(after) + 1 if streams else None)
 
     async def cancel_response(self, call: Call, response_id: str) -> None:
-        kept = self._known(response_id)
-        if not kept.under_way:
+        stored = self._stored_response(response_id)
+        if not stored.in_progress:
             raise invalid("Cannot cancel a synchronous response.", param="response_id")
-        kept.cancel()
-        await call.reply_json(kept.body)
+        stored.cancel()
+        await call.reply_json(stored.body)
 
-    def _known(self, response_id: str) -> KeptResponse:
-        kept = self._kept.get(response_id)
-        if kept is None:
+    def _store(self, response: StoredResponse) -> None:
+        """Store a response; beyond ``KEPT_MAX`` the oldest is dropped, and cancelled if it is in progress."""
+        self._stored[response.body["id"]] = response
+        while len(self._stored) > KEPT_MAX:
+            dropped = self._stored.pop(next(iter(self._stored)))
+            if dropped.in_progress:
+                dropped.cancel()
+
+    def _stored_response(self, response_id: str) -> StoredResponse:
+        stored = self._stored.get(response_id)
+        if stored is None:
             text = f"Response with id '{response_id}' not found."
             raise EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")
-        return kept
+        return stored
 
     def _chat_of(self, asked: ResponsesRequest) -> ChatRequest:
         earlier = asked.previous_response_id
-        messages = [] if earlier is None else self._known(earlier).messages
+        messages = [] if earlier is None else self._stored_response(earlier).messages
         return _as_chat(lambda: asked.chat(messages))
 
     async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
@@ -297,7 +281,7 @@ class AgentEndpoints:
 
     def _begin(
         self, answer: MessagesAnswer | ResponsesAnswer, prepared: Prepared, *, runs_tools: bool = False
-    ) -> _Making:
+    ) -> _RunningAnswer:
         self._stepper.check()
         transfer = msgspec.structs.replace(prepared.transfer) if prepared.transfer is not None else None
         generation = self._stepper.submit(self._model.sim_request(answer.request_id, prepared))
@@ -308,42 +292,42 @@ class AgentEndpoints:
                 return None
             return self._stepper.submit(self._model.next_turn(request, prepared, transfer))
 
-        return _Making(self._model, answer, generation, self._stepper.abort, next_turn)
+        return _RunningAnswer(self._model, answer, generation, self._stepper.abort, next_turn)
 
     async def _answer(
         self,
         call: Call,
-        making: _Making,
+        running: _RunningAnswer,
         *,
         stream: bool,
-        keep: Callable[[Json, str], Awaitable[None]] | None = None,
+        store: Callable[[Json, str], Awaitable[None]] | None = None,
     ) -> None:
-        """Make and answer; ``keep`` is told the whole answer and its text before the client has it."""
+        """Generate and send an answer; ``store`` gets the body and its text before the client does."""
         try:
-            async with call.on_disconnect(making.abort):
+            async with call.on_disconnect(running.abort):
                 if stream:
                     await call.start_stream()
-                async for event in making.events():
+                async for event in running.events():
                     if stream:
                         await call.write(event, more=True)
-                if making.reason == "error":
+                if running.reason == "error":
                     error = self._stepper.failure()
                     if not stream:
                         raise error
-                    await making.break_off(call, error)
+                    await running.break_off(call, error)
                     return
-                if keep is not None:
-                    await keep(making.whole(), making.text)
+                if store is not None:
+                    await store(running.whole(), running.text)
                 if stream:
-                    await call.write(making.closing(), more=False)
+                    await call.write(running.closing(), more=False)
                 else:
-                    await call.reply_json(making.whole())
+                    await call.reply_json(running.whole())
         finally:
-            making.abort()
+            running.abort()
 
 
-class _Making:
-    """One answer while it is generated."""
+class _RunningAnswer:
+    """An answer in progress."""
 
     def __init__(
         self,
@@ -363,12 +347,12 @@ class _Making:
         self._earlier: list[int] = []
 
     def abort(self) -> None:
-        """Stop it; no effect once it is finished."""
+        """Stop generating; no effect on a finished answer."""
         self._abort(self._generation)
 
     @property
     def text(self) -> str:
-        """What was said so far."""
+        """The text so far."""
         return self._model.text(self._output)
 
     @property
@@ -376,7 +360,7 @@ class _Making:
         return [*self._earlier, *self._generation.request.output]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream's events but the closing ones."""
+        """Yield the stream's events except the closing ones."""
         answer = self._answer
         if isinstance(answer, ResponsesAnswer):
             for event in answer.opening():
@@ -405,18 +389,20 @@ class _Making:
             yield token
 
     async def break_off(self, call: Call, error: EngineError) -> None:
-        """End a stream that has failed: with an error event where vLLM 0.32 has one
-        (entrypoints/anthropic/serving.py); its Responses API fails to write it and cuts the connection."""
+        """End a failed stream with an error event if vLLM 0.32 has one (entrypoints/anthropic/serving.py).
+
+        vLLM's Responses API fails to write it and cuts the connection.
+        """
         if isinstance(self._answer, MessagesAnswer):
-            told = {"error": {"type": "internal_error", "message": error.message}}
-            await call.write(sse_event("error", told), more=False)
+            body = {"error": {"type": "internal_error", "message": error.message}}
+            await call.write(sse_event("error", body), more=False)
 
     def closing(self) -> bytes:
         """The closing events."""
         return self._answer.closing(*self._end(), self._num_events + 1)
 
     def whole(self) -> Json:
-        """The whole answer."""
+        """The complete body."""
         return self._answer.full(*self._end(), self._generation.request.handed)
 
     def _end(self) -> tuple[str, int, int, str]:
@@ -424,36 +410,38 @@ class _Making:
         return self.text, len(self._output), request.cached_tokens or 0, self.reason
 
 
-async def _make_behind(call: Call, making: _Making, kept: KeptResponse) -> None:
-    """A background response: answered at once, or as it comes, and made to its end also without its client,
-    to whom writing does nothing once it is gone."""
-    if kept.streams:
+async def _run_in_background(call: Call, running: _RunningAnswer, stored: StoredResponse) -> None:
+    """Answer immediately, or stream, and generate to the end even without the client.
+
+    Writing to a client that is gone has no effect.
+    """
+    if stored.streams:
         await call.start_stream()
     else:
-        await call.reply_json(kept.body)
+        await call.reply_json(stored.body)
 
-    async def told(event: bytes) -> None:
-        await kept.add_event(event)
-        if kept.streams:
+    async def send(event: bytes) -> None:
+        await stored.add_event(event)
+        if stored.streams:
             await call.write(event, more=True)
 
-    async for event in making.events():
-        await told(event)
-    if making.reason not in {"abort", "error"}:
-        await told(making.closing())
-    failed = making.reason == "error"
-    await kept.finish({**kept.body, "status": "failed"} if failed else making.whole(), making.text)
-    if kept.streams:
+    async for event in running.events():
+        await send(event)
+    if running.reason not in {"abort", "error"}:
+        await send(running.closing())
+    failed = running.reason == "error"
+    await stored.finish({**stored.body, "status": "failed"} if failed else running.whole(), running.text)
+    if stored.streams:
         await call.write(b"", more=False)
 
 
-async def _reply(call: Call, kept: KeptResponse, *, first: int | None) -> None:
-    """A response as it is, or its events from number ``first`` on."""
+async def _reply(call: Call, stored: StoredResponse, *, first: int | None) -> None:
+    """Send the body of a response, or its events from number ``first`` on."""
     if first is None:
-        await call.reply_json(kept.body)
+        await call.reply_json(stored.body)
         return
     await call.start_stream()
-    async for event in kept.events(max(first, 0)):
+    async for event in stored.events(max(first, 0)):
         await call.write(event, more=True)
     await call.write(b"", more=False)
 

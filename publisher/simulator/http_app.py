@@ -1,8 +1,8 @@
 """The simulated engine as a raw ASGI application with vLLM's paths, bodies and errors.
 
-Generation endpoints answer whole or as server-sent events; a client that goes away aborts its request, also
-before the first token. Tokenizing long prompts happens in a thread. Every error is an ``EngineError`` turned
-into JSON in one place.
+Generation endpoints send a complete body or server-sent events. A client that disconnects aborts its request,
+even before the first token. Long prompts are tokenized in a thread. One place turns every ``EngineError``
+into JSON.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from publisher.simulator.stepper import Generation, Stepper
 
 _Handler = Callable[["Call"], Awaitable[None]]
 
+# The first release whose streams carry ``kv_transfer_params``.
 _PARAMS_IN_STREAMS = (0, 33)
-"""The first release whose streams carry ``kv_transfer_params``."""
 
 _GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
@@ -46,8 +46,10 @@ _METRICS = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
 
 
 class EngineApp:
-    """ASGI application over one model and one stepper; ``event_sources`` is what /kv_event_sources says,
-    ``enable_scale_out`` whether the render endpoints answer."""
+    """ASGI application over one model and one stepper.
+
+    ``event_sources`` is the body of /kv_event_sources; ``enable_scale_out`` enables the render endpoints.
+    """
 
     def __init__(
         self,
@@ -56,9 +58,9 @@ class EngineApp:
         *,
         event_sources: Json,
         enable_scale_out: bool,
-        deaths: CrashSwitch,
+        crash_switch: CrashSwitch,
     ) -> None:
-        self._deaths = deaths
+        self._crash_switch = crash_switch
         self._enable_scale_out = enable_scale_out
         self._model = model
         self._stepper = stepper
@@ -89,7 +91,7 @@ class EngineApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point; the server sends HTTP scopes only (lifespan and websockets are off)."""
         if scope["path"] in _GENERATING:
-            send = self._deaths.watch(send)
+            send = self._crash_switch.watch(send)
         call = Call(scope, receive, send)
         try:
             await self._handler(scope)(call)
@@ -101,22 +103,22 @@ class EngineApp:
 
     def _handler(self, scope: Scope) -> _Handler:
         path = scope["path"]
-        method, handler = self._routes.get(path) or self._kept(path)
+        method, handler = self._routes.get(path) or self._response_route(path)
         if handler is None:
             raise UnroutedError(HTTPStatus.NOT_FOUND)
         if scope["method"] != method:
             raise UnroutedError(HTTPStatus.METHOD_NOT_ALLOWED)
         return handler
 
-    def _kept(self, path: str) -> tuple[str, _Handler | None]:
-        """Method and handler of what is asked of one response."""
+    def _response_route(self, path: str) -> tuple[str, _Handler | None]:
+        """Method and handler of a path below one stored response."""
         head, _, rest = path.partition("/v1/responses/")
         response_id, _, action = rest.partition("/")
         if head or not response_id or action not in {"", "cancel"}:
             return "", None
         if action:
             return "POST", lambda call: self._agents.cancel_response(call, response_id)
-        return "GET", lambda call: self._agents.kept_response(call, response_id)
+        return "GET", lambda call: self._agents.get_response(call, response_id)
 
     def _scale_out(self, handler: _Handler) -> _Handler:
         if self._enable_scale_out:
@@ -188,7 +190,8 @@ class EngineApp:
         asked: ChatRequest | CompletionRequest,
         generations: list[Generation],
     ) -> None:
-        """Several choices one after the other, which clients may not rely on; an error is an event."""
+        """Stream the choices one after the other; clients may not rely on that order. An error is an
+        event."""
         await call.start_stream()
         total = 0
         try:
@@ -212,8 +215,10 @@ class EngineApp:
         generation: Generation,
         place: tuple[int, int],
     ) -> int:
-        """Its tokens as they come, and how many they were; ``place``: which choice, and how many tokens
-        those before it have."""
+        """Stream one choice; returns its number of tokens.
+
+        ``place`` is the index of the choice, and the number of tokens of the choices before it.
+        """
         (index, before), count = place, 0
         async for token in generation.tokens():
             if token.finish_reason == "error":
@@ -232,7 +237,7 @@ class EngineApp:
         return count
 
     async def _generate_tokens(self, call: Call) -> None:
-        """Tokens in, tokens out; whole answers only."""
+        """Generate from token ids; complete bodies only."""
         self._stepper.check()
         asked = decode(await call.body(), GenerateRequest)
         completion = asked.completion()

@@ -1,6 +1,7 @@
-"""uvicorn inside somebody else's event loop: told when to end, and says when it listens.
+"""A uvicorn server inside the caller's event loop, and a switch that crashes the engine.
 
-It takes no signals, and lets what is under way go on for a moment when it ends. ``listen`` opens its socket.
+The server installs no signal handlers; at its end it waits a moment for open requests. ``listen`` opens its
+socket.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 import uvicorn
 
 from publisher.simulator.http_agents import ClientGoneError, Send
-from publisher.simulator.settings import DeathPoint
+from publisher.simulator.settings import CrashPoint
 
 _BACKLOG = 2048
+# Time that ``shutdown`` waits for connections whose requests it has ended.
 _DRAIN_S = 1
-"""How long ``shutdown`` waits for connections whose requests it has just ended."""
-_LOOK_S = 0.005
+_POLL_S = 0.005
+# Interval of uvicorn's housekeeping (``on_tick``).
 _TICK_S = 0.1
-"""How often uvicorn's own housekeeping (``on_tick``) is due."""
 
 
 class LoopServer(uvicorn.Server):
-    """``listening`` is set once it does; setting ``ending`` ends it."""
+    """A uvicorn server controlled by events: it sets ``listening``; set ``ending`` to stop it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -57,9 +58,10 @@ class LoopServer(uvicorn.Server):
         connections, tasks = self.server_state.connections, self.server_state.tasks
         end = time.monotonic() + _DRAIN_S
         while True:
-            for connection in list(connections):  # also those accepted in the turn in which listening ended
+            # Repeat for connections accepted in the loop iteration in which the listeners were closed.
+            for connection in list(connections):
                 connection.shutdown()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if not (connections or tasks) or time.monotonic() >= end:
                 break
         for task in tasks:
@@ -69,7 +71,7 @@ class LoopServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises ``OSError`` that names the address."""
+    """Open a listening socket. Raises ``OSError`` naming the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -83,21 +85,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-# A simulated engine that dies in the middle of an answer: a switch for tests and demonstrations.
-#
-# ``CrashSwitch`` stands between the application and the server, counts the pieces of an answer to a request
-# that generates, and ends the engine at the chosen point. Dead is dead: no answer, no event, no port.
-
-
 class CrashSwitch:
-    """``at``: where the next answer ends the engine; None: nowhere."""
+    """Crash a simulated engine during an answer, for tests and demonstrations.
 
-    def __init__(self, at: DeathPoint | None, die: Callable[[], None]) -> None:
+    It wraps ``send`` between application and server. ``at`` is the point of the next generated answer at
+    which the engine ends, without any further answer or event and with all ports closed; None to keep it
+    running.
+    """
+
+    def __init__(self, at: CrashPoint | None, die: Callable[[], None]) -> None:
         self.at = at
         self._die = die
 
     def watch(self, send: Send) -> Send:
-        """``send`` of one answer, up to the engine's death."""
+        """Wrap ``send`` of one answer; the wrapper raises ``ClientGoneError`` after the crash."""
 
         async def watched(message: MutableMapping[str, Any]) -> None:
             begins = message["type"] == "http.response.start"

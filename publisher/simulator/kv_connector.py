@@ -1,13 +1,14 @@
-"""The connector's books in one engine: blocks kept for others, and loads from others. Pure, given the time.
+"""The KV connector of one simulated engine: blocks kept for other engines, loads from them, the side channel.
 
-As a prefill engine it keeps the blocks of a finished request pinned in the pool under a lease. Heartbeats
-prolong it, a notification that they have been read ends it, and so does its end. After that the blocks are
-the pool's, and a reader learns nothing: it gets what lies there by then, as RDMA does. ``read`` tells
-whether that is still what was computed.
+A prefill engine keeps the blocks of a finished request pinned in the pool under a lease. Heartbeats extend
+the lease; a read notification or its expiry ends it. After that the pool may reuse the blocks, and a late
+reader gets their current content without an error, as with RDMA. ``read`` returns whether that content is
+still the computed one.
 
-As a decode engine it says how far a request's prompt comes from elsewhere; what it begins waits in ``begun``
-for the shell, what is only to be let go in ``unread``.
-Always true: a block is pinned once per request that is kept; each request's parameters are used once.
+A decode engine knows how much of a prompt comes from elsewhere. Loads to run wait in ``begun`` for the link,
+transfers to release without a load in ``unread``.
+
+Invariants: a block is pinned once per kept request; each request's parameters are used once.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ import xxhash
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Family
 from publisher.simulator.kv_messages import (
-    Alive,
     Fault,
+    Heartbeat,
     Message,
     Read,
     Reply,
     TransferHandshake,
     TransferParams,
     TransferStats,
-    exchanged,
-    handed_over,
+    prefill_params,
+    transferred_blocks,
 )
 from publisher.simulator.request import SimRequest
 
 _REPORTS_REMOTE_HIT = (0, 31)
+# Released requests remembered for late readers; blocks of older ones count as reused.
 _REMEMBERED_MAX = 4096
-"""Requests let go whose late readers are told apart; blocks of older ones count as reused."""
 
 
 class EngineDownError(RuntimeError):
-    """What ends a real engine's process: parameters that no prefill engine gave."""
+    """An error that ends a real engine's process: parameters that no prefill engine sends."""
 
 
 class Load(NamedTuple):
-    """One prompt on its way here: up to token ``end``, in ``num_blocks`` blocks of all groups."""
+    """A running load of one prompt up to token ``end``, in ``num_blocks`` blocks of all groups."""
 
     request: SimRequest
     params: TransferParams
@@ -61,18 +62,18 @@ class Load(NamedTuple):
 class _Kept(NamedTuple):
     blocks: list[int]
     writes: list[int]
-    """Each block's count when it was kept."""
+    """Write count of each block when it was kept."""
     prompt: array[int]
-    """What they were computed for."""
+    """The prompt that the blocks were computed for."""
 
 
-def digest_of(prompt: Sequence[int], end: int) -> int:
-    """What tells prompts apart up to token ``end``."""
+def prompt_digest(prompt: Sequence[int], end: int) -> int:
+    """Digest of a prompt up to token ``end``."""
     return xxhash.xxh3_64_intdigest(array("I", prompt[:end]).tobytes())
 
 
 class KvConnector:
-    """One engine's connector; ``address`` is where its side channel listens."""
+    """One engine's NixlConnector; ``address`` is that of its side channel."""
 
     def __init__(
         self,
@@ -106,46 +107,51 @@ class KvConnector:
 
     @property
     def metrics(self) -> TransferStats | None:
-        """What ``GET /metrics`` tells of it."""
+        """Counters shown by ``GET /metrics``; None for connectors without simulated metrics."""
         return self.stats
 
     def keeps(self, request_id: str) -> bool:
-        """Whether this request's blocks wait here."""
+        """Whether this request's blocks are kept."""
         return request_id in self._kept
 
-    def dropped(self, request_id: str) -> bool:
-        """Whether they did, and have been let go."""
+    def released(self, request_id: str) -> bool:
+        """Whether this request's blocks were kept and have been released."""
         return request_id in self._gone
 
     # decode
 
     def arrived(self, request: SimRequest) -> None:
-        """A new request. What is computed for a model with Mamba layers stops one token short: their state
-        is not to hold the last one."""
+        """Register a new request.
+
+        A prefill for a model with Mamba layers stops one token early, so that the state excludes the last
+        token.
+        """
         asked = request.transfer
         if asked is None:
             return
         self._report(request, asked)
         if asked.do_remote_decode and len(request.prompt) > self._backoff:
             request.prompt = request.prompt[: len(request.prompt) - self._backoff]
-        elif asked.tp_size is not None and self.can_read(asked):  # else it knows not whom to tell
+        elif asked.tp_size is not None and self.can_read(asked):  # vLLM needs tp_size to send heartbeats
             self._awaited[request] = asked
 
     def _report(self, request: SimRequest, asked: TransferParams) -> None:
-        """The other engine's hit is reported (vllm/v1/engine/output_processor.py, from 0.31 on)."""
+        """Report the other engine's hit (vllm/v1/engine/output_processor.py, from 0.31 on)."""
         if asked.do_remote_prefill and self.release >= _REPORTS_REMOTE_HIT:
             request.reported_hit = asked.remote_prefill_cached_tokens
 
     def reach(self, request: SimRequest) -> int:
-        """Up to which token of its prompt a request is given from elsewhere; 0: it is not."""
+        """Tokens of its prompt that a request loads from another engine; 0 for none."""
         if request.transfer is None or not request.transfer.do_remote_prefill:
             return 0
         num_tokens = len(request.prompt)
         return num_tokens - self._backoff if num_tokens > self._backoff else num_tokens
 
     def begin(self, request: SimRequest, pooled: PoolRequest) -> None:
-        """The pool has started this request, and loads what is missing unless it missed nothing.
-        Raises ``EngineDownError`` as a real engine fails."""
+        """Begin the load of a request that the pool has started, unless its hit is complete.
+
+        Raises ``EngineDownError`` for parameters that make a real engine fail.
+        """
         params = request.transfer
         if params is None or not params.do_remote_prefill:
             return
@@ -160,27 +166,28 @@ class KvConnector:
             return
         fresh = 0
         for group, table in zip(self._pool.layout.groups, pooled.tables, strict=True):
-            fresh += len(exchanged(group, table[pooled.num_cached[group.group_idx] :]))
+            fresh += len(transferred_blocks(group, table[pooled.num_cached[group.group_idx] :]))
         self.begun.append(Load(request, params, pooled.loading_to, fresh))
 
     def can_read(self, params: TransferParams) -> bool:
-        """Whether blocks wait elsewhere, and all is said that reading them takes."""
+        """Whether blocks are kept elsewhere and the parameters are complete."""
         return params.do_remote_prefill and self._fault(params) is None
 
     def _fault(self, params: TransferParams) -> Fault | None:
-        """What is wrong with parameters that ask for a load."""
+        """Fault of parameters that ask for a load."""
         if not params.remote_block_ids:
             return Fault.ENDS
         needed = params.remote_engine_id, params.remote_request_id, params.remote_host, params.remote_port
         return Fault.HANGS if None in needed else None
 
     def settle(self, request: SimRequest) -> None:
-        """This request's parameters are used up."""
+        """Mark this request's parameters as used."""
         self._awaited.pop(request, None)
         request.transfer = None
 
-    def left(self, request: SimRequest, *, loading: bool) -> None:
-        """A request was given up before it had its prompt: if nothing is on its way, let go what waits."""
+    def aborted(self, request: SimRequest, *, loading: bool) -> None:
+        """Handle a request aborted before its load ended: without a running load, release the remote
+        blocks."""
         params = request.transfer
         self.settle(request)
         if params is None:
@@ -191,31 +198,34 @@ class KvConnector:
             self.unread.append(params)
 
     def check(self) -> None:
-        """Raise ``EngineDownError`` once a request that hung has been given up."""
+        """Raise ``EngineDownError`` after a hanging request was aborted."""
         if self._broken:
             raise EngineDownError("KeyError: a request that was never received is finished")
 
     def awaited(self) -> dict[tuple[str, int], list[str]]:
-        """Whom to tell that which requests are still wanted."""
-        told: dict[tuple[str, int], list[str]] = {}
+        """Request ids to send in heartbeats, by address of the prefill engine."""
+        by_address: dict[tuple[str, int], list[str]] = {}
         for params in self._awaited.values():
-            told.setdefault(params.address, []).append(params.remote_request_id or "")
-        return told
+            by_address.setdefault(params.address, []).append(params.remote_request_id or "")
+        return by_address
 
     # prefill
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
-        """A request is complete; if its blocks are wanted elsewhere, keep them and say where."""
+        """Complete a request; if another engine wants its blocks, keep them and put their address in the
+        answer."""
         if request.transfer is None or not request.transfer.do_remote_decode:
             return
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"  # clients may use an id twice
         self._keep(request_id, pooled, request.prompt)
         groups = self._pool.layout.groups
-        request.handed = handed_over(
+        request.handed = prefill_params(
             request_id=request_id,
             engine_id=self.engine_id,
             address=self.address,
-            block_ids=[exchanged(group, table) for group, table in zip(groups, pooled.tables, strict=True)],
+            block_ids=[
+                transferred_blocks(group, table) for group, table in zip(groups, pooled.tables, strict=True)
+            ],
             num_tokens=len(request.prompt),
             cached_tokens=request.cached_tokens or 0,
             release=self.release,
@@ -228,37 +238,39 @@ class KvConnector:
         self._deadlines_s[request_id] = self._clock() + self.lease_s
 
     def renew(self, request_ids: list[str]) -> None:
-        """Heartbeats: these are wanted for two thirds of a lease from now at least."""
+        """Handle a heartbeat: extend these leases to at least two thirds of a lease from now."""
         until_s = self._clock() + self.lease_s * 2 / 3
         for request_id in request_ids:
             if request_id in self._deadlines_s:
                 self._deadlines_s[request_id] = max(self._deadlines_s[request_id], until_s)
 
     def read(self, request_id: str, end: int = 0, digest: int = 0) -> bool:
-        """A request's blocks have been read, or (``end`` 0) are not wanted: let them go. Whether they still
-        held what was computed for it, and that was the KV of a prompt of this digest up to token ``end``."""
+        """Release a request's blocks, which were read or (``end`` 0) are not wanted.
+
+        Returns whether they still held the computed KV, of a prompt with this digest up to token ``end``.
+        """
         kept = self._kept.pop(request_id, None)
         if kept is not None:
-            self._let_go(request_id, kept)
-            return not end or digest_of(kept.prompt, end) == digest
+            self._release(request_id, kept)
+            return not end or prompt_digest(kept.prompt, end) == digest
         self.stats.notifications_after_expiry += 1
         gone = self._gone.get(request_id)
         if gone is None or self._pool.writes(gone.blocks) != gone.writes:
             return False
-        return not end or digest_of(gone.prompt, end) == digest
+        return not end or prompt_digest(gone.prompt, end) == digest
 
     def expire(self) -> None:
-        """Let go what nobody read within its lease."""
+        """Release the blocks of expired leases."""
         now = self._clock()
         for request_id in [one for one, deadline_s in self._deadlines_s.items() if deadline_s <= now]:
-            self._let_go(request_id, self._kept.pop(request_id))
+            self._release(request_id, self._kept.pop(request_id))
             self.stats.kv_expired_reqs += 1
 
     def next_deadline_s(self) -> float | None:
-        """When the next lease ends."""
+        """Time at which the next lease ends."""
         return min(self._deadlines_s.values(), default=None)
 
-    def _let_go(self, request_id: str, kept: _Kept) -> None:
+    def _release(self, request_id: str, kept: _Kept) -> None:
         del self._deadlines_s[request_id]
         self._pool.unpin(kept.blocks)
         self._gone[request_id] = kept
@@ -268,17 +280,16 @@ class KvConnector:
 
 # The side channel between simulated engines: loads, notifications and heartbeats over real TCP.
 #
-# A decode engine opens a connection for each exchange, sends one message and reads one reply; a message is
-# its length (four bytes) and msgpack. A load is a handshake, as long a time as its blocks take, and the
-# notification that they have been read. Everything is bounded: messages, connections, the time of an
-# exchange.
+# A decode engine opens a connection for each exchange, sends one message and reads one reply. A message is
+# its length (four bytes) and msgpack. A load is a handshake, a delay for its blocks, and a read notification.
+# Message size, connections and the time of an exchange are bounded.
 
 
 Address = tuple[str, int]
 _MESSAGE_BYTES_MAX = 1 << 20
 _CONNECTIONS_MAX = 256
 EXCHANGE_S = 5.0
-"""How long an exchange may take, as the receive timeout of vLLM's handshake."""
+"""Timeout of an exchange, as the receive timeout of vLLM's handshake."""
 _HEARTBEATS_PER_LEASE = 6
 _PREFIX_BYTES = 4
 
@@ -286,9 +297,12 @@ log = structlog.get_logger()
 
 
 class TransferLink:
-    """One engine's end of the side channel. ``common`` is what two engines must share to exchange blocks,
-    ``s_per_block`` how long one block of one group takes, ``block_bytes`` its size. ``loaded`` is told of
-    loads that came, and whether with what was computed for them, ``failed`` of those that will not come."""
+    """One engine's end of the side channel.
+
+    ``common`` must be equal on two engines that exchange blocks. One block of one group takes ``s_per_block``
+    seconds and has ``block_bytes`` bytes. ``loaded`` is called for each completed load, with whether its
+    content was intact; ``failed`` for each load that failed.
+    """
 
     def __init__(
         self,
@@ -322,7 +336,7 @@ class TransferLink:
             self._server.close()
 
     async def run(self) -> None:
-        """Move blocks, renew leases and let them end; returns only by cancellation."""
+        """Move blocks, renew leases and expire them; runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._heartbeats())
             tasks.create_task(self._leases())
@@ -330,7 +344,7 @@ class TransferLink:
                 tasks.create_task(await self._jobs.get())
 
     def kick(self) -> None:
-        """Something may have changed in the connector's books."""
+        """Process changes of the connector's state."""
         connector = self._connector
         self._changed.set()
         while connector.begun:
@@ -342,9 +356,9 @@ class TransferLink:
         params, stats = load.params, self._connector.stats
         begun_s = time.monotonic()
         try:
-            address, name = await self._meet(params)
+            address, name = await self._await_source(params)
             await asyncio.sleep(load.num_blocks * self._s_per_block)
-            digest = digest_of(load.request.prompt, load.end)
+            digest = prompt_digest(load.request.prompt, load.end)
             reply = await exchange(address, Read(name, load.end, digest))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             stats.failed_transfers += 1
@@ -356,21 +370,20 @@ class TransferLink:
 
     async def _notify(self, params: TransferParams) -> None:
         try:
-            address, name = await self._let_go(params)
+            address, name = await self._release_target(params)
             await exchange(address, Read(name))
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._connector.stats.failed_notifications += 1
             self._connector.stats.failed_transfers += 1
             log.warning("notification_failed", source=params.source, error=str(error))
 
-    async def _meet(self, params: TransferParams) -> tuple[Address, str]:
-        """The engine that has the blocks is ready to be read from; where, and under which name. Raises as
-        ``exchange`` does."""
+    async def _await_source(self, params: TransferParams) -> tuple[Address, str]:
+        """Wait until the blocks can be read; returns their address and name. Raises like ``exchange``."""
         await exchange(params.address, TransferHandshake(params.remote_engine_id or "", self._common))
-        return await self._let_go(params)
+        return await self._release_target(params)
 
-    async def _let_go(self, params: TransferParams) -> tuple[Address, str]:
-        """The same for blocks that are not wanted."""
+    async def _release_target(self, params: TransferParams) -> tuple[Address, str]:
+        """Address and name for releasing blocks without reading them."""
         return params.address, params.remote_request_id or ""
 
     async def _heartbeats(self) -> None:
@@ -378,7 +391,7 @@ class TransferLink:
             await asyncio.sleep(self._connector.lease_s / _HEARTBEATS_PER_LEASE)
             for address, request_ids in self._connector.awaited().items():
                 try:
-                    await exchange(address, Alive(request_ids))
+                    await exchange(address, Heartbeat(request_ids))
                 except (OSError, EOFError, msgspec.MsgspecError) as error:
                     log.warning("heartbeat_failed", address=address, error=str(error))
 
@@ -417,7 +430,7 @@ class TransferLink:
                 return Reply(error="" if common == self._common else f"incompatible: {self._common}")
             case Read(request_id, end, digest):
                 return Reply(intact=connector.read(request_id, end, digest))
-            case Alive(request_ids):
+            case Heartbeat(request_ids):
                 connector.renew(request_ids)
                 return Reply()
             case _:
@@ -425,8 +438,10 @@ class TransferLink:
 
 
 async def exchange(address: Address, message: Message, timeout_s: float = EXCHANGE_S) -> Reply:
-    """Raises ``OSError`` (also where time is up, or the other side refuses), ``EOFError`` and
-    ``msgspec.MsgspecError``."""
+    """Send one message and receive its reply.
+
+    Raises ``OSError`` (also on timeout or refusal), ``EOFError`` and ``msgspec.MsgspecError``.
+    """
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(*address)
         try:

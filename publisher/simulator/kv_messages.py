@@ -1,4 +1,4 @@
-"""What simulated engines say to each other on the side channel."""
+"""Messages between simulated engines on the side channel, ``kv_transfer_params``, and connector counters."""
 
 from __future__ import annotations
 
@@ -16,69 +16,73 @@ from publisher.events import Family, GroupSpec
 
 
 class TransferHandshake(msgspec.Struct, frozen=True, tag=True):
-    """Who is asked for, and what both sides must have in common."""
+    """Opens a transfer: the expected engine, and the settings that both sides must share."""
 
     engine_id: str
     common: str
 
 
 class FetchRequest(msgspec.Struct, frozen=True, tag=True):
-    """Whether the blocks of this transfer are there; answered once they are, or the time is over."""
+    """Asks for the blocks of a transfer; answered when they exist or on timeout."""
 
     transfer_id: str
     common: str
 
 
 class Read(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of this request have been read, for a prompt of this ``digest`` up to token ``end``; 0: they
-    are not wanted."""
+    """Read notification: the blocks of a request were read, for a prompt of this ``digest`` up to token
+    ``end``.
+
+    ``end`` 0 releases the blocks without a read.
+    """
 
     request_id: str
     end: int = 0
     digest: int = 0
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """These requests are still wanted."""
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Renews the leases of these requests."""
 
     request_ids: list[str]
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``error``: it refuses; ``intact``: the blocks still held what was computed."""
+    """Reply to any message: ``error`` is a refusal; ``intact``: the blocks still held the computed KV."""
 
     error: str = ""
     intact: bool = True
 
 
-Message = TransferHandshake | FetchRequest | Read | Alive
+Message = TransferHandshake | FetchRequest | Read | Heartbeat
 
 
-# ``kv_transfer_params``: what a request asks of the connector, and what a prefill engine answers.
+# ``kv_transfer_params`` of requests and of a prefill engine's answers.
 #
-# Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Nothing is checked beyond the types,
-# as the engine checks nothing: what is missing shows in what happens (``KvConnector``). ``transfer_id`` and
-# ``remote_bootstrap_addr`` are of MooncakeConnector, ``remote_decoder`` and ``remote_prefiller`` of
-# OffloadingConnector.
+# Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Only types are checked, as in the
+# engine; missing values have the same consequences as there (``Fault``). MooncakeConnector uses
+# ``transfer_id`` and ``remote_bootstrap_addr``, OffloadingConnector ``remote_decoder`` and
+# ``remote_prefiller``.
 
 
 Json = dict[str, Any]
 
 
 class Fault(StrEnum):
-    """What parameters that no prefill engine gave do to a real engine."""
+    """Effect on a real engine of parameters that no prefill engine sends."""
 
     ENDS = "ends"
-    """No block ids: an assertion fails in the scheduler and the server is gone."""
+    """No block ids: an assertion fails in the scheduler and the server exits."""
     HANGS = "hangs"
-    """No address to read from: the request waits for ever, and the engine dies when its client leaves."""
+    """No address to read from: the request waits forever, and the engine exits when its client
+    disconnects."""
 
 
 class TransferParams(msgspec.Struct, kw_only=True):
     """Parameters of one request."""
 
     do_remote_decode: bool = False
-    """Compute, keep the blocks, and say where they are."""
+    """Compute the prompt, keep its blocks, and return their address."""
     do_remote_prefill: bool = False
     """Read the prompt's blocks from another engine."""
     remote_engine_id: str | None = None
@@ -95,16 +99,16 @@ class TransferParams(msgspec.Struct, kw_only=True):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the other engine's side channel listens."""
+        """Address of the other engine's side channel."""
         return self.remote_host or "", self.remote_port or 0
 
     @property
     def source(self) -> str:
-        """Whom the blocks come from, for the log."""
+        """Source of the blocks, for the log."""
         return self.remote_bootstrap_addr or f"{self.remote_host}:{self.remote_port}"
 
 
-def handed_over(
+def prefill_params(
     *,
     request_id: str,
     engine_id: str,
@@ -114,7 +118,7 @@ def handed_over(
     cached_tokens: int,
     release: tuple[int, int],
 ) -> Json:
-    """``kv_transfer_params`` of a prefill engine's answer; ``release`` is its vLLM's."""
+    """``kv_transfer_params`` of a prefill engine's answer; ``release`` is its vLLM release."""
     params: Json = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -137,8 +141,8 @@ def handed_over(
     return params
 
 
-def exchanged(group: GroupSpec, table: list[int]) -> list[int]:
-    """Which blocks of a request's table are moved: a window's last ones, a Mamba group's state."""
+def transferred_blocks(group: GroupSpec, table: list[int]) -> list[int]:
+    """Blocks of a request's table to transfer: a window's last ones, a Mamba group's state, else all."""
     held = [block for block in table if block]
     if group.family is Family.WINDOW:
         num_blocks = math.ceil((group.sliding_window or 1) / group.block_size) + 1
@@ -175,7 +179,7 @@ class Observed(msgspec.Struct):
 
 
 class TransferStats(msgspec.Struct):
-    """What the connector counted since the engine's start."""
+    """Counters of the connector since the engine's start."""
 
     failed_transfers: int = 0
     failed_notifications: int = 0
@@ -185,12 +189,12 @@ class TransferStats(msgspec.Struct):
     num_bytes: Observed = msgspec.field(default_factory=Observed)
 
     def transferred(self, seconds: float, num_bytes: int) -> None:
-        """A load has ended well."""
+        """Count a completed load."""
         self.seconds.add(seconds, _SECONDS)
         self.num_bytes.add(num_bytes, _BYTES)
 
     def families(self, names: tuple[str, ...], values: tuple[str, ...]) -> Iterator[Metric]:
-        """What has been counted so far, with these labels."""
+        """Metric families with these labels; zero counters are omitted."""
         for field, name, text, bounds in _HISTOGRAMS:
             observed: Observed = getattr(self, field)
             if any(observed.counts):

@@ -1,11 +1,11 @@
-"""MooncakeConnector in one engine: blocks kept by the name of their transfer, and the bootstrap server.
+"""MooncakeConnector and OffloadingConnector of one simulated engine.
 
-As read in vLLM 0.32; it has not been held against real engines. What differs from NIXL: a prefill engine
-keeps the blocks of an answer that its length ended, and of no other, and says nothing in its answer; a decode
-engine learns from the bootstrap server where an engine is; whoever asks for a transfer that the prefill
-engine does not have yet, or for an engine that is gone, waits until it is there or the time is over, and
-takes one of few senders there meanwhile; nobody else can end that. Blocks that were let go are never read, so
-there are no wrong answers.
+Both follow the source of vLLM 0.32; neither was compared with real engines. MooncakeConnector differs from
+NIXL in these points: A prefill engine keeps blocks under the transfer's name, only for answers with finish
+reason ``length``, and adds nothing to its answer. A decode engine gets engine addresses from the bootstrap
+server. A request for a transfer that does not exist yet, or for an engine that is gone, waits until it exists
+or times out; meanwhile it occupies one of a few senders, and cannot be cancelled. Released blocks are never
+read, so there are no wrong answers.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ class _Entry(msgspec.Struct):
     worker_addr: dict[str, dict[str, str]]
 
 
-class MooncakeBooks(KvConnector):
-    """See the module; ``request_id`` of a transfer is its name."""
+class MooncakeConnector(KvConnector):
+    """Keeps blocks under transfer names instead of request ids."""
 
     @property
     def metrics(self) -> TransferStats | None:
-        """See ``KvConnector``: its own counters are not played, and it has none of NIXL's."""
+        # Mooncake's own counters are not simulated, and it has none of NIXL's.
         return None
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
-        """See ``KvConnector``."""
         asked = request.transfer
         if asked is not None and asked.do_remote_decode and asked.transfer_id and reason == "length":
             self._keep(asked.transfer_id, pooled, request.prompt)
 
-    def left(self, request: SimRequest, *, loading: bool) -> None:
-        """See ``KvConnector``."""
+    def aborted(self, request: SimRequest, *, loading: bool) -> None:
         params = request.transfer
         self.settle(request)
         if params is not None and not loading and self.can_read(params):
@@ -56,14 +54,14 @@ class MooncakeBooks(KvConnector):
 
 
 class MooncakeLink(TransferLink):
-    """The side channel, and beside it, where ``bootstrap_port`` is given, the bootstrap server."""
+    """The side channel, with a bootstrap server if ``bootstrap_port`` is given."""
 
     senders = 20
-    """Loads that are served at a time, those that wait included: twice ``num_workers`` of vLLM."""
+    """Loads served at a time, including waiting ones: twice ``num_workers`` of vLLM."""
 
     def __init__(self, connector: KvConnector, *, bootstrap_port: int | None, **options: object) -> None:
         super().__init__(connector, **options)  # type: ignore[arg-type]
-        self._books = connector
+        self._connector = connector
         self._bootstrap_port = bootstrap_port
         self._bootstrap: asyncio.Server | None = None
         self._known: dict[str, Address] = {}
@@ -71,50 +69,47 @@ class MooncakeLink(TransferLink):
         self._senders = asyncio.Semaphore(self.senders)
 
     async def listen(self, host: str, port: int, advertised: str) -> None:
-        """See ``TransferLink``."""
         await super().listen(host, port, advertised)
         if self._bootstrap_port is not None:
-            self._bootstrap = await asyncio.start_server(self._tell, host, self._bootstrap_port)
+            self._bootstrap = await asyncio.start_server(self._serve_bootstrap, host, self._bootstrap_port)
 
     @property
     def bootstrap_port(self) -> int:
-        """Where the bootstrap server listens."""
+        """Port of the bootstrap server; 0 without one."""
         number: int = self._bootstrap.sockets[0].getsockname()[1] if self._bootstrap else 0
         return number
 
     @property
     def busy(self) -> bool:
-        """All senders are taken."""
+        """Whether all senders are taken."""
         return self._senders.locked()
 
     def close(self) -> None:
-        """See ``TransferLink``."""
         super().close()
         if self._bootstrap is not None:
             self._bootstrap.close()
 
     def kick(self) -> None:
-        """See ``TransferLink``."""
         super().kick()
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def _meet(self, params: TransferParams) -> tuple[Address, str]:
+    async def _await_source(self, params: TransferParams) -> tuple[Address, str]:
         name, engine_id = params.transfer_id or "", params.remote_engine_id or ""
         address = await self._find(engine_id, params.remote_bootstrap_addr or "")
-        wait_s = self._books.lease_s + EXCHANGE_S
+        wait_s = self._connector.lease_s + EXCHANGE_S
         try:
             await exchange(address, FetchRequest(name, self._common), wait_s)
-        except (ConnectionError, EOFError):  # ZeroMQ goes on trying, and nobody tells it to stop
-            await asyncio.sleep(self._books.lease_s)
+        except (ConnectionError, EOFError):  # ZeroMQ keeps reconnecting, and vLLM has no way to stop it
+            await asyncio.sleep(self._connector.lease_s)
             raise
         return address, name
 
-    async def _let_go(self, params: TransferParams) -> tuple[Address, str]:
-        return await self._meet(params)
+    async def _release_target(self, params: TransferParams) -> tuple[Address, str]:
+        return await self._await_source(params)
 
     async def _find(self, engine_id: str, bootstrap: str) -> Address:
-        """Raises ``OSError``."""
+        """Side-channel address of an engine, from the bootstrap server. Raises ``OSError``."""
         if engine_id not in self._known:
             self._known |= await _query(bootstrap)
         if engine_id not in self._known:
@@ -127,31 +122,31 @@ class MooncakeLink(TransferLink):
         if message.common != self._common:
             return Reply(error=f"incompatible: {self._common}")
         try:
-            async with self._senders, asyncio.timeout(self._books.lease_s):
-                while not self._books.keeps(message.transfer_id):
+            async with self._senders, asyncio.timeout(self._connector.lease_s):
+                while not self._connector.keeps(message.transfer_id):
                     await self._news.wait()
         except TimeoutError:
             return Reply(error="Timeout waiting for P side ready.")
         return Reply()
 
-    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_bootstrap(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(EXCHANGE_S):
                 await reader.readuntil(b"\r\n\r\n")
-                host, port = self._books.address
-                entry = _Entry(self._books.engine_id, {"0": {"0": f"tcp://{host}:{port}"}})
+                host, port = self._connector.address
+                entry = _Entry(self._connector.engine_id, {"0": {"0": f"tcp://{host}:{port}"}})
                 body = msgspec.json.encode({"0": entry})
                 head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
                 writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
                 await writer.drain()
         except (OSError, EOFError, ValueError):
-            pass  # who asked has gone, or spoke no HTTP
+            pass  # the client is gone or does not speak HTTP
         finally:
             writer.close()
 
 
 async def _query(bootstrap: str) -> dict[str, Address]:
-    """Engine -> where its side channel listens. Raises ``OSError``."""
+    """Side-channel addresses by engine id. Raises ``OSError``."""
     url = urlsplit(bootstrap)
     async with asyncio.timeout(EXCHANGE_S):
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -168,46 +163,43 @@ async def _query(bootstrap: str) -> dict[str, Address]:
     return {engine_id: (worker.hostname or "", worker.port or 0) for engine_id, worker in workers.items()}
 
 
-# OffloadingConnector with a ``p2p`` tier in one engine: blocks kept by the name that the router gave.
-#
-# As read in vLLM 0.32; it has not been held against real engines. A prefill engine keeps what it computed
-# until somebody fetches it, or the time is over, and refuses whoever comes later; a decode engine fetches
-# whole blocks and computes the rest. Parameters that lack a part mean nothing.
+class OffloadingConnector(KvConnector):
+    """OffloadingConnector with a ``p2p`` tier: keeps blocks under a name that the router chooses.
 
-
-class OffloadingBooks(KvConnector):
-    """See the module."""
+    A prefill engine keeps computed blocks until they are fetched or a timeout ends, and refuses later
+    requests. A decode engine fetches whole blocks and computes the rest. Incomplete parameters have no
+    effect.
+    """
 
     @property
     def metrics(self) -> TransferStats | None:
-        """See ``KvConnector``: its own counters are not played."""
+        # Its own counters are not simulated.
         return None
 
     def arrived(self, request: SimRequest) -> None:
-        """See ``KvConnector``: a prompt is computed whole."""
+        # Unlike with NIXL, a prefill computes the whole prompt.
         asked = request.transfer
         if asked is not None:
             self._report(request, asked)
             asked.do_remote_prefill = _source(asked) is not None
 
     def reach(self, request: SimRequest) -> int:
-        """See ``KvConnector``: whole blocks before the last token."""
+        # Only whole blocks before the last token are fetched.
         unit = self._pool.layout.alignment
         return (super().reach(request) - 1) // unit * unit if super().reach(request) else 0
 
     def begin(self, request: SimRequest, pooled: PoolRequest) -> None:
-        """See ``KvConnector``: whoever needs nothing tells nobody."""
+        # A request with a complete hit sends no notification.
         super().begin(request, pooled)
         self.unread.clear()
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
-        """See ``KvConnector``."""
         asked = None if request.transfer is None else request.transfer.remote_decoder
         if asked and asked.get("kv_request_id"):
             self._keep(str(asked["kv_request_id"]), pooled, request.prompt)
 
-    def left(self, request: SimRequest, *, loading: bool) -> None:
-        """See ``KvConnector``: nobody is told."""
+    def aborted(self, request: SimRequest, *, loading: bool) -> None:
+        # No notification is sent.
         self.settle(request)
 
     def _fault(self, params: TransferParams) -> Fault | None:
@@ -215,24 +207,24 @@ class OffloadingBooks(KvConnector):
 
 
 class OffloadingLink(MooncakeLink):
-    """The side channel."""
+    """The side channel of OffloadingConnector."""
 
     senders = 128
     """vLLM's ``VLLM_P2P_MAX_PEERS``."""
 
-    def __init__(self, connector: OffloadingBooks, **options: Any) -> None:
+    def __init__(self, connector: OffloadingConnector, **options: Any) -> None:
         super().__init__(connector, bootstrap_port=None, **options)
 
-    async def _meet(self, params: TransferParams) -> tuple[Address, str]:
+    async def _await_source(self, params: TransferParams) -> tuple[Address, str]:
         found = _source(params)
         if found is None:
             raise OSError("no address to fetch from")
         address, name = found
-        await exchange(address, FetchRequest(name, self._common), self._books.lease_s + EXCHANGE_S)
+        await exchange(address, FetchRequest(name, self._common), self._connector.lease_s + EXCHANGE_S)
         return address, name
 
     async def _answer(self, message: Message) -> Reply:
-        if isinstance(message, FetchRequest) and self._books.dropped(message.transfer_id):
+        if isinstance(message, FetchRequest) and self._connector.released(message.transfer_id):
             return Reply(error="these blocks have been dropped")
         return await super()._answer(message)
 

@@ -1,8 +1,8 @@
-"""The simulated model: what it is called, how it reads prompts, what it would answer.
+"""The simulated model: its name, its prompt reading, its answers.
 
-Turns decoded request bodies into token ids and limits, checking what vLLM checks (model name, prompt
-length, token range, max_tokens), and makes the scheduler's requests from them. Texts longer than
-``_INLINE_CHARS_MAX`` are tokenized in a thread so that the event loop goes on.
+It turns decoded request bodies into token ids and limits, with vLLM's checks (model name, prompt length,
+token range, max_tokens), and makes the scheduler's requests from them. Texts longer than
+``_INLINE_CHARS_MAX`` are tokenized in a thread, so that the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from publisher.simulator.request import Sampler, SimRequest
 from publisher.simulator.settings import EngineSettings, release, resolve_groups
 from publisher.simulator.tokenizer import ChatTokenizer, TemplateError, shared_tokenizer
 
-# What a simulated engine "generates": words, chosen by a random stream seeded with the prompt.
+# Generated text: words chosen by a random stream seeded with the prompt.
 #
-# Only vocabulary entries that are a whole word, and that their own text tokenizes back to, are used. The
-# first word carries a leading space unless the prompt ends in white space or in a special token. So
-# ``encode(decode(ids)) == ids``, also where a chat template puts the text into the next turn's prompt, and
-# that turn shares the generated tokens with this one's cache.
+# Only vocabulary entries are used that are a whole word and that their own text tokenizes back to. The first
+# word has a leading space unless the prompt ends in white space or in a special token. So
+# ``encode(decode(ids)) == ids`` also when a chat template puts the text into the next turn's prompt, and that
+# turn hits the generated tokens.
 
 
 _SPACED = re.compile("Ġ[a-z]{3,}")
 _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
 WRONG_MARK = "!"
-"""In no right answer."""
+"""Character that occurs in wrong answers only."""
+# Text of an answer from blocks that were reused before they were read.
 _WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
-"""The text of an answer made of blocks that were reused before they were read."""
 _WRONG_TIMES = 4
 
 
@@ -66,7 +66,7 @@ class Continuation:
         self._length = length
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
-        """The ``index``-th generated token; must be asked for in order, once each."""
+        """The ``index``-th generated token; call in order, once each."""
         if index >= self._length and not ignore_eos:
             return self._source.eos_id
         words = self._source.plain if index == 0 and self._starts_bare else self._source.spaced
@@ -74,7 +74,7 @@ class Continuation:
 
 
 class WrongContinuation:
-    """What comes of KV that another prompt left behind: the same words, for everybody to see."""
+    """A visibly wrong answer, for KV of another prompt: always the same words."""
 
     __slots__ = ("_eos_id", "_token_ids")
 
@@ -90,7 +90,7 @@ class WrongContinuation:
 
 
 class TextSource:
-    """Makes continuations; the same prompt and seed give the same text on every engine."""
+    """Source of continuations; the same prompt and seed give the same text on every engine."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, seed: int, natural_tokens_max: int) -> None:
         self._tokenizer = tokenizer
@@ -100,7 +100,7 @@ class TextSource:
         self.spaced, self.plain = _words(tokenizer, _SPACED), _words(tokenizer, _PLAIN)
 
     def continuation(self, prompt: Sequence[int]) -> Continuation:
-        """What follows ``prompt`` (not empty); its natural length is part of it."""
+        """The continuation of ``prompt`` (not empty), including its natural length."""
         rng = random.Random(xxhash.xxh3_64_intdigest(array("I", prompt).tobytes(), seed=self._seed))
         last = prompt[-1]
         bare = last in self._tokenizer.special_ids or self._tokenizer.decode([last])[-1:].isspace()
@@ -108,14 +108,14 @@ class TextSource:
         return Continuation(self, rng, starts_bare=bare, length=length)
 
     def wrong(self) -> WrongContinuation:
-        """An answer that is visibly none."""
+        """A visibly wrong answer."""
         token_ids = self._tokenizer.encode(_WRONG_ANSWER, add_special_tokens=False)
         return WrongContinuation(token_ids, self.eos_id)
 
 
 @lru_cache(maxsize=8)
 def _words(tokenizer: ChatTokenizer, pattern: re.Pattern[str]) -> list[int]:
-    """The usable entries of a vocabulary; the same for all engines that share it."""
+    """The usable entries of a vocabulary, shared by all engines with this tokenizer."""
     chosen = [
         token_id
         for word, token_id in tokenizer.vocabulary().items()
@@ -131,15 +131,15 @@ def _round_trips(tokenizer: ChatTokenizer, token_id: int) -> bool:
     return tokenizer.encode(text, add_special_tokens=False) == [token_id]
 
 
+# About a millisecond of tokenizing; a thread hop costs a tenth of that.
 _INLINE_CHARS_MAX = 4096
-"""About a millisecond of tokenizing; a thread hop costs a tenth of that."""
 
 
 _TOOL_RESULT = " result of the tool. "
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """One generation, checked: what to compute and when to stop."""
+    """A checked generation: its prompt and its limits."""
 
     token_ids: list[int]
     max_tokens: int
@@ -164,7 +164,7 @@ def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
 
 
 class EngineModel:
-    """Prompt reading and answer writing for one model."""
+    """Prompts and answers of one model."""
 
     def __init__(self, settings: EngineSettings, max_model_len: int) -> None:
         self.name = settings.model
@@ -206,8 +206,11 @@ class EngineModel:
         return prepared
 
     def sim_requests(self, request_id: str, prepared: list[Prepared]) -> list[SimRequest]:
-        """The scheduler's form of prepared prompts, one for each choice. All prompts of a request have the
-        same transfer parameters (vllm/entrypoints/openai/completion/serving.py, 0.32)."""
+        """Make the scheduler's requests, one for each choice.
+
+        All prompts of a request have the same transfer parameters
+        (vllm/entrypoints/openai/completion/serving.py, 0.32).
+        """
         if len(prepared) == prepared[0].n == 1:
             return [self.sim_request(request_id, prepared[0])]
         names = [
@@ -220,16 +223,18 @@ class EngineModel:
     def next_turn(
         self, request: SimRequest, prepared: Prepared, transfer: TransferParams | None
     ) -> SimRequest:
-        """What follows a tool that the engine runs itself: its result behind the answer so far, and the
-        sampling parameters of the first turn, ``transfer`` included
-        (vllm/entrypoints/openai/responses/serving.py, 0.32)."""
+        """The request after a tool that the engine runs: the answer so far, then the tool's result.
+
+        It has the sampling parameters of the first turn, including ``transfer``
+        (vllm/entrypoints/openai/responses/serving.py, 0.32).
+        """
         result = self._tokenizer.encode(_TOOL_RESULT, add_special_tokens=False)
         token_ids = [*prepared.token_ids, *request.output, *result]
         longer = msgspec.structs.replace(prepared, token_ids=token_ids, transfer=transfer)
         return self.sim_request(f"{request.request_id}-2", longer)
 
     def sim_request(self, request_id: str, prepared: Prepared) -> SimRequest:
-        """The same for one choice."""
+        """Make the scheduler's request of one choice."""
         return SimRequest(
             request_id,
             prepared.token_ids,
@@ -243,18 +248,18 @@ class EngineModel:
         )
 
     def wrong_answer(self) -> Sampler:
-        """What is said where the KV was another prompt's."""
+        """Sampler for a request whose blocks hold another prompt's KV."""
         return self._source.wrong()
 
     async def tokenize(self, request: TokenizeChatRequest | TokenizeTextRequest) -> list[int]:
-        """POST /tokenize. Raises ``EngineError``."""
+        """Token ids for POST /tokenize. Raises ``EngineError``."""
         self._check_model(request.model)
         if isinstance(request, TokenizeChatRequest):
             return await self._chat_tokens(request)
         return await self._encode(request.prompt, add_special_tokens=request.add_special_tokens)
 
     def detokenize(self, request: DetokenizeRequest) -> str:
-        """POST /detokenize; ids outside the vocabulary have no text. Raises ``EngineError``."""
+        """Text for POST /detokenize; ids outside the vocabulary have no text. Raises ``EngineError``."""
         self._check_model(request.model)
         return self._tokenizer.decode(request.tokens)
 
@@ -296,7 +301,7 @@ class EngineModel:
         return await self._encode(text, add_special_tokens=request.add_special_tokens)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        async with self._turn:  # in the order of arrival, as vLLM's one renderer thread does by default
+        async with self._turn:  # in order of arrival: by default vLLM has one renderer thread
             if len(text) <= _INLINE_CHARS_MAX:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""One generation as a simulated engine's scheduler sees it."""
+"""One generation of a simulated engine, and the engine's counters on ``/metrics``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Sampler(Protocol):
-    """Where a request's output tokens come from."""
+    """Source of a request's output tokens."""
 
     def token(self, index: int, *, ignore_eos: bool) -> int:
-        """The ``index``-th output token; asked for in order, once each."""
+        """The ``index``-th output token; called in order, once each."""
 
 
 class SimRequest:
-    """One generation: its prompt, its limits, and how far it got. ``cached_tokens`` None until admitted."""
+    """One generation: its prompt, limits and progress. ``cached_tokens`` is None until it is admitted."""
 
     __slots__ = (
         *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
@@ -58,23 +58,23 @@ class SimRequest:
         self.ignore_eos = ignore_eos
         self.output: list[int] = []
         self.cached_tokens: int | None = None
+        # Tokens from the start that were loaded and need no computation.
         self.loaded_to = 0
-        """Tokens from the start that need no computing, as they were loaded."""
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
         self.priority = priority
+        # Hit of the engine that computed the prompt, which the answer reports instead of this engine's.
         self.reported_hit: int | None = None
-        """What the answer says of its hit instead of its own: that of the engine that computed the prompt."""
+        # Parameters for the connector; None without any, or after they were used.
         self.transfer = transfer
-        """What is asked of the connector; None where nothing is, or no more."""
+        # ``kv_transfer_params`` of the answer: the address of the blocks computed for another engine.
         self.handed: Json | None = None
-        """``kv_transfer_params`` of the answer: where what was computed for another engine waits."""
 
 
 # Counters of a simulated engine, and their form on ``/metrics`` under vLLM's names.
 #
-# ``EngineStats`` is plain data that the scheduler counts in; ``render`` writes the text exposition format
-# at scrape time. Names, labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
+# The scheduler counts in ``EngineStats``; ``render`` writes the text exposition format at scrape time. Names,
+# labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
 
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -86,7 +86,7 @@ _LABELS = ("model_name", "engine")
 
 
 class EngineStats(msgspec.Struct):
-    """What the engine counted since its start; tokens unless named otherwise."""
+    """Counters since the engine's start, in tokens unless named otherwise."""
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -101,13 +101,13 @@ class EngineStats(msgspec.Struct):
     finished: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
 
     def observe_first_token(self, seconds: float) -> None:
-        """One more request got its first token, ``seconds`` after it arrived."""
+        """Count a request's first token, ``seconds`` after its arrival."""
         self.ttft_sum_s += seconds
         self.ttft_counts[bisect_left(TTFT_BUCKETS_S, seconds)] += 1
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The labels of ``vllm:cache_config_info`` that somebody reads; texts as vLLM writes them."""
+    """Labels of ``vllm:cache_config_info`` that the router or tools read; values as vLLM writes them."""
 
     block_size: int
     num_gpu_blocks: int
@@ -122,7 +122,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gauges(msgspec.Struct, frozen=True):
-    """The engine's state at one moment."""
+    """Current state of the engine."""
 
     num_running: int
     num_waiting: int
@@ -130,7 +130,7 @@ class Gauges(msgspec.Struct, frozen=True):
 
 
 class _Snapshot(Collector):
-    """One scrape's metric families."""
+    """Metric families of one scrape."""
 
     def __init__(
         self,
@@ -213,8 +213,11 @@ def render(
     transfers: TransferStats | None = None,
     drafts: bool = False,
 ) -> bytes:
-    """The body of ``GET /metrics``; ``transfers`` only where the engine has a connector, ``drafts``: it has
-    the layers of a drafter (which drafts nothing here)."""
+    """The body of ``GET /metrics``.
+
+    ``transfers`` is None for an engine without a connector. ``drafts``: the engine has a drafter's layers
+    (which draft nothing here).
+    """
     registry = CollectorRegistry()
     registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers, drafts=drafts))
     return generate_latest(registry)

@@ -9,15 +9,16 @@ and goes back to the front of the queue.
                   + load_s_per_token    * (tokens that requests admitted in the step load from host memory)
                   + decode_s_per_token  * (1 if any request decodes in the step else 0)
 
-So decoding is shared by the batch, and a long prefill delays the tokens of everybody in its step.
+So the batch shares the cost of decoding, and a long prefill delays all tokens of its step.
 
-Pure: no sockets, no sleeping, the clock is given. The caller alternates ``begin_step`` and ``end_step``,
-with the step's duration in between, and may add or abort requests at any time; one thread only.
-With a connector (``transfer/connector.py``) a request may first be loaded from another engine: it holds the
-blocks of its prompt meanwhile, others go on, and it runs once ``loaded`` was called.
-Always true: a request is in exactly one of ``waiting``, ``loading``, ``running``, or finished; those that
-wait hold blocks only if they have been loaded. One that is given up while it is loaded keeps its blocks until
-the load has ended, well or not: as in vLLM, since until then they may be written to.
+The scheduler has no sockets and no sleeps; the caller gives the clock. The caller alternates ``begin_step``
+and ``end_step``, with the step's duration in between, and may add or abort requests at any time, from one
+thread. With a connector (``kv_connector.py``) a request may first be loaded from another engine: it holds the
+blocks of its prompt during the load, other requests continue, and it runs after ``loaded`` was called.
+
+Invariants: a request is in exactly one of ``waiting``, ``loading``, ``running``, or finished. Waiting
+requests hold blocks only if they have been loaded. A request aborted during its load keeps its blocks until
+the load has ended, as in vLLM, because until then they may be written to.
 """
 
 from __future__ import annotations
@@ -36,16 +37,12 @@ from publisher.simulator.request import EngineStats, FinishReason, Gauges, Sampl
 
 
 def _rank(request: SimRequest) -> tuple[int, float]:
-    """Place in the order of priorities (vllm/v1/request.py ``Request.__lt__``, 0.32)."""
+    """Sort key by priority, then arrival (vllm/v1/request.py ``Request.__lt__``, 0.32)."""
     return request.priority, request.arrival_s
 
 
-def _turn(waiting: tuple[SimRequest, PoolRequest]) -> tuple[int, float]:
-    return _rank(waiting[0])
-
-
 class StepCosts(msgspec.Struct, frozen=True):
-    """Seconds of model time; see the module head for the formula."""
+    """Seconds of model time, for the formula in the module's docstring."""
 
     prefill_s_per_token: float
     decode_s_per_token: float
@@ -53,14 +50,14 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What one iteration computes, in schedule order, and how long it takes."""
+    """The requests of one iteration, in schedule order, and its duration."""
 
     requests: tuple[SimRequest, ...]
     duration_s: float
 
 
 class Output(msgspec.Struct, frozen=True):
-    """One new token of one request; ``finish_reason`` is set on its last."""
+    """One new token of one request; ``finish_reason`` is set on its last one."""
 
     request: SimRequest
     token_id: int
@@ -68,7 +65,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class _Plan:
-    """A step being filled: what is left of the token budget, and what it holds so far."""
+    """A step under construction: the remaining token budget and the requests so far."""
 
     def __init__(self, *, budget: int) -> None:
         self.budget = budget
@@ -78,7 +75,7 @@ class _Plan:
         self.decodes = False
 
     def take(self, request: SimRequest, num_tokens: int, end: int, *, is_prefill: bool) -> None:
-        """``num_tokens`` up to the prompt's token ``end``."""
+        """Add ``num_tokens`` tokens of a request, up to its token ``end``."""
         self.requests.append(request)
         self.budget -= num_tokens
         loaded = max(0, min(request.loaded_to, end) - (end - num_tokens))
@@ -87,7 +84,7 @@ class _Plan:
 
 
 class Scheduler:
-    """Requests in, steps out."""
+    """Continuous batching of requests into steps."""
 
     def __init__(
         self,
@@ -102,13 +99,16 @@ class Scheduler:
         wrong_answer: Callable[[], Sampler] | None = None,
         by_priority: bool = False,
     ) -> None:
-        """``wrong_answer``: what a request samples whose blocks hold another prompt's KV. ``by_priority``:
-        requests wait and are preempted by priority, then by arrival."""
+        """Make a scheduler.
+
+        ``wrong_answer`` samples for a request whose blocks hold another prompt's KV. With ``by_priority``,
+        requests wait and are preempted by priority, then by arrival.
+        """
         self._by_priority = by_priority
         self.stats = EngineStats()
         self._wrong_answer = wrong_answer
-        self._foreign: dict[int, int] = {}
-        """Blocks that were loaded with another content than their hashes say, and their count of writes."""
+        # Blocks loaded with content that does not match their hashes, with their write count.
+        self._wrong_blocks: dict[int, int] = {}
         self.connector = connector
         self._tier = tier
         self._pool = pool
@@ -118,16 +118,16 @@ class Scheduler:
         self._clock = clock
         self._waiting: deque[tuple[SimRequest, PoolRequest]] = deque()
         self._loading: dict[SimRequest, PoolRequest] = {}
-        self._left: dict[SimRequest, PoolRequest] = {}
+        self._aborted_loads: dict[SimRequest, PoolRequest] = {}
         self._running: dict[SimRequest, PoolRequest] = {}  # in the order of admission
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits for its turn or runs."""
+        """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
     def gauges(self) -> Gauges:
-        """Queue lengths and pool usage now."""
+        """Current queue lengths and pool usage."""
         return Gauges(len(self._running), len(self._waiting) + len(self._loading), self._pool.usage)
 
     def add(self, request: SimRequest) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
         self._enqueue(request, self._pool.request(request.prompt, request.extras), again=False)
 
     def abort(self, request: SimRequest) -> None:
-        """Drop a request and free its blocks; no effect on one that is finished."""
+        """Drop a request and free its blocks; no effect on a finished one."""
         if request.finish_reason is not None:
             return
         if request in self._running:
@@ -149,9 +149,11 @@ class Scheduler:
             self._drop(request, "abort")
 
     def loaded(self, request: SimRequest, end: int, *, intact: bool) -> None:
-        """Its prompt is here up to token ``end``, or (not ``intact``) what lay there instead, which is cached
-        under the prompt's hashes as well (vllm/v1/core/sched/scheduler.py ``_update_waiting_for_remote_kv``,
-        0.32). Nothing happens where the request was given up meanwhile."""
+        """Complete the load of a request up to token ``end``; no effect on an aborted request.
+
+        Content that is not ``intact`` is cached under the prompt's hashes too
+        (vllm/v1/core/sched/scheduler.py ``_update_waiting_for_remote_kv``, 0.32).
+        """
         self._load_ended(request)
         pooled = self._loading.pop(request, None)
         if pooled is None or self.connector is None or request.transfer is None:
@@ -159,8 +161,8 @@ class Scheduler:
         if not intact:
             tables = zip(pooled.tables, pooled.num_cached, strict=True)
             loaded = [block for table, cached in tables for block in table[cached:] if block]
-            self._foreign |= zip(loaded, self._pool.writes(loaded), strict=True)
-            self._spoil(request)
+            self._wrong_blocks |= zip(loaded, self._pool.writes(loaded), strict=True)
+            self._use_wrong_answer(request)
         if request.reported_hit is None:
             request.cached_tokens = end
         self.connector.settle(request)
@@ -168,7 +170,7 @@ class Scheduler:
         self._enqueue(request, pooled)
 
     def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
-        """Its prompt will not come: compute it here, or end it with an error."""
+        """Handle a failed load: compute the prompt here, or end the request with an error."""
         self._load_ended(request)
         pooled = self._loading.get(request)
         if pooled is None or self.connector is None:
@@ -183,7 +185,7 @@ class Scheduler:
         self._enqueue(request, pooled)
 
     def begin_step(self) -> Step:
-        """Choose and allocate what the next iteration computes; may be empty right after a preemption."""
+        """Choose and allocate the work of the next iteration; may be empty directly after a preemption."""
         plan = _Plan(budget=self._budget)
         if self.connector is not None:
             self.connector.check()
@@ -196,7 +198,7 @@ class Scheduler:
         return Step(tuple(plan.requests), prefill_s + load_s + decode_s)
 
     def end_step(self, step: Step) -> list[Output]:
-        """The tokens the iteration produced; requests aborted in the meantime are left out."""
+        """Tokens that the iteration produced, without requests aborted in the meantime."""
         self._pool.end_step()
         outputs = []
         for request in step.requests:
@@ -217,20 +219,20 @@ class Scheduler:
         return outputs
 
     def take_events(self) -> list[Event]:
-        """The events since the last call: the pool's, and after them those of host memory."""
+        """The events since the last call: the pool's, then those of host memory."""
         events = self._pool.take_events()
         return events if self._tier is None else [*events, *self._tier.follow(events)]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block; refused (False) while any request holds blocks."""
+        """Remove every cached block; returns False, with nothing changed, while a request holds blocks."""
         return self._pool.reset()
 
     def _schedule_running(self, plan: _Plan) -> bool:
-        """Next tokens of every running request; False when one had to be preempted for them."""
+        """Schedule the next tokens of every running request; False if one had to be preempted."""
         preempted = False
         for request, pooled in list(self._running.items()):
             if request not in self._running or not plan.budget:
-                break  # preempted for an older one, as all after it; or the budget is spent
+                break  # this and all later ones were preempted, or the budget is spent
             is_prefill = pooled.num_computed < max(len(request.prompt), pooled.num_tokens - 1)
             num_tokens = self._pool.next_chunk(pooled, plan.budget)
             if not num_tokens:
@@ -245,7 +247,7 @@ class Scheduler:
         return not preempted
 
     def _schedule_waiting(self, plan: _Plan) -> None:
-        """Admit from the front of the queue until budget, seats or blocks run out."""
+        """Admit from the front of the queue until budget, sequence slots or blocks run out."""
         while self._waiting and plan.budget and len(self._running) < self._max_num_seqs:
             request, pooled = self._waiting[0]
             hit = pooled.num_computed if pooled.started else self._start(request, pooled, plan.budget)
@@ -269,14 +271,14 @@ class Scheduler:
                 self._count_hit(request, hit, whole)
 
     def _start(self, request: SimRequest, pooled: PoolRequest, budget: int) -> int | None:
-        """Take the hit of a waiting request, and begin to load what another engine has of it."""
+        """Take the hit of a waiting request, and begin to load the part that another engine has."""
         connector = self.connector
         reach = 0 if connector is None else connector.reach(request)
         hit = self._pool.start(
             pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None, loads_states=True
         )
-        if self._foreign and hit and self._holds_foreign(pooled):
-            self._spoil(request)
+        if self._wrong_blocks and hit and self._holds_wrong_blocks(pooled):
+            self._use_wrong_answer(request)
         if connector is None or not reach or hit is None:
             return hit
         connector.begin(request, pooled)
@@ -286,13 +288,13 @@ class Scheduler:
             self.stats.external_prefix_cache_hits += max(reach - hit, 0)
         return hit
 
-    def _spoil(self, request: SimRequest) -> None:
+    def _use_wrong_answer(self, request: SimRequest) -> None:
         if self._wrong_answer is not None:
             request.sampler = self._wrong_answer()
 
-    def _holds_foreign(self, pooled: PoolRequest) -> bool:
-        held = [block for table in pooled.tables for block in table if block in self._foreign]
-        return any(self._foreign[b] == n for b, n in zip(held, self._pool.writes(held), strict=True))
+    def _holds_wrong_blocks(self, pooled: PoolRequest) -> bool:
+        held = [block for table in pooled.tables for block in table if block in self._wrong_blocks]
+        return any(self._wrong_blocks[b] == n for b, n in zip(held, self._pool.writes(held), strict=True))
 
     def _count_hit(self, request: SimRequest, hit: int, cached: int) -> None:
         request.cached_tokens = cached if request.reported_hit is None else request.reported_hit
@@ -300,16 +302,16 @@ class Scheduler:
         self.stats.prefix_cache_hits += hit
 
     def _enqueue(self, request: SimRequest, pooled: PoolRequest, *, again: bool = True) -> None:
-        """``again``: to the front, unless priorities say otherwise."""
-        if self._by_priority:  # PriorityRequestQueue knows no front (vllm/v1/core/sched/request_queue.py)
-            bisect.insort(self._waiting, (request, pooled), key=_turn)
+        """Queue a request; ``again``: at the front, except with priorities."""
+        if self._by_priority:  # PriorityRequestQueue has no front (vllm/v1/core/sched/request_queue.py)
+            bisect.insort(self._waiting, (request, pooled), key=lambda waiting: _rank(waiting[0]))
         elif again:
             self._waiting.appendleft((request, pooled))
         else:
             self._waiting.append((request, pooled))
 
     def _preempt_last(self) -> SimRequest:
-        """The newest; by priority, that of the highest value."""
+        """Preempt the newest request, or with priorities the one with the highest value."""
         request = max(self._running, key=_rank) if self._by_priority else next(reversed(self._running))
         pooled = self._running.pop(request)
         self._pool.preempt(pooled)
@@ -325,20 +327,20 @@ class Scheduler:
         self._close(request, reason)
 
     def _drop(self, request: SimRequest, reason: FinishReason) -> None:
-        """End a request that does not run."""
+        """End a request that is not running."""
         pooled = self._loading.pop(request, None)
         if self.connector is not None:
-            self.connector.left(request, loading=pooled is not None)
+            self.connector.aborted(request, loading=pooled is not None)
         if pooled is None:
             pooled = next(pooled for waiting, pooled in self._waiting if waiting is request)
             self._waiting = deque(entry for entry in self._waiting if entry[0] is not request)
             self._pool.finish(pooled)
         else:
-            self._left[request] = pooled
+            self._aborted_loads[request] = pooled
         self._close(request, reason)
 
     def _load_ended(self, request: SimRequest) -> None:
-        pooled = self._left.pop(request, None)
+        pooled = self._aborted_loads.pop(request, None)
         if pooled is not None:
             self._pool.finish(pooled)
 

@@ -1,7 +1,7 @@
-"""Puts a simulated engine on the network: HTTP by uvicorn, events by ZMQ, steps by one task.
+"""Serve a simulated engine: HTTP by uvicorn, events by ZMQ, steps by one task.
 
-``SimulatedEngine`` lives in the caller's event loop, several of them if wanted; ``run`` is a process of its
-own that ends cleanly on SIGTERM or SIGINT.
+``SimulatedEngine`` runs in the caller's event loop, which may have several. ``run`` is a process that ends
+cleanly on SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from publisher.simulator.api_protocol import Json
 from publisher.simulator.http_app import EngineApp
 from publisher.simulator.http_server import CrashSwitch, LoopServer, listen
 from publisher.simulator.kv_connector import KvConnector, TransferLink
-from publisher.simulator.kv_protocols import MooncakeBooks, MooncakeLink, OffloadingBooks, OffloadingLink
+from publisher.simulator.kv_protocols import (
+    MooncakeConnector,
+    MooncakeLink,
+    OffloadingConnector,
+    OffloadingLink,
+)
 from publisher.simulator.model import EngineModel
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import (
@@ -43,18 +48,18 @@ _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by def
 
 log = structlog.get_logger()
 
-_BOOKS: dict[str, type[KvConnector]] = {
+_CONNECTORS: dict[str, type[KvConnector]] = {
     "nixl": KvConnector,
-    "mooncake": MooncakeBooks,
-    "offloading": OffloadingBooks,
+    "mooncake": MooncakeConnector,
+    "offloading": OffloadingConnector,
 }
 
 
 class SimulatedEngine:
-    """One engine: ``start``, then ``base_url`` and the endpoints are good until ``stop``.
+    """One engine; ``base_url`` and the endpoints are valid between ``start`` and ``stop``.
 
-    ``pool``, ``scheduler`` and ``publisher`` (None where events are off) may be looked at in between.
-    Raises ``ValueError`` for settings that cannot be used, or contradict each other.
+    ``pool``, ``scheduler`` and ``publisher`` (None if events are off) may be inspected in between. Raises
+    ``ValueError`` for settings that are invalid or contradict each other.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -94,7 +99,7 @@ class SimulatedEngine:
             recomputes_failed_loads=settings.kv_load_failure_policy == "recompute",
         )
         self.link = None if self.connector is None else self._link(self.connector)
-        self.deaths = CrashSwitch(settings.dies_at, self.die)
+        self.crash_switch = CrashSwitch(settings.dies_at, self.die)
         self.publisher: ZmqPublisher | None = None
         self.base_url = ""
         self._server: LoopServer | None = None
@@ -102,16 +107,16 @@ class SimulatedEngine:
 
     @property
     def events_endpoint(self) -> str | None:
-        """Where the events are published; None where events are off."""
+        """Address of the event socket; None if events are off."""
         return None if self.publisher is None else self.publisher.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where past batches can be asked for; None where events are off."""
+        """Address of the replay socket; None if events are off."""
         return None if self.publisher is None else self.publisher.replay_endpoint
 
     async def start(self) -> None:
-        """Bind every port and begin to serve. Raises ``OSError`` that names the address it cannot have."""
+        """Bind every port and begin to serve. Raises ``OSError`` naming an address that cannot be bound."""
         settings = self.settings
         listener = listen(settings.host, settings.port)
         try:
@@ -143,7 +148,7 @@ class SimulatedEngine:
             self.stepper,
             event_sources=self._event_sources(),
             enable_scale_out=settings.enable_scale_out,
-            deaths=self.deaths,
+            crash_switch=self.crash_switch,
         )
         self._server = server = LoopServer(
             uvicorn.Config(
@@ -163,7 +168,7 @@ class SimulatedEngine:
         await server.listening.wait()
 
     async def stop(self) -> None:
-        """End every request (finish reason "abort"), close every socket. A second call does nothing."""
+        """End every request (finish reason "abort") and close every socket. A second call does nothing."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -179,8 +184,8 @@ class SimulatedEngine:
         self._close_publisher()
 
     def die(self) -> None:
-        """End at once, as a killed process does: every connection is cut, every port closed. ``stop`` is
-        still to be called."""
+        """End immediately like a killed process: cut every connection, close every port. ``stop`` must
+        follow."""
         server = self._server
         if server is None:
             return
@@ -196,14 +201,14 @@ class SimulatedEngine:
         self._close_publisher()
 
     async def _step(self) -> None:
-        """Step until the engine fails; one whose connector fails is gone once it has said so."""
+        """Step until the engine fails; with a connector, the server exits after that, as in vLLM."""
         await self.stepper.run()
         if self.connector is not None and self._server is not None:
             self._server.should_exit = True
 
     def _connector(self) -> KvConnector:
         settings = self.settings
-        return _BOOKS[settings.kv_connector](
+        return _CONNECTORS[settings.kv_connector](
             self.pool,
             engine_id=settings.engine_id or str(uuid.uuid4()),
             lease_s=settings.kv_lease_s,
@@ -220,10 +225,10 @@ class SimulatedEngine:
             "s_per_block": settings.transfer_s_per_block,
             "block_bytes": settings.block_bytes,
         }
-        if isinstance(connector, MooncakeBooks):
+        if isinstance(connector, MooncakeConnector):
             port = None if settings.role == "decode" else settings.bootstrap_port
             link: TransferLink = MooncakeLink(connector, bootstrap_port=port, **options)
-        elif isinstance(connector, OffloadingBooks):
+        elif isinstance(connector, OffloadingConnector):
             link = OffloadingLink(connector, **options)
         else:
             link = TransferLink(connector, **options)
@@ -258,7 +263,7 @@ class SimulatedEngine:
 def run(settings: EngineSettings) -> None:
     """Serve one engine until SIGTERM or SIGINT; POSIX only, on an event loop of its own.
 
-    Raises ``ValueError`` for settings that cannot be used, ``OSError`` for an address that cannot be had.
+    Raises ``ValueError`` for invalid settings, ``OSError`` for an address that cannot be bound.
     """
     uvloop.run(_serve(SimulatedEngine(settings)))
 
@@ -281,20 +286,20 @@ async def _serve(engine: SimulatedEngine) -> None:
 
 
 def _tcp(host: str, port: int) -> str:
-    """The ZMQ form of an address; port 0 is any."""
+    """The ZMQ form of an address; port 0 means any port."""
     return f"tcp://{'*' if host in _WILDCARDS else host}:{port or '*'}"
 
 
 def _host(host: str) -> str:
-    """An address by which this machine reaches a listener on ``host``."""
+    """An address through which this machine reaches a listener on ``host``."""
     return "127.0.0.1" if host in _WILDCARDS else host
 
 
 def _reachable(host: str) -> str:
-    """The same in a URL."""
+    """The address of ``_host`` in URL form."""
     return f"[{host}]" if ":" in host else _host(host)
 
 
 def _advertised(endpoint: str) -> str:
-    """An endpoint bound on every address is announced as vLLM writes it, ``tcp://*:port``."""
+    """The announced form of an endpoint: ``tcp://*:port`` for every address, as vLLM writes it."""
     return endpoint.replace("//0.0.0.0:", "//*:")

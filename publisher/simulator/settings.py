@@ -1,8 +1,8 @@
-"""What a simulated engine is told at start, and the group presets it knows.
+"""Settings of a simulated engine, and its group presets.
 
-One frozen struct holds every default; the command line and the demo read them from here. Durations are in
-seconds, sizes in tokens or blocks as named. ``resolve_groups`` turns a preset name into group specs that
-have the layout of a real model family, small enough for a laptop.
+One frozen struct holds every default; the command line and the demo use it too. Durations are in seconds,
+sizes in tokens or blocks as named. ``resolve_groups`` turns a preset name into group specs with the layout of
+a real model family, small enough for a laptop.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from publisher.events import Family, GroupSpec, hash_unit
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
 MODEL_LENGTH_MAX = 32_768
-"""Longest context of the demo model, as its tokenizer_config says."""
+"""Longest context of the demo model (``model_max_length`` of its tokenizer_config.json)."""
 _VERSION = re.compile(r"0\.(30|31|32|33)\.\d+")
 _SIZE_MAX = 1 << 24
 _RATE_S_MAX = 3600
 _PORT_MAX = (1 << 16) - 1
 _MAY_BE_ZERO = frozenset({"host_blocks", "dp_rank", "seed"})
+# States held at once: the running state, the one before it, the hit's, and its private copy.
 _ALIGNED_STATES = 4
-"""Running state, the one before it, the hit's, and its private copy."""
 
 
-DeathPoint = Literal["before_answer", "after_first_byte", "after_answer"]
+CrashPoint = Literal["before_answer", "after_first_byte", "after_answer"]
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a simulated engine depends on. One process serves one data-parallel rank.
+    """Settings of a simulated engine. One process serves one data-parallel rank.
 
-    The rates give a step's duration as ``publisher/simulator/scheduler.py`` describes.
+    ``publisher/simulator/scheduler.py`` has the formula of a step's duration.
     """
 
     host: str = "127.0.0.1"
@@ -45,8 +45,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str = "kvatlas-demo"
     """Name of the served model."""
     root: str = ""
-    """What its model card names as `root`, where vLLM has the path or name it was started with; the default
-    is the model's name."""
+    """The `root` of its model card, where vLLM has the path or name it was started with; the default is the
+    model's name."""
     groups: str | tuple[GroupSpec, ...] = "gemma3-like"
     """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16
@@ -66,7 +66,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_s_per_token: float = 0.01
     """Seconds of a step that decodes."""
     host_blocks: int = 0
-    """Blocks of host memory behind the pool, as a connector keeps them; 0: none."""
+    """Blocks of host memory behind the pool, as with a connector; 0 for none."""
     load_s_per_token: float = 2e-6
     """Seconds to load one token from host memory."""
     max_num_seqs: int = 64
@@ -74,10 +74,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     """Most tokens in one step, as in vLLM."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """vLLM's `--scheduling-policy`: with `priority` requests of lower `priority` go first; with `fcfs` vLLM
-    ignores it."""
+    """vLLM's `--scheduling-policy`: with `priority`, requests with a lower `priority` value run first; `fcfs`
+    ignores the value."""
     max_model_len: int | None = None
-    """Longest context in tokens; `none` takes what fits the pool, up to the tokenizer's limit."""
+    """Longest context in tokens; `none`: as much as fits the pool, up to the tokenizer's limit."""
     publish_events: bool = True
     """Whether KV events are published."""
     events_port: int = 0
@@ -85,7 +85,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_port: int = 0
     """Port of the replay socket of rank 0; 0 takes a free one."""
     enable_scale_out: bool = True
-    """Serve the endpoints that render chats; vLLM has them off by default."""
+    """Serve the endpoints that render chats; off by default in vLLM."""
     dp_rank: int = 0
     """Data-parallel rank of this engine."""
     seed: int = 0
@@ -95,33 +95,34 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_dir: str = str(DEMO_TOKENIZER_DIR)
     """Directory with `tokenizer.json`."""
     version: str = "0.32.0"
-    """vLLM's release that `/version` tells; 0.30 to 0.33 differ in what prefill engines answer."""
+    """vLLM release shown by `/version`; the answers of prefill engines differ between 0.30 and 0.33."""
     role: Literal["prefill", "decode", "both"] | None = None
-    """What the engine is for where prefill and decode are apart; `none`: it has no connector."""
+    """Role of the engine in disaggregated serving; `none`: no connector."""
     kv_connector: Literal["nixl", "mooncake", "offloading"] = "nixl"
     """The connector of an engine with a role: NixlConnector in pull mode, MooncakeConnector, or
     OffloadingConnector with a `p2p` tier."""
     bootstrap_port: int = 8998
     """Port of a prefill engine's Mooncake bootstrap server; 0 takes a free one."""
     engine_id: str | None = None
-    """Name of the engine among those that exchange blocks; `none`: a new one with each start."""
+    """Id of the engine for block exchange; `none`: a new one at each start."""
     side_channel_port: int = 0
-    """Port at which other engines ask for blocks; 0 takes a free one."""
+    """Port of the side channel, through which other engines request blocks; 0 takes a free one."""
     kv_lease_s: float = 30.0
-    """How long blocks are kept for another engine, as NixlConnector's `kv_lease_duration`; of Mooncake its
-    `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, of offloading its `unbound_store_timeout_s`."""
+    """Seconds that blocks are kept for another engine: NixlConnector's `kv_lease_duration`, Mooncake's
+    `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`, offloading's `unbound_store_timeout_s`."""
     transfer_s_per_block: float = 2e-5
     """Seconds to read one block of one group from another engine."""
     block_bytes: int = 65_536
-    """Size of one block of one group, as the connector's metrics tell it."""
+    """Size of one block of one group in bytes, for the connector's metrics."""
     kv_load_failure_policy: Literal["fail", "recompute"] = "fail"
-    """What becomes of a request whose blocks do not come, as in vLLM."""
-    dies_at: DeathPoint | None = None
-    """Where its first answer ends it, for tests: `before_answer`, `after_first_byte`, `after_answer`."""
+    """Handling of a request whose load fails, as in vLLM."""
+    dies_at: CrashPoint | None = None
+    """Point of the first answer at which the engine crashes, for tests: `before_answer`, `after_first_byte`,
+    `after_answer`."""
 
 
 def release(version: str) -> tuple[int, int]:
-    """Major and minor number. Raises ``ValueError`` for a release that is not simulated."""
+    """Parse major and minor number. Raises ``ValueError`` for a release that is not simulated."""
     match = _VERSION.fullmatch(version)
     if match is None:
         raise ValueError(f"version = {version!r}: expected 0.30, 0.31, 0.32 or 0.33 and a patch, like 0.32.0")
@@ -129,13 +130,13 @@ def release(version: str) -> tuple[int, int]:
 
 
 def _gemma3_like(block_size: int) -> tuple[GroupSpec, ...]:
-    """Five sliding layers for each full one; vLLM lists the full group last."""
+    """Five sliding-window layers for each full one; vLLM lists the full group last."""
     windows = [GroupSpec(i, "sliding_window", block_size, sliding_window=512) for i in range(5)]
     return (*windows, GroupSpec(5, "full_attention", block_size))
 
 
 def _gptoss_like(block_size: int) -> tuple[GroupSpec, ...]:
-    """As many full layers as sliding ones, and a short window."""
+    """Equal numbers of full and sliding-window layers, and a short window."""
     window = GroupSpec(1, "sliding_window", block_size, sliding_window=128)
     return (GroupSpec(0, "full_attention", block_size), window)
 
@@ -159,7 +160,7 @@ PRESETS = {
 
 
 def check_settings(settings: EngineSettings) -> None:
-    """Refuse what makes no sense. Raises ``ValueError`` naming setting, value and what is right."""
+    """Check values. Raises ``ValueError`` naming setting, value and valid values."""
     if settings.hash_algo not in ALGORITHMS:
         raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
     release(settings.version)
@@ -180,7 +181,7 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
-    """The group specs of these settings. Raises ``ValueError`` for an unknown preset or no group."""
+    """Make the group specs. Raises ``ValueError`` for an unknown preset or no group."""
     if isinstance(settings.groups, str):
         try:
             return PRESETS[settings.groups](settings.block_size)
@@ -198,10 +199,10 @@ def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> Hash
 
 
 def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: int) -> int:
-    """Most blocks one request of ``num_tokens`` ever holds at once, over all groups.
+    """Most blocks that one request of ``num_tokens`` holds at once, over all groups.
 
-    A window or chunked group drops what it has passed, so it holds its span plus one chunk being computed,
-    plus one block for an unaligned start; an aligned Mamba group holds a few states, whatever the length.
+    A window or chunked group frees blocks behind it, so it holds its span plus one chunk being computed, plus
+    one block for an unaligned start. An aligned Mamba group holds a few states at any length.
     """
     total = 0
     for group in groups:
@@ -220,9 +221,9 @@ def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: 
 
 
 def model_length(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> int:
-    """Longest context one request may have, in tokens.
+    """Longest context of one request in tokens.
 
-    Raises ``ValueError`` where ``max_model_len`` does not fit the pool, as vLLM refuses to start then.
+    Raises ``ValueError`` if ``max_model_len`` does not fit the pool; vLLM refuses to start then.
     """
     usable = settings.num_blocks - 1  # block 0 is the null block
     chunk = settings.max_num_batched_tokens

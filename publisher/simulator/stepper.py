@@ -1,11 +1,11 @@
-"""Runs the scheduler in real time on the event loop, and carries its outputs to those who wait for them.
+"""Run the scheduler in real time on the event loop, or on a virtual clock.
 
-One task alternates: begin a step, wait as long as the step takes, end it, publish the pool's events of the
-step as one batch, hand out the tokens. Steps that follow each other without a pause are timed from the end
-of the one before, so that late wake-ups of the event loop do not add up.
+One task repeats: begin a step, wait for its duration, end it, publish the pool's events of the step as one
+batch, deliver the tokens. Consecutive steps are timed from the end of the previous one, so that late wake-ups
+of the event loop do not add up.
 
-Always true: the scheduler and the pool are touched on the event loop's thread only; a generation's queue
-gets its outputs in order and ends with one that has a finish reason.
+Invariants: only the event loop's thread uses the scheduler and the pool. A generation's queue gets its
+outputs in order and ends with one that has a finish reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from publisher.simulator.request import FinishReason, SimRequest
 from publisher.simulator.scheduler import Output, Scheduler, Step, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 
+# Pause before the next try if nothing could be scheduled: blocks are pinned, or a request was preempted.
 _BLOCKED_S = 0.001
-"""Pause before the next try where nothing could be scheduled: blocks are kept, or one gave way."""
+# Most lag of step timing that is caught up; more is dropped (a suspended laptop).
 _LATE_MAX_S = 0.1
-"""How far step timing may fall behind before the lost time is written off (a suspended laptop)."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Token:
-    """What a waiting client gets: a token, or None with the reason for which there will be none."""
+    """An output for a waiting client: a token, or None with a finish reason."""
 
     __slots__ = ("finish_reason", "token_id")
 
@@ -47,25 +47,25 @@ class Token:
 
 
 class Generation:
-    """One request on its way through the engine, as its client sees it."""
+    """A running request, as its client sees it."""
 
     def __init__(self, request: SimRequest) -> None:
         self.request = request
         self._tokens: asyncio.Queue[Token] = asyncio.Queue()  # bounded by the request's max_tokens
 
     async def finished(self) -> FinishReason:
-        """Why there are no more tokens, once that is so."""
+        """Wait for the end and return the finish reason."""
         reason: FinishReason = "abort"
         async for token in self.tokens():
             reason = token.finish_reason or reason
         return reason
 
     def put(self, token: Token) -> None:
-        """Hand over the next token."""
+        """Deliver the next token."""
         self._tokens.put_nowait(token)
 
     async def tokens(self) -> AsyncIterator[Token]:
-        """Tokens as they are produced, up to and including the one with a finish reason."""
+        """Yield tokens as they are produced, up to and including the one with a finish reason."""
         while True:
             token = await self._tokens.get()
             yield token
@@ -74,7 +74,7 @@ class Generation:
 
 
 class Stepper:
-    """Drives one scheduler. ``publish`` gets the events of each step that has any."""
+    """Run one scheduler. ``publish`` receives the events of each step that has any."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Stepper:
     ) -> None:
         self.scheduler = scheduler
         self.failed = False
-        self.kick: Callable[[], None] = _nothing
-        """Called when the connector's books may have changed."""
+        # Called after changes of the connector's state.
+        self.kick: Callable[[], None] = lambda: None
         self._recomputes_failed_loads = recomputes_failed_loads
         self._publish = publish
         self._clock = clock
@@ -103,20 +103,22 @@ class Stepper:
         return generation
 
     def check(self) -> None:
-        """Raise ``EngineError`` where the engine is dead."""
+        """Raise ``EngineError`` if the engine is dead."""
         if self.failed:
             raise self.failure()
 
     def failure(self) -> EngineError:
-        """What a request is told that ended with an error."""
+        """Error for a request with finish reason "error"."""
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         if self.failed:
             return EngineError(status, "the engine is dead", kind="EngineDeadError")
         return EngineError(status, "Internal server error", kind="InternalServerError")
 
     async def prepared(self, preparing: Awaitable[T], transfer: TransferParams | None) -> T:
-        """A request that is checked; what waits elsewhere for one that is refused is let go.
-        Raises ``EngineError``."""
+        """Await a request's checks; if they fail, release the blocks that another engine keeps for it.
+
+        Raises ``EngineError``.
+        """
         try:
             return await preparing
         except EngineError:
@@ -133,15 +135,15 @@ class Stepper:
                 self.scheduler.abort(generation.request)
                 generation.put(Token(None, "abort"))
                 self.kick()
-                self._wake.set()  # what was given up may be the engine's end
+                self._wake.set()  # the scheduler checks whether this abort ends the engine
 
     def loaded(self, load: Load, intact: bool) -> None:
-        """A prompt has come from another engine; what is made of other content is a wrong answer."""
+        """Handle a completed load; without intact content the request gets a wrong answer."""
         self.scheduler.loaded(load.request, load.end, intact=intact)
         self._wake.set()
 
     def load_failed(self, request: SimRequest) -> None:
-        """A prompt will not come."""
+        """Handle a failed load."""
         self.scheduler.load_failed(request, recompute=self._recomputes_failed_loads)
         if request.finish_reason is not None and (generation := self._generations.pop(request, None)):
             generation.put(Token(None, request.finish_reason))
@@ -152,7 +154,7 @@ class Stepper:
         self.abort(*self._generations.values())
 
     async def run(self) -> None:
-        """Step for ever; returns only by cancellation, or after a failure that is logged and kept."""
+        """Step until cancelled, or until a failure, which is logged and sets ``failed``."""
         try:
             await self._run()
         except Exception:
@@ -196,19 +198,8 @@ class Stepper:
             generation.put(Token(None, "error"))
 
 
-def _nothing() -> None:
-    """What an engine without a connector does about it."""
-
-
-# A simulated engine on a virtual clock: same pool, same scheduler, no sockets and no waiting.
-#
-# The caller tells the time: ``submit`` requests in the order of their arrival, ``advance`` to any later
-# moment. Always true: time never goes back, and what happened up to a moment does not depend on how it was
-# advanced to.
-
-
 def eventless(settings: EngineSettings, clock: Callable[[], float]) -> tuple[HybridBlockPool, Scheduler]:
-    """An engine's pool and scheduler for whoever tells the time; events are not written."""
+    """Make an engine's pool and scheduler for a caller's clock, without events."""
     groups = resolve_groups(settings)
     pool = HybridBlockPool(
         groups,
@@ -230,7 +221,12 @@ def eventless(settings: EngineSettings, clock: Callable[[], float]) -> tuple[Hyb
 
 
 class VirtualEngine:
-    """One engine; seconds of virtual time. ``first_token_s`` holds, by request id, when its answer began."""
+    """A simulated engine on a virtual clock: same pool, same scheduler, no sockets and no waiting.
+
+    ``submit`` requests in the order of their arrival; ``advance`` to any later time in seconds.
+    ``first_token_s`` has the time of each request's first token by request id. Invariants: time never goes
+    back; the state at a time does not depend on the steps of ``advance``.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self._now = 0.0
@@ -240,14 +236,14 @@ class VirtualEngine:
         self.first_token_s: dict[str, float] = {}
 
     def submit(self, request: SimRequest, now: float) -> None:
-        """A request arrives at ``now``."""
+        """Add a request that arrives at ``now``."""
         self.advance(now)
         self.scheduler.add(request)
         if self._step is None:
             self._begin()
 
     def advance(self, until: float) -> None:
-        """Let everything happen that happens before ``until``."""
+        """Run all steps that end up to ``until``."""
         while self._step is not None and self._step_ends_s <= until:
             self._now = self._step_ends_s
             for output in self.scheduler.end_step(self._step):

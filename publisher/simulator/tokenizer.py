@@ -1,9 +1,8 @@
-"""Text to token ids as the engine does it: jinja2 chat templates and the ``tokenizers`` library.
+"""Convert text to token ids like the engine: jinja2 chat templates and the ``tokenizers`` library.
 
-Written apart from the router's prompt reader on purpose, so that tests can hold the two against each
-other. Facts: transformers' ``apply_chat_template`` environment, and vLLM's way to flatten messages for it:
-text parts joined by newlines, tool-call arguments parsed, tools in their validated form, developers as one
-system message.
+Independent of the router's prompt reader on purpose, so that tests can compare the two. Facts: transformers'
+``apply_chat_template`` environment, and vLLM's flattening of messages for it: text parts joined by newlines,
+tool-call arguments parsed, tools in their validated form, ``developer`` messages as one system message.
 
 Engines of one process share an instance per directory; every method is thread safe and has no side effect.
 """
@@ -25,11 +24,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class TemplateError(ValueError):
-    """The conversation cannot be rendered; ``str()`` says why."""
+    """The conversation cannot be rendered; ``str()`` has the reason."""
 
 
 class ChatTokenizer:
-    """Tokenizer and chat template of one model directory. Raises ``ValueError`` where they cannot be used."""
+    """Tokenizer and chat template of one model directory. Raises ``ValueError`` if they are unusable."""
 
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
@@ -63,11 +62,11 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary entries themselves, as ``return_token_strs`` asks for them."""
+        """The vocabulary entries of ``token_ids``, for ``return_token_strs``."""
         return [str(self._tokenizer.id_to_token(token_id)) for token_id in token_ids]
 
     def vocabulary(self) -> dict[str, int]:
-        """Vocabulary entry to id."""
+        """Ids by vocabulary entry."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
     def render(
@@ -101,13 +100,13 @@ class ChatTokenizer:
 
 @lru_cache(maxsize=4)
 def shared_tokenizer(directory: str | Path) -> ChatTokenizer:
-    """The tokenizer of a directory, read once: a fleet of simulated engines has one model."""
+    """The tokenizer of a directory, read once for all engines of the process."""
     return ChatTokenizer(directory)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
-        raise ValueError(f"tokenizer_dir: there is no file {path}")
+        raise ValueError(f"tokenizer_dir: no file {path}")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  # the library raises nothing more precise
@@ -141,7 +140,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter as transformers defines it: no HTML escapes, keys in their own order."""
+    """The filter as transformers defines it: no HTML escapes, keys in insertion order."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -152,7 +151,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _token_text(token: str | dict[str, Any]) -> str:
-    """A special token as tokenizer_config.json writes it: plain, or an object with its content."""
+    """The text of a special token of tokenizer_config.json: a string, or an object with its content."""
     return token if isinstance(token, str) else str(token["content"])
 
 
@@ -169,8 +168,10 @@ def _flatten(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _developers_as_system(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert role ``developer`` for a template that does not know it (vllm/renderers/hf.py, 0.32): to one
-    ``system`` message in front, with the texts of all system messages."""
+    """Convert role ``developer`` for a template without it (vllm/renderers/hf.py, 0.32).
+
+    The result starts with one ``system`` message with the texts of all system and developer messages.
+    """
     if not any(message["role"] == "developer" for message in conversation):
         return conversation
     texts, others, first = [], [], conversation[0]
@@ -204,7 +205,7 @@ def _parsed_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise TemplateError("assistant tool_calls entries must be objects with a 'function'")
     arguments = function.get("arguments") or {}
-    if arguments and isinstance(arguments, dict):  # of an API whose calls the request model does not touch
+    if arguments and isinstance(arguments, dict):  # Responses API: vLLM passes these calls on unchanged
         return {**call}
     if isinstance(arguments, str):
         try:
@@ -217,7 +218,7 @@ def _parsed_call(call: Any) -> dict[str, Any]:
 
 
 def _validated_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as vLLM's request model writes it back: known fields in fixed order, unset ones null."""
+    """A tool as vLLM's request model dumps it: known fields in fixed order, unset ones null."""
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise TemplateError("every tool needs a 'function' with a 'name'")
@@ -229,7 +230,7 @@ def _validated_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_after_final(text: str, conversation: list[dict[str, Any]]) -> str:
-    """Leave the last message open, as transformers does for ``continue_final_message``."""
+    """Cut the text after the last message, as transformers does for ``continue_final_message``."""
     final = conversation[-1]["content"] or ""
     start = text.rfind(final.strip())
     if not final.strip() or start < 0:

@@ -579,7 +579,7 @@ def test_a_decode_engine_dies_behind_the_first_byte(stream: bool) -> None:
     async def check() -> None:
         async with split() as pair, aiohttp.ClientSession() as session:
             params = (await pair.leg())["kv_transfer_params"]
-            pair.decode.deaths.at = "after_first_byte"
+            pair.decode.crash_switch.at = "after_first_byte"
             body = {"prompt": PROMPT, "stream": stream, "kv_transfer_params": params}
             async with session.post(f"{pair.decode.base_url}/v1/completions", json=body) as answer:
                 assert answer.status == 200

@@ -61,7 +61,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         ("events_port=70000", "events_port = 70000: expected 0 to 65535"),
         ("groups=gpt-9", "unknown group preset 'gpt-9'; known: gemma3-like"),
         ("hash_algo=md5", "hash_algo = 'md5': expected one of sha256"),
-        ("tokenizer_dir=/nowhere", "tokenizer_dir: there is no file /nowhere/tokenizer.json"),
+        ("tokenizer_dir=/nowhere", "tokenizer_dir: no file /nowhere/tokenizer.json"),
     ],
 )
 def test_engine_settings_of_no_sense(
