@@ -28,7 +28,7 @@ from publisher.events import BlockHash
 from router.placement.load.others import OthersLoad
 from router.replication.codec import ScopeKeys
 from router.replication.gossip import GossipedInflight, LoadGossip
-from router.replication.inflight_stream import InflightStream
+from router.replication.service import InflightStream
 
 PROMPT_BLOCKS, EVENT_BLOCKS, PROMPTS, KEPT = 1000, 64, 32, 50_000
 NAMESPACE = "replicas"

@@ -109,6 +109,7 @@ class Router:
             config.prompts,
             self.calls.post,
             engine_url=self._engine_url,
+            frontends=self.fleet.frontends,
             is_adapter=self.fleet.is_adapter,
             clock=clock,
         )

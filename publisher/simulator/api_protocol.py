@@ -376,8 +376,8 @@ class Answer(msgspec.Struct, frozen=True):
         return {**choice, "routed_experts": None, "token_ids": token_ids}
 
 
-def model_list(model: str, root: str, max_model_len: int, created: int) -> Json:
-    """Body of GET /v1/models."""
+def model_list(model: str, root: str, max_model_len: int, created: int, *, rust: bool = False) -> Json:
+    """Body of GET /v1/models; ``rust``: as vLLM's Rust frontend answers."""
     permission = {
         "id": f"modelperm-{model}",
         "object": "model_permission",
@@ -393,7 +393,8 @@ def model_list(model: str, root: str, max_model_len: int, created: int) -> Json:
         "is_blocking": False,
     }
     card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": root}
-    card |= {"parent": None, "max_model_len": max_model_len, "permission": [permission]}
+    card |= {"parent": None, "max_model_len": max_model_len}
+    card |= {"owned_by": "vllm-frontend-rs"} if rust else {"permission": [permission]}
     return {"object": "list", "data": [card]}
 
 

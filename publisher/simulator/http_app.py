@@ -286,7 +286,11 @@ class EngineApp:
 
     async def _models(self, call: Call) -> None:
         listed = api_protocol.model_list(
-            self._model.name, self._model.root, self._model.max_model_len, self._created
+            self._model.name,
+            self._model.root,
+            self._model.max_model_len,
+            self._created,
+            rust=self._model.rust,
         )
         await call.reply_json(listed)
 

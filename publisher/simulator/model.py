@@ -169,6 +169,7 @@ class EngineModel:
     def __init__(self, settings: EngineSettings, max_model_len: int) -> None:
         self.name = settings.model
         self.root = settings.root or settings.model
+        self.rust = settings.frontend == "rust"
         self.max_model_len = max_model_len
         self.version = settings.version
         self.release = release(settings.version)
@@ -295,6 +296,7 @@ class EngineModel:
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs,
+                rust=self.rust,
             )
         except TemplateError as error:
             raise invalid(str(error)) from None

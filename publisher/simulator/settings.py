@@ -47,6 +47,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""
     """The `root` of its model card, where vLLM has the path or name it was started with; the default is the
     model's name."""
+    frontend: Literal["python", "rust"] = "python"
+    """vLLM's API server that it answers like; `rust` (VLLM_USE_RUST_FRONTEND=1) makes other tokens of some
+    chats."""
     groups: str | tuple[GroupSpec, ...] = "gemma3-like"
     """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16

@@ -78,10 +78,18 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        rust: bool = False,
     ) -> str:
-        """The prompt text of a conversation. Raises ``TemplateError``."""
-        conversation = [_flatten(message) for message in messages]
-        if not self._knows_developer:
+        """The prompt text of a conversation; ``rust``: as vLLM's Rust frontend makes it.
+
+        Raises ``TemplateError``.
+        """
+        conversation = [_flatten(message, "" if rust else "\n") for message in messages]
+        if rust:
+            conversation = [
+                {name: value for name, value in message.items() if name != "name"} for message in conversation
+            ]
+        if not rust and not self._knows_developer:
             conversation = _developers_as_system(conversation)
         values: dict[str, Any] = {
             **self._special,
@@ -91,6 +99,8 @@ class ChatTokenizer:
             "tools": None if tools is None else [_validated_tool(tool) for tool in tools],
             "documents": documents,
         }
+        if rust:  # what is absent is undefined there
+            values = {name: value for name, value in values.items() if value is not None}
         try:
             text = self._template.render(**values)
         except (jinja2.TemplateError, TypeError) as error:
@@ -155,10 +165,10 @@ def _token_text(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
 
 
-def _flatten(message: dict[str, Any]) -> dict[str, Any]:
+def _flatten(message: dict[str, Any], between: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise TemplateError("every message needs a string 'role'")
-    flat = {**message, "content": _text(message.get("content"))}
+    flat = {**message, "content": _text(message.get("content"), between)}
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         flat["tool_calls"] = [_parsed_call(call) for call in calls]
@@ -186,7 +196,7 @@ def _developers_as_system(conversation: list[dict[str, Any]]) -> list[dict[str, 
     return [{"role": "system", "content": "\n\n".join(text for text in texts if text)}, *others]
 
 
-def _text(content: Any) -> str | None:
+def _text(content: Any, between: str) -> str | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -197,7 +207,7 @@ def _text(content: Any) -> str | None:
         if not isinstance(text, str):
             raise TemplateError("this model reads text parts only")
         texts.append(text)
-    return "\n".join(texts)
+    return between.join(texts)
 
 
 def _parsed_call(call: Any) -> dict[str, Any]:

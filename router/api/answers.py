@@ -15,7 +15,7 @@ from publisher.block_hash import HashScheme
 from router.feeds.base import FeedStats
 from router.fleet.identity import EngineId
 from router.fleet.sources import SourceStats
-from router.fleet.status import ModelCard
+from router.fleet.status import Frontend, ModelCard
 from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
 from router.observe.history import HistoryInterval, RecentHistory
@@ -222,6 +222,7 @@ class EngineView(msgspec.Struct, frozen=True):
     held: str
     asleep: bool
     models: list[str]
+    frontend: Frontend
     available: bool
     publishes_events: bool | None
     kv_usage: float | None

@@ -107,6 +107,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         held=status.held,
         asleep=status.asleep,
         models=[card.id for card in status.models],
+        frontend=status.frontend,
         available=status.breaker.allows(now),
         publishes_events=status.publishes_events,
         kv_usage=status.kv_usage,

@@ -242,7 +242,7 @@ class FleetPoller(Generic[E]):
             self._not_only_slow.discard(base_url)
         changed = await self._discover_events(base_url) if models else []
         if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
-            await self._ask_version(base_url)  # after the ranks are known: new ones have none yet
+            await self._ask_version(base_url, models[0])  # after the ranks are known: new ones have none yet
         if models:
             await self._ask_server_info(base_url)
         for status in self._fleet.ranks(base_url):
@@ -302,8 +302,12 @@ class FleetPoller(Generic[E]):
                     engines=len(ready),
                 )
 
-    async def _ask_version(self, base_url: str) -> None:
-        """Query the server's version: another server may have started at the same address."""
+    async def _ask_version(self, base_url: str, card: ModelCard) -> None:
+        """Query the server's version: another server may have started at the same address.
+
+        The Rust frontend counts as another version: engines that make other tokens of a prompt must not be
+        paired.
+        """
         version: str | None = None
         try:
             version = _decode(await self._get(f"{base_url}/version"), _Version).version
@@ -312,6 +316,8 @@ class FleetPoller(Generic[E]):
         except _BadAnswerError as error:
             if error.status == 200:
                 _log.warning("version could not be parsed", server=base_url, problem=str(error))
+        if version is not None and card.frontend == "rust":
+            version += " (Rust frontend)"
         for status in self._fleet.ranks(base_url):
             status.version = version
 

@@ -36,9 +36,12 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> EngineStatement | None:
-    """From the labels of ``vllm:cache_config_info``, and whether the page has counters of drafts: vLLM
-    registers these at the start of an engine that decodes speculatively, and of no other
-    (``SpecDecodingProm``, vLLM 0.32). None for a page with neither, which may be of anything."""
+    """From the labels of ``vllm:cache_config_info``, and whether the page has counters of drafts.
+
+    vLLM registers these at the start of an engine that decodes speculatively, and of no other
+    (``SpecDecodingProm``, vLLM 0.32). Its Rust frontend, whose page lacks ``cache_config_info``, has them
+    always (0.33): there ``drafts`` says that one is above zero. None for a page with neither.
+    """
     if not cache_config and not drafts:
         return None
     mode = cache_config.get("mamba_cache_mode")

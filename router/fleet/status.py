@@ -11,13 +11,16 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement, metrics_statement
+
+Frontend = Literal["python", "rust"]
+"""vLLM's API server that makes prompts of requests: each makes other tokens of some bodies."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -34,6 +37,11 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     def same_as(self, other: ModelCard) -> bool:
         return msgspec.structs.replace(self, created=other.created) == other
+
+    @property
+    def frontend(self) -> Frontend:
+        """By the owner that ``vllm-rs`` states (vLLM 0.33, observed)."""
+        return "rust" if self.owned_by == "vllm-frontend-rs" else "python"
 
 
 class EngineStatus:
@@ -76,6 +84,11 @@ class EngineStatus:
         self._asleep = False
         self._models: tuple[ModelCard, ...] = ()
         self._fleet_changed = fleet_changed
+
+    @property
+    def frontend(self) -> Frontend:
+        """Its API server, by the first of its model cards."""
+        return self._models[0].frontend if self._models else "python"
 
     @property
     def up(self) -> bool:
@@ -180,6 +193,7 @@ class Fleet(Generic[E]):
         self._holds: dict[str, str] = {}
         self._identities: dict[str, str] = {}
         self._ready: dict[str | None, list[E]] = {}
+        self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
         self._adapters: frozenset[str] | None = None
         self._roles: bool | None = None
         # How often anything of what is asked here may have changed.
@@ -263,6 +277,16 @@ class Fleet(Generic[E]):
                 self._ready[model] = found
         return found
 
+    def frontends(self, model: str | None) -> tuple[Frontend, ...]:
+        """The frontends of the ready engines of ``model``, each once; Python's first."""
+        found = self._frontends.get(model)
+        if found is None:
+            ready = self.ready(model)
+            found = tuple(sorted({status.frontend for status in ready}))
+            if ready:
+                self._frontends[model] = found
+        return found
+
     def _new(self, engine: EngineAddress) -> E:
         status = self._make(engine, fleet_changed=self._changed)
         status.held = self._why_held(engine)
@@ -280,6 +304,7 @@ class Fleet(Generic[E]):
         self._ready.clear()
         self._adapters = None
         self._roles = None
+        self._frontends.clear()
         self.changes += 1
 
     @property
@@ -333,7 +358,8 @@ _TRANSFERS = re.compile(
 )
 _POOL = re.compile(rb"vllm:cache_config_info\{([^}\n]*)\}")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]")
+_DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S*)")
+_ZEROS = frozenset({b"0", b"0.0"})
 _POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
 _AWAKE = re.compile(rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="awake"[^}\n]*)\}[ \t]+(\S+)')
 _STARTED = re.compile(rb"process_start_time_seconds[ \t]+(\S+)")
@@ -366,7 +392,10 @@ def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
     """The set-up of this rank as the page states it; None if it states nothing."""
     rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
     labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
-    drafts = any(_is_of(match[1] or b"", dp_rank) for match in _samples_of(_DRAFTS, text))
+    drafts = any(
+        _is_of(match[1] or b"", dp_rank) and (labels or match[2] not in _ZEROS)
+        for match in _samples_of(_DRAFTS, text)
+    )
     return metrics_statement(labels, drafts=drafts)
 
 

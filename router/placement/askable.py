@@ -17,7 +17,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from router.fleet.identity import endpoint_of
-from router.fleet.status import Fleet
+from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
 from router.openai.errors import echoed, model_not_found, no_ready_engine
 from router.openai.request import InboundRequest
@@ -108,11 +108,11 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
 
 
 class CandidateSet(msgspec.Struct):
-    """Some engines: their hash schemes, the first one's first, and the ids of those that publish events, by
-    model. ``guessed``: some have shadows."""
+    """Some engines: their frontends with their hash schemes, the first one's first, and the ids of those that
+    publish events, by model and frontend. ``guessed``: some have shadows."""
 
-    schemes: list[HashScheme] = []
-    by_model: dict[str, list[str]] = {}
+    schemes: list[tuple[Frontend, HashScheme]] = []
+    by_model: dict[tuple[str, Frontend], list[str]] = {}
     guessed: bool = False
 
 
@@ -143,11 +143,11 @@ def party_of(engines: Sequence[Engine]) -> CandidateSet:
     """Worked out anew."""
     party = CandidateSet()
     for engine in engines:
-        scheme, model = engine.scheme, engine.base_model
-        if scheme not in party.schemes:
-            party.schemes.append(scheme)
+        hashed, model = (engine.frontend, engine.scheme), engine.base_model
+        if hashed not in party.schemes:
+            party.schemes.append(hashed)
         if engine.shadow is not None:
             party.guessed = True
         if model is not None and engine.publishes_events:
-            party.by_model.setdefault(model, []).append(engine.engine_id)
+            party.by_model.setdefault((model, engine.frontend), []).append(engine.engine_id)
     return party

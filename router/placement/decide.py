@@ -19,7 +19,7 @@ import xxhash
 from publisher.block_hash import HashScheme
 from router.admission.fair_queue import Priority
 from router.admission.settings import QueueSettings
-from router.fleet.status import Fleet
+from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
 from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
@@ -42,7 +42,7 @@ from router.placement.engine import (
 )
 from router.placement.hold import Hold
 from router.placement.holding.wait import LongWait, long_wait
-from router.placement.placement import Decision, Placement, Split
+from router.placement.placement import Decision, Placement, Split, read_by
 from router.placement.policies import ArmState, policy
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
@@ -284,8 +284,9 @@ class Planner:
         party = NO_CANDIDATES
         if isinstance(read, Prompt):
             party = self._parties.of(asked_of)
-            for scheme in party.schemes:
-                await self._reader.hashes(read, scheme)
+            for frontend, scheme in party.schemes:
+                if (variant := read.behind(frontend)) is not None:
+                    await self._reader.hashes(variant, scheme)
         if apart is not None:
             await apart.read_body(read)
         if request.trace is not None:
@@ -323,7 +324,7 @@ class Planner:
             order = order_of(request.claim.priority, now, self._settings.engine_priority)
         if isinstance(read, Prompt):
             asked = self._asked(read, party, look, now, detail=rehearsal)
-            question = self._question(read, party.schemes[0])
+            question = self._question(read, party.schemes[0][1])
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
@@ -341,12 +342,12 @@ class Planner:
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
-            return Decision(
-                read, asked.tokens, engines, found, choice, look.problem, order=order, skipped=skipped
-            )
+            read, tokens = _read_by(read, asked.tokens, engines[choice.index])
+            return Decision(read, tokens, engines, found, choice, look.problem, order=order, skipped=skipped)
         able = DecodeCandidates(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
-        return Decision(read, asked.tokens, engines, found, choice, look.problem, split=split)
+        read, tokens = _read_by(read, asked.tokens, engines[choice.index])
+        return Decision(read, tokens, engines, found, choice, look.problem, split=split)
 
     def _within_level(
         self, engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float
@@ -393,6 +394,8 @@ class Planner:
         known: dict[str, str] = {
             e.engine_id: e.base_model for e in engines if e.publishes_events and e.base_model is not None
         }
+        if isinstance(read, Prompt) and read.variants:  # other replicas are asked about one variant only
+            known = {name: model for name, model in known.items() if self._is_behind(name, read.frontend)}
         prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
         return await shared.look(prompt, known, detail=detail)
 
@@ -404,24 +407,36 @@ class Planner:
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
         held = look.hits
-        for model, names in party.by_model.items():
+        for (model, frontend), names in party.by_model.items():
+            variant = prompt.behind(frontend)
+            if variant is None:
+                continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
             told = look.stores.get(model)
-            predicted = self._scopes.scope(model).predict(prompt, ids, detail=detail, elsewhere=told)
+            predicted = self._scopes.scope(model).predict(variant, ids, detail=detail, elsewhere=told)
             held = {**held, **predicted} if held else predicted
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
-        last, inflight = tokens - 1, self._accounts.inflight
-        for scheme in party.schemes:
+        last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
+        for frontend, scheme in party.schemes:
+            variant = prompt.behind(frontend)
+            if variant is None:
+                continue
             unit = scheme.hash_block_size
-            found = inflight.common(prompt.hashes(scheme), now, last // unit)
+            found = inflight.common(variant.hashes(scheme), now, last // unit)
             for engine_id, blocks in found.blocks.items():
-                shared = blocks * unit
-                common[engine_id] = shared if shared < last else last  # noqa: FURB136
+                if not mixed or self._is_behind(engine_id, frontend):
+                    shared = blocks * unit
+                    common[engine_id] = shared if shared < last else last  # noqa: FURB136
             for engine_id, blocks in found.coming.items():
-                coming[engine_id] = blocks * unit
+                if not mixed or self._is_behind(engine_id, frontend):
+                    coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
+
+    def _is_behind(self, engine_id: str, frontend: Frontend) -> bool:
+        engine = self._fleet.get(engine_id)
+        return engine is not None and engine.frontend == frontend
 
     def _asked_by_text(self, read: TextAffinity | None, look: PeerSnapshot) -> PromptView:
         """A text without tokens before any engines: where texts like it went."""
@@ -454,6 +469,14 @@ class Planner:
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)
+
+
+def _read_by(
+    read: Prompt | TextAffinity | None, tokens: int, engine: Engine
+) -> tuple[Prompt | TextAffinity | None, int]:
+    """Return the prompt as this engine's frontend makes it, and its length in tokens."""
+    read = read_by(read, engine)
+    return read, read.num_tokens if isinstance(read, Prompt) else tokens
 
 
 def _own_s(engine: Engine) -> float:

@@ -39,6 +39,7 @@ from router.placement.load.account import LoadAccount, LoadStats
 from router.placement.load.evictions import EvictionForecast
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
+from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 
@@ -187,7 +188,7 @@ class PromptView(msgspec.Struct, gc=False):
     shadows: ShadowPrompt | None = None
     order: EngineOrder | None = None
     """Its place in the engines' own order, where they have one."""
-    prompt: HashedPrompt | None = None
+    prompt: Prompt | None = None
     """The prompt itself; None where its tokens are not known."""
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
     """Those worked out so far, by what is held (its id), common and coming."""
@@ -380,7 +381,8 @@ class Engine(EngineStatus):
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
         """Lower a hit by what this engine will evict for prompts in flight before it looks up this one."""
-        prompt, held = asked.prompt, hit.held
+        prompt = None if asked.prompt is None else asked.prompt.behind(self.frontend)
+        held = hit.held
         gpu, coming, soon = hit.gpu_tokens, hit.coming_tokens, hit.soon_tokens
         if prompt is None or held is None or held.mode != "native" or hit.whole_tokens > soon:
             return hit  # not of known blocks; or what the GPU loses may be loaded

@@ -65,6 +65,13 @@ class MostHeld(NamedTuple):
     """Seconds of prefill by which its hit is longer."""
 
 
+def read_by(read: Prompt | TextAffinity | None, engine: Engine) -> Prompt | TextAffinity | None:
+    """What this engine's frontend makes of the request; None: its tokens are not known."""
+    if not isinstance(read, Prompt) or not read.variants:
+        return read
+    return read.behind(engine.frontend)
+
+
 _NOTHING_HELD = MostHeld(0, "", None, 0.0)
 
 

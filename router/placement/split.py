@@ -21,7 +21,7 @@ from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
 from router.placement.cost import Choice, ScoredCandidates, chosen, weigh, weight
 from router.placement.engine import Engine, PromptView, candidates
-from router.placement.placement import Decision, Split
+from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
@@ -326,7 +326,14 @@ class DisaggregationPlanner:
         lacks = decode[best.decode].lacks
         split = Split(
             body=self._body,
-            prefill=Decision(able.read, tokens, there, mates, partner.choice, able.problem),
+            prefill=Decision(
+                read_by(able.read, there[partner.choice.index]),
+                tokens,
+                there,
+                mates,
+                partner.choice,
+                able.problem,
+            ),
             lacks_tokens=lacks,
             transfer_s=self._transfer_s(lacks),
             local_s=best.local_s,

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from publisher.block_hash import PromptExtras
+from router.fleet.status import Frontend
 from router.prompts.chat.context import context_key
 from router.prompts.cuts import CutText, Ids
 from router.prompts.families.base import MissingFamily, TextTokenizer
@@ -77,14 +78,19 @@ class LocalModel:
         cache: PrefixCache,
         workers: Workers,
         settings: PromptSettings,
+        frontend: Frontend = "python",
+        tokenizer: TextTokenizer | None = None,
     ) -> None:
+        """``tokenizer``: of the same directory, where it is loaded already."""
         self._config = config
         self._stats = stats
         self._cache = cache
         self._workers = workers
         self._settings = settings
-        self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max)
-        self.tokenizer = self._load_tokenizer(directory)
+        self._directory = directory
+        self._rust: LocalModel | None = None
+        self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max, frontend)
+        self.tokenizer = tokenizer or self._load_tokenizer(directory)
         self._serial = b"%d" % next(_SERIALS)
         self._bare: dict[bytes, _Kind] = {}
         """Of chats that are messages alone, by scope."""
@@ -99,6 +105,29 @@ class LocalModel:
         if self.renderer.name == "cohere":
             raise ModelDirError(f"{directory.folder}: no tokenizer.json, which tokenizer_mode = cohere takes")
         return cast("TextTokenizer", family)  # Mistral's, which does both
+
+    def behind(self, frontend: Frontend) -> LocalModel:
+        """The same model behind this frontend of the engines; loaded at first use."""
+        if frontend == "python":
+            return self
+        if self._rust is None:
+            self._rust = LocalModel(
+                self._config,
+                self._directory,
+                stats=self._stats,
+                cache=self._cache,
+                workers=self._workers,
+                settings=self._settings,
+                frontend=frontend,
+                tokenizer=self.tokenizer,
+            )
+        return self._rust
+
+    def clear(self) -> None:
+        """Forget what was kept: the model is not served any more."""
+        self.renderer.clear()
+        if self._rust is not None:
+            self._rust.clear()
 
     def by(self, *, chat: bool) -> str:
         """What reads prompts here, for people: the tokenizer's library, and the family's of chats."""

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
+from router.fleet.status import Frontend
 from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext, ContextCache, Key, chat_context, parse_tools
@@ -27,6 +28,7 @@ from router.prompts.chat.messages import (
 )
 from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.families.base import Family, MissingFamily, family_of
+from router.prompts.families.rust import RustFrontend
 from router.prompts.model_dir import ModelDir, load_chat_template
 from router.prompts.prompt_cache import KnownMessage
 from router.prompts.request import ChatBody, NotLocalError, decode_message, plain_message
@@ -68,17 +70,33 @@ class ChatRenderer:
     """Templates, family and contexts of one model. Any thread may call ``form_of`` and ``render``."""
 
     def __init__(
-        self, config: ModelPrompts, directory: ModelDir, stats: PromptStats, context_bytes_max: int
+        self,
+        config: ModelPrompts,
+        directory: ModelDir,
+        stats: PromptStats,
+        context_bytes_max: int,
+        frontend: Frontend = "python",
     ) -> None:
         self._config = config
         self._stats = stats
         self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
-        self.family = family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+        self.family = (
+            self._rust_frontend(directory)
+            if frontend == "rust"
+            else family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+        )
         self._special_tokens = directory.special_tokens if self.family is None else {}
         takes_defaults = self.family is None or self.family.takes_defaults
         self._defaults = config.default_chat_template_kwargs if takes_defaults else {}
         self.templates = self._load_templates(directory)
         self._contexts = ContextCache(stats, context_bytes_max)
+
+    def _rust_frontend(self, directory: ModelDir) -> RustFrontend | MissingFamily:
+        sources = {self._template_source(directory, with_tools=with_tools) for with_tools in (False, True)}
+        source = sources.pop()
+        if self.name != "hf" or sources or source is None:
+            return MissingFamily("the Rust frontend has code of its own for this model's chats")
+        return RustFrontend(source, directory.special_tokens, self._config)
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
         """By whether the chat has tools; one object where both have the same template."""

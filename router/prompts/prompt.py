@@ -12,6 +12,7 @@ import msgspec
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from publisher.events import BlockHash
+from router.fleet.status import Frontend
 from router.prompts.cuts import Ids
 from router.prompts.prompt_cache import Entry
 from router.prompts.stats import PromptStats
@@ -34,7 +35,15 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     skips_cache: bool = False
     answer_tokens_max: int = 0
     """Limit that the request sets to its answer; 0: none."""
+    frontend: Frontend = "python"
+    """The engines' API server that makes these tokens of the request."""
+    variants: dict[Frontend, Prompt] = {}
+    """In a fleet with both frontends: this prompt and the other one, as far as they are known."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
+
+    def behind(self, frontend: Frontend) -> Prompt | None:
+        """The prompt that engines with this frontend make of the request; None: not known."""
+        return self if frontend == self.frontend else self.variants.get(frontend)
 
     @property
     def num_tokens(self) -> int:

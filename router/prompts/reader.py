@@ -22,6 +22,7 @@ import msgspec
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.events import BlockHash
+from router.fleet.status import Frontend
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
@@ -98,9 +99,9 @@ class PromptReader:
     """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, with the client's
     own ``Authorization`` or with none.
 
-    ``engine_url`` names an engine that serves a model (None: there is none), ``is_adapter`` tells LoRA
-    names. Loading happens here and takes up to seconds per tokenizer. Raises ``ModelDirError`` for a
-    directory that cannot be used.
+    ``engine_url`` names an engine that serves a model (None: there is none), ``frontends`` those of its
+    engines, ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per tokenizer.
+    Raises ``ModelDirError`` for a directory that cannot be used.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class PromptReader:
         post: Post,
         *,
         engine_url: EngineUrl = lambda _model: None,
+        frontends: Callable[[str | None], tuple[Frontend, ...]] = lambda _model: ("python",),
         is_adapter: Callable[[str], bool] = lambda _model: False,
         clock: Callable[[], float] = time.monotonic,
         stats: PromptStats | None = None,
@@ -126,6 +128,7 @@ class PromptReader:
         self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
         self._conversions = Conversions()
         self._media = MediaMemory(self.stats, settings.media_cache_bytes_max)
+        self._frontends = frontends
         self._is_adapter = is_adapter
         self._names = ModelNames(models, is_adapter)
         self._loaded = {
@@ -164,7 +167,7 @@ class PromptReader:
                 local[name] = await asyncio.to_thread(self.load, config)
         for name, model in self._loaded.items():
             if local.get(name) is not model:
-                model.renderer.clear()
+                model.clear()
         self._models, self._loaded = dict(models), local
         self._combine()
 
@@ -173,7 +176,7 @@ class PromptReader:
         before = self._found.pop(name, None)
         self._watched.pop(name, None)
         if before is not None:
-            before[1].renderer.clear()
+            before[1].clear()
         if found is not None:
             self._found[name] = found
         self._combine()
@@ -221,16 +224,20 @@ class PromptReader:
             self._check_json(request.body)
             return self._read_beginning(request, path, "too_complex")
         parsed: Parsed | None = None
+        frontends = self._frontends(request.model) or ("python",)
         try:
             try:
                 parsed, request.prompt = request.prompt or decode_body(path, request.body), None
-                prompt = await self._read_local(request, path, parsed)
+                prompt = await self._read_local(request, path, parsed, frontends[0])
+                if len(frontends) > 1:
+                    prompt.variants = {prompt.frontend: prompt}
+                    await self._add_variant(prompt, request, path, parsed, frontends[1])
             except NotLocalError as miss:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
                 self.stats.not_local[miss.reason] += 1
                 marked = miss.entry if isinstance(miss, _UnknownImagesError) else None
-                return await self._read_elsewhere(request, path, parsed, miss.reason, marked)
+                return await self._read_elsewhere(request, path, parsed, miss.reason, marked, frontends)
         except ApiError:
             self.stats.refused += 1
             raise
@@ -239,6 +246,18 @@ class PromptReader:
         if self._watched:
             self._show(request, path, prompt)
         return prompt
+
+    async def _add_variant(
+        self, prompt: Prompt, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend
+    ) -> None:
+        """Add the tokens that the other frontend makes; its engines are predicted to hold nothing without."""
+        try:
+            other = await self._read_local(request, path, parsed, frontend)
+        except NotLocalError as miss:
+            self.stats.not_local[miss.reason] += 1
+            return
+        other.variants = prompt.variants
+        prompt.variants[frontend] = other
 
     def _show(self, request: InboundRequest, path: str, prompt: Prompt) -> None:
         name = self._names.target(request.model).name
@@ -276,14 +295,20 @@ class PromptReader:
         piece = raw_piece(request.body, prompt_field(path))
         return TextAffinity(affinity_keys([piece], _affinity_scope(request, None)), reason)
 
-    async def _read_local(self, request: InboundRequest, path: str, parsed: Parsed) -> Prompt:
+    async def _read_local(
+        self, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend = "python"
+    ) -> Prompt:
         target = self._names.target(request.model)
         extras = target.extras(parsed.cache_salt)
         long = _takes_long(request.body, parsed)
         if isinstance(parsed, GenerateBody):
             given = await self._done(long, lambda: _given_tokens(parsed))
-            return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
+            given_ids = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
+            given_ids.frontend = frontend
+            return given_ids
         local = self._local.get(target.name)
+        if local is not None:
+            local = local.behind(frontend)
         if local is None:
             if not isinstance(parsed, CompletionBody):
                 raise NotLocalError("no_tokenizer")
@@ -319,6 +344,7 @@ class PromptReader:
             num_prompts=count,
             skips_cache=parsed.skips_cache(),
             answer_tokens_max=answer_tokens_max(parsed),
+            frontend=frontend,
         )
 
     async def _converted(self, parsed: Converted, local: LocalModel, *, long: bool) -> tuple[ChatBody, bool]:
@@ -339,9 +365,17 @@ class PromptReader:
         return await self._workers.run(job) if long else job()
 
     async def _read_elsewhere(
-        self, request: InboundRequest, path: str, parsed: Parsed | None, reason: str, marked: Entry | None
+        self,
+        request: InboundRequest,
+        path: str,
+        parsed: Parsed | None,
+        reason: str,
+        marked: Entry | None,
+        frontends: tuple[Frontend, ...],
     ) -> Prompt | TextAffinity:
-        prompt = None if reason in _HOPELESS else await self._told(request, path, parsed, marked)
+        prompt = None
+        if reason not in _HOPELESS and len(frontends) == 1:  # which engine is asked is not known here
+            prompt = await self._told(request, path, parsed, marked, frontends[0])
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
@@ -356,7 +390,12 @@ class PromptReader:
         self.stats.count_read(path, "affinity")
 
     async def _told(
-        self, request: InboundRequest, path: str, parsed: Parsed | None, marked: Entry | None
+        self,
+        request: InboundRequest,
+        path: str,
+        parsed: Parsed | None,
+        marked: Entry | None,
+        frontend: Frontend,
     ) -> Prompt | None:
         """The prompt as a render server or an engine tells it."""
         try:
@@ -364,16 +403,18 @@ class PromptReader:
             extras = target.extras(None if parsed is None else parsed.cache_salt)
         except NotLocalError:
             return None
-        answer = await self._asking.tokens(request, path, parsed)
+        answer = await self._asking.tokens(request, path, parsed, frontend)
         if answer is None:
             return None
         found, source, by = answer
         if marked is not None and found.num_prompts == 1:
             self._media.learn(target.name, marked.media, marked.ids, found)
         try:
-            return self._prompt_of(found, target, extras, parsed, source=source, by=by)
+            prompt = self._prompt_of(found, target, extras, parsed, source=source, by=by)
         except NotLocalError:
             return None
+        prompt.frontend = frontend
+        return prompt
 
     def _prompt_of(
         self,

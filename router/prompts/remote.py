@@ -21,6 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import msgspec
 
 from publisher.block_hash import MultimodalItem
+from router.fleet.status import Frontend
 from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES, InboundRequest
 from router.prompts.bodies import Parsed
 from router.prompts.chat.anthropic import MessagesBody
@@ -317,13 +318,17 @@ class Asking:
         self._engine_side = engine_side
         self._engine_url = engine_url
 
-    async def tokens(self, request: InboundRequest, path: str, parsed: Parsed | None) -> Told | None:
-        """The request's tokens; None where nobody told them."""
+    async def tokens(
+        self, request: InboundRequest, path: str, parsed: Parsed | None, frontend: Frontend = "python"
+    ) -> Told | None:
+        """The request's tokens; None where none are known. Render servers have the Python frontend."""
         if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
             return None
         authorization = next((value for name, value in request.headers if name == b"authorization"), None)
         known = parsed if isinstance(parsed, ChatBody | CompletionBody) else None
-        rendered = await self._renderers.tokens(path, request.body, known, authorization=authorization)
+        rendered = None
+        if frontend == "python":
+            rendered = await self._renderers.tokens(path, request.body, known, authorization=authorization)
         if rendered is not None:
             return Told(rendered[0], "renderer", rendered[1])
         url = self._engine_url(request.model)

@@ -20,6 +20,7 @@ REASONS = (
     "no_tokenizer",  # no local tokenizer configured
     "endpoint",  # not a text-generation endpoint this reader knows
     "renderer",  # the engine renders this model's chats with code, not with a template
+    "frontend",  # vLLM's Rust frontend makes other tokens of it, which are not reproduced
     "no_template",  # chat, but the tokenizer directory has no chat template
     "template_rejected",  # the chat template raised an error
     "request_template",  # the request brings its own chat template

@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import structlog
@@ -25,7 +26,6 @@ from router.index.model import ModelIndexes
 from router.placement.load.others import OthersLoad
 from router.replication.codec import ScopeKeys, limits_key
 from router.replication.gossip import GossipedInflight, LoadGossip
-from router.replication.inflight_stream import InflightStream
 from router.replication.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
 from router.replication.leases import Leases, Membership
 from router.replication.limits import SharedLimits
@@ -33,7 +33,7 @@ from router.replication.lookup import IndexLookup
 from router.replication.mirror import Descriptions, MirroredIndex
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable, pack
 from router.replication.registry import Registry
 from router.replication.responses import ResponseDirectory
 from router.replication.settings import IndexSettings
@@ -48,6 +48,11 @@ _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
 # Minimum pause in seconds between two reports of this replica's load.
 _LOAD_INTERVAL_S = 0.05
+# Streams of prompts in flight: entries that wait here and that Redis keeps, seconds kept, seconds of a send.
+_STREAM_WAITING_MAX = 4096
+_STREAM_ENTRIES_KEPT = 1024
+_STREAM_KEPT_S = 60
+_STREAM_SEND_S = 0.5
 
 
 class _Scope(NamedTuple):
@@ -56,6 +61,36 @@ class _Scope(NamedTuple):
     mirror: MirroredIndex
     leases: ModelLeases
     keys: ScopeKeys
+
+
+class InflightStream:
+    """Appends entries to the streams of prompts in flight, without blocking the caller.
+
+    Invariant: entries of one stream are sent in order and immediately, as another replica may be about to
+    place a prompt with the same prefix; entries that cannot be sent are dropped, as replicas expire prompts
+    themselves.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._waiting: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue(_STREAM_WAITING_MAX)
+
+    def put(self, key: bytes, entry: bytes) -> bool:
+        """Queue an entry for the stream at ``key``; False if the queue is full."""
+        try:
+            self._waiting.put_nowait((key, entry))
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Send queued entries until cancelled, without waiting for replies."""
+        while True:
+            key, entry = await self._waiting.get()
+            add = pack("XADD", key, "MAXLEN", "~", _STREAM_ENTRIES_KEPT, "*", "f", entry)
+            with suppress(IndexUnavailable):
+                connection = self._client.pipelined(key)
+                await connection.send(add + pack("EXPIRE", key, _STREAM_KEPT_S), 2, _STREAM_SEND_S)
 
 
 class SharedIndex:

@@ -42,6 +42,13 @@ def test_each_rank_states_its_own() -> None:
     assert second == EngineStatement(source="metrics", drafts=False, bounded_replay=False)
 
 
+def test_counters_of_the_rust_frontend_prove_drafts_only_above_zero() -> None:
+    page = b'vllm:spec_decode_num_drafts{engine="0"} %b\nvllm:num_requests_running{engine="0"} 0\n'
+    assert read_statement(page % b"0", 0) is None
+    assert read_statement(page % b"0.0", 0) is None
+    assert read_statement(page % b"3", 0) == EngineStatement(source="metrics", drafts=True)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -164,7 +164,7 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
     cache_config: dict[str, str] = {}
     sums = dict.fromkeys(_SUMMED, 0.0)
     hits: float | None = None
-    speculates = False
+    counters = drafted = False
     for name, labels, value in series(page.decode("utf-8", "replace")):
         if dp_rank is not None and labels.get("engine", str(dp_rank)) != str(dp_rank):
             continue
@@ -175,9 +175,11 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
             hits = (hits or 0.0) + value
         elif short in sums and 0 <= value < 1e18:
             sums[short] += value
-            speculates = speculates or short.startswith("spec_decode")
+            if short.startswith("spec_decode"):
+                counters, drafted = True, drafted or value > 0
     tokens, requests = sums["request_prompt_tokens_sum"], sums["request_prompt_tokens_count"]
     if not requests:
         tokens, requests = sums["prompt_tokens_total"], sums["request_success_total"]
     mean = tokens / requests if requests else None
+    speculates = drafted or (counters and bool(cache_config))  # as ``metrics_statement`` reads them
     return EngineGauges(cache_config, mean, int(requests), speculates, None if hits is None else int(hits))

@@ -1,0 +1,179 @@
+"""Chats as vLLM's Rust frontend renders them (``VLLM_USE_RUST_FRONTEND=1``, vLLM 0.33).
+
+It validates and flattens messages by code of its own, so that the same body becomes other tokens than behind
+the Python frontend. Compared with ``vllm-rs render`` of 0.33 over the bodies and templates of the tests
+(``tests/vllm/test_rust_frontend.py``): every prompt made here is equal, every other one is refused.
+
+Reproduced differences to the Python frontend:
+
+- The texts of a message's parts are joined without a separator; other fields of a part are dropped.
+- ``developer`` stays a role of its own, whether or not the template knows it.
+- ``name`` is dropped, and a billing header in a system text is kept.
+- ``tools`` and ``documents`` that are absent are undefined, not none.
+- The arguments of a tool call may be any JSON value.
+
+Refused is what the template engines write differently: a chat is rendered by jinja2 and by minijinja, the
+engine of this frontend, and both texts must be equal. Lists and objects that a template prints are refused,
+and numbers that Rust writes differently as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, NoReturn
+
+from router.openai.request import CHAT, COMPLETION
+from router.prompts.chat.compiled import (
+    by_fast,
+    by_reference,
+    compile_template,
+    reference_environment,
+)
+from router.prompts.chat.context import ChatContext
+from router.prompts.chat.messages import Message, text_message
+from router.prompts.chat.template import UNLIKE, value_kinds
+from router.prompts.request import ChatBody, NotLocalError
+from router.prompts.settings import ModelPrompts
+
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+class _PrintedError(Exception):
+    """A template prints a value other than by ``tojson``."""
+
+
+class _Object(dict[str, Any]):
+    """An object of the request; Rust prints it as JSON, Python in its own way."""
+
+    def __str__(self) -> NoReturn:
+        raise _PrintedError
+
+    __repr__ = __str__
+
+
+class _List(list[Any]):
+    """A list of the request."""
+
+    def __str__(self) -> NoReturn:
+        raise _PrintedError
+
+    __repr__ = __str__
+
+
+def _printable(value: Any) -> Any:
+    """Refuse a list or an object that the template itself made."""
+    if isinstance(value, dict | list | tuple):
+        raise _PrintedError
+    return value
+
+
+def _unprintable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _Object({name: _unprintable(one) for name, one in value.items()})
+    return _List(map(_unprintable, value)) if isinstance(value, list) else value
+
+
+class RustFrontend:
+    """One model's chats behind that frontend; ``source`` is its only template."""
+
+    name = "rust frontend"
+    takes_defaults = True
+    paths = frozenset({CHAT, COMPLETION})
+
+    def __init__(self, source: str, special_tokens: dict[str, str], config: ModelPrompts) -> None:
+        compiled = compile_template(source, tuple(sorted(special_tokens.items())), config.time_zone)
+        content_format = config.chat_template_content_format
+        self._fast = compiled.fast
+        environment = reference_environment(config.time_zone)
+        environment.finalize = _printable
+        self._reference = environment.from_string(source)
+        self._special_tokens = special_tokens
+        self._form = compiled.content_format if content_format == "auto" else content_format
+        self.variables = compiled.variables
+
+    def stamp(self) -> bytes:
+        return b""
+
+    def check(self, body: ChatBody) -> None:
+        """Refuse fields whose effect was not compared."""
+        arguments = body.chat_template_kwargs or {}
+        if (
+            None in arguments.values()
+            or body.continue_final_message
+            or body.truncate_prompt_tokens is not None
+        ):
+            raise NotLocalError("frontend")
+
+    def parse(self, message: Message) -> Message:
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES:
+            raise NotLocalError("frontend")
+        if message.get("tools") is not None:
+            raise NotLocalError("frontend")
+        texts = _texts(content)
+        # All differences below were observed with ``vllm-rs render`` of the wheel of vLLM 0.33.0.
+        result = text_message(role, "".join(texts), self._form)
+        if self._form == "openai" and role != "assistant":
+            result["content"] = [{"type": "text", "text": text} for text in texts]
+        if role == "assistant":
+            _add_assistant_fields(message, result)
+        elif role == "tool" and "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        # serde_json writes these floats and large integers otherwise than Python's json.
+        if UNLIKE in value_kinds({name: value for name, value in result.items() if name != "content"}):
+            raise NotLocalError("frontend")
+        return result
+
+    def render(self, conversation: list[Message], context: ChatContext) -> str:
+        if context.shape == UNLIKE or self._fast is None:
+            raise NotLocalError("frontend")
+        given = {name: _unprintable(value) for name, value in context.names.items() if value is not None}
+        given.pop("tools", None)
+        if context.names["tools"] is not None:
+            given["tools"] = _unprintable([_tool(tool) for tool in context.names["tools"]])
+        names = {**self._special_tokens, **given, "messages": _unprintable(conversation)}
+        # Only where both engines agree is the text free of their differences: printed values, case, escapes.
+        text = by_reference(self._reference, names)
+        if by_fast(self._fast, names) != text:
+            raise NotLocalError("frontend")
+        return text
+
+
+def _texts(content: Any) -> list[str]:
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise NotLocalError("frontend")
+        texts.append(text)
+    return texts
+
+
+def _add_assistant_fields(message: Message, result: Message) -> None:
+    # An empty one is absent, and both names are there, before the calls: ``tojson`` shows the order.
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if reasoning:
+        result["reasoning"] = result["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+
+
+def _tool(tool: Message) -> Message:
+    return {"type": tool["type"], "function": tool["function"]}
+
+
+def _tool_call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise NotLocalError("frontend")
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise NotLocalError("frontend") from None
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": arguments},
+    }

@@ -1,0 +1,166 @@
+"""Prompts behind vLLM's Rust frontend; tests/vllm/test_rust_frontend.py compares them with vLLM's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.fleet.status import Frontend, ModelCard
+from router.prompts.affinity import TextAffinity
+from router.prompts.prompt import Prompt
+from router.prompts.reader import PromptReader
+from router.prompts.settings import ModelPrompts, PromptSettings
+from tests.support.prompts.cases import call
+from tests.support.prompts.readers import byte_level_tokenizer, chat, model_dir, read, reader, say
+
+PARTS = [
+    {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
+    {"type": "text", "text": "two"},
+]
+SHOWS = (
+    "{% for m in messages %}[{{ m.role }}{{ m.name }}|{{ m.content }}|"
+    "{{ m.tool_calls | tojson if m.tool_calls }}]{% endfor %}"
+)
+
+
+def behind(folder: Path, *frontends: Frontend, template: str = SHOWS, **options: Any) -> PromptReader:
+    model_dir(folder, "chatml", tokenizer=byte_level_tokenizer())
+    models = {"m": ModelPrompts(tokenizer_dir=str(folder), chat_template=template, **options)}
+    return reader(models, frontends=lambda _model: frontends)
+
+
+def text(found: Any) -> str:
+    assert isinstance(found, Prompt), found
+    tokenizer = Tokenizer.from_str(byte_level_tokenizer())
+    return tokenizer.decode(list(found.token_ids), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (say("user", PARTS), "[user|onetwo|]"),
+        (say("developer", "Be kind"), "[developer|Be kind|]"),
+        (say("user", "hi", name="bob"), "[user|hi|]"),
+        (say("system", "x-anthropic-billing-header: a\nb"), "[system|x-anthropic-billing-header: a\nb|]"),
+        (say("user", None), "[user||]"),
+        (
+            say("assistant", "", tool_calls=[call("f", "[1]", index=0)]),
+            (
+                '[assistant||[{"id": "call12345", "type": "function", '
+                '"function": {"name": "f", "arguments": [1]}}]]'
+            ),
+        ),
+    ],
+)
+def test_a_message_is_what_that_frontend_makes_of_it(message: Any, shown: str, tmp_path: Path) -> None:
+    assert text(read(behind(tmp_path, "rust"), chat(message))) == shown
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (say("critic", "a role that it does not know"), {}),
+        (say("user", [{"type": "thinking", "thinking": "hm"}]), {}),
+        (say("developer", "a", tools=[{"type": "function", "function": {"name": "f"}}]), {}),
+        (say("assistant", "", tool_calls=[call("f", '{"a": 1e2}')]), {}),
+        (say("assistant", "", tool_calls=[call("f", "no JSON")]), {}),
+        (say("user", "a"), {"truncate_prompt_tokens": 3}),
+        (say("assistant", "a"), {"continue_final_message": True, "add_generation_prompt": False}),
+        (say("user", "a"), {"chat_template_kwargs": {"bos_token": None}}),
+    ],
+)
+def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+    rust = behind(tmp_path, "rust")
+    found = read(rust, chat(message, **fields))
+    assert isinstance(found, TextAffinity)
+    assert rust.stats.not_local["frontend"] == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages }}",
+        "{{ messages[0] }}",
+        "{{ 'x' ~ messages[0] }}",
+        "{{ messages | string }}",
+        "{{ [1, 'a'] }}",
+        "{{ messages[0].content | e }}",
+    ],
+)
+def test_templates_that_print_values_are_refused(template: str, tmp_path: Path) -> None:
+    found = read(behind(tmp_path, "rust", template=template), chat(say("user", "a")))
+    assert isinstance(found, TextAffinity)
+
+
+def test_absent_tools_and_documents_are_undefined(tmp_path: Path) -> None:
+    template = "{% if tools is defined %}T{% endif %}{% if documents is defined %}D{% endif %}."
+    assert text(read(behind(tmp_path, "python", template=template), chat(say("user", "a")))) == "TD."
+    assert text(read(behind(tmp_path, "rust", template=template), chat(say("user", "a")))) == "."
+
+
+def test_a_model_with_another_template_for_tools_is_left_to_its_engines(tmp_path: Path) -> None:
+    model_dir(tmp_path, None, tokenizer=byte_level_tokenizer())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("other")
+    models = {"m": ModelPrompts(tokenizer_dir=str(tmp_path))}
+    found = read(reader(models, frontends=lambda _model: ("rust",)), chat(say("user", "a")))
+    assert isinstance(found, TextAffinity)
+    assert found.reason == "renderer"
+
+
+def test_a_fleet_with_both_frontends_has_a_prompt_for_each(tmp_path: Path) -> None:
+    both = behind(tmp_path, "python", "rust")
+    found = read(both, chat(say("user", PARTS)))
+    assert text(found) == "[user|one\ntwo|]"
+    assert isinstance(found, Prompt)
+    rust = found.behind("rust")
+    assert text(rust) == "[user|onetwo|]"
+    assert rust is not None
+    assert rust.behind("python") is found
+
+    only = read(both, chat(say("user", [{"type": "thinking", "thinking": "hm"}])))
+    assert isinstance(only, Prompt)
+    assert (only.behind("python"), only.behind("rust")) == (only, None)
+
+
+def test_a_next_turn_reuses_the_tokens_of_its_own_frontend_only(tmp_path: Path) -> None:
+    both = behind(tmp_path, "python", "rust")
+    first, answer = say("user", PARTS), say("assistant", "three")
+    read(both, chat(first))
+    turn = read(both, chat(first, answer))
+    assert isinstance(turn, Prompt)
+    assert text(turn.behind("python")) == "[user|one\ntwo|][assistant|three|]"
+    assert text(turn.behind("rust")) == "[user|onetwo|][assistant|three|]"
+
+
+def test_render_servers_are_not_asked_for_the_other_frontend(tmp_path: Path) -> None:
+    """They have the Python frontend; an engine of the model has the right one."""
+    asked: list[str] = []
+
+    async def post(url: str, _body: bytes, _headers: Any, _timeout_s: float) -> tuple[int, bytes]:
+        asked.append(url)
+        return 200, b'{"token_ids": [1, 2, 3]}'
+
+    model_dir(tmp_path, "chatml", tokenizer=byte_level_tokenizer())
+    rust = reader(
+        {"m": ModelPrompts(tokenizer_dir=str(tmp_path))},
+        PromptSettings(renderers=("http://renderer:1",)),
+        post=post,
+        engine_url=lambda _model: "http://engine:1",
+        frontends=lambda _model: ("rust",),
+    )
+    found = read(rust, chat(say("critic", "a")))
+    assert isinstance(found, Prompt)
+    assert (list(found.token_ids), found.source, found.frontend) == ([1, 2, 3], "engine", "rust")
+    assert asked == ["http://engine:1/v1/chat/completions/render"]
+
+
+def test_the_owner_of_the_model_card_says_which_frontend_it_is() -> None:
+    assert ModelCard("m").frontend == "python"
+    assert ModelCard("m", owned_by="sglang").frontend == "python"
+    assert ModelCard("m", owned_by="vllm-frontend-rs").frontend == "rust"
