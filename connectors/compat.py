@@ -1,9 +1,9 @@
-"""The vLLM names that move between versions, imported in one place, and the versions they were tested with.
+"""Imports of vLLM names that move between versions, and the tested versions.
 
-vLLM calls its connector interface experimental: methods came and went with almost every release. What is
-imported here exists in every tested version. Another version is refused with words, not with wrong bytes,
-as soon as this module is imported: vLLM imports a connector's class while it reads its configuration, long
-before it loads weights. Setting ``ALLOW_UNTESTED`` to a version's ``major.minor`` lets that one try.
+vLLM's connector interface is experimental: almost every release added or removed methods. The names imported
+here exist in every tested version. Importing this module raises an error for any other version, before any
+data is touched: vLLM imports a connector's class while it reads its configuration, before it loads weights.
+Set ``ALLOW_UNTESTED`` to a version's ``major.minor`` to try that version.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import vllm
 log = logging.getLogger(__name__)
 
 TESTED_VERSIONS = ("0.32", "0.33")
-"""``major.minor`` of the vLLM releases the test suite has run against."""
+"""``major.minor`` of the vLLM releases that the test suite has run with."""
 ALLOW_UNTESTED = "KVATLAS_ALLOW_UNTESTED_VLLM"
-"""Environment variable: ``major.minor`` of one more version that may be used, at the user's own risk."""
+"""Environment variable: ``major.minor`` of one more version that may be used at the user's risk."""
 
 _REMEDY = "install one of these, or a release of kvatlas that was tested with yours"
 
@@ -143,7 +143,7 @@ def require_tested_vllm(connector: str, version: str | None = None) -> None:
 
 
 def wait_for_ranks() -> bool:
-    """Until every rank of this engine has come here. False: there is no way to meet, at once."""
+    """Wait for every rank of this engine. Returns False immediately if there is no process group."""
     import torch  # noqa: PLC0415 - only workers need it
     from vllm.distributed import parallel_state  # noqa: PLC0415
 
@@ -158,7 +158,7 @@ def wait_for_ranks() -> bool:
 
 
 def share_vllm_log() -> None:
-    """Send what the connectors log where vLLM's own log goes; the server gives no other logger a handler."""
+    """Send the connectors' log to vLLM's handlers; vLLM's server configures no other logger."""
     ours, theirs = logging.getLogger("connectors"), logging.getLogger("vllm")
     for handler in theirs.handlers:
         if handler not in ours.handlers:

@@ -1,10 +1,11 @@
-"""Which prefix of a prompt can be loaded, and which blocks of which group that takes.
+"""Find the prefix of a prompt that can be loaded, and the blocks of each group that the load needs.
 
-The rules are the engine's: each group's own manager class says what is a hit, what is reachable and what is
-skipped; here they are asked about blocks held outside the GPU instead of the engine's pool, and their
-answers are brought to one length that all groups accept. Groups that the engine itself never caches by hash
-are left out. What always holds: a hit is aligned as the engine aligns its own, never reaches the prompt's
-last token, and every block of ``load_mask`` for it is held.
+The rules are the engine's: each group's manager class decides hits, reachable blocks and skipped blocks. Here
+the managers are called with blocks held outside the GPU instead of the engine's pool, and their results are
+combined to one length that all groups accept. Groups that the engine never caches by hash are omitted.
+
+Invariants: a hit has the engine's alignment, never reaches the prompt's last token, and every block of its
+``load_mask`` is held.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 
 from connectors.messages import block_key
 
-# What a hit at a boundary needs of each KV cache group, in numbers and without the engine.
+# Blocks of each KV cache group that a hit at a boundary needs, without engine types, for the eviction
+# policies.
 #
-# The eviction policies read it; ``hits.resolver`` makes it from the engine's specs. A *boundary* is a
-# prefix length in tokens, a multiple of the engine's alignment, at which a later request can resume.
+# ``HitResolver`` makes them from the engine's specs. A *boundary* is a prefix length in tokens, a multiple of
+# the engine's alignment, at which a later request can resume.
 
 
 class GroupKind(Enum):
-    """``FULL``: all blocks of the prefix. ``WINDOW``: its last blocks. ``STATE``: one value there."""
+    """Blocks needed at a boundary. ``FULL``: all of the prefix. ``WINDOW``: the last ones. ``STATE``: one."""
 
     FULL = "full"
     WINDOW = "window"
@@ -32,7 +34,7 @@ class GroupKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One group: ``block_tokens`` per block; a hit reads ``span_tokens`` before its boundary (0 for FULL)."""
+    """One group: ``block_tokens`` per block; a hit needs ``span_tokens`` before its boundary (0 for FULL)."""
 
     group_idx: int
     """The model's group index, as in block keys."""
@@ -45,16 +47,16 @@ class GroupShape:
             raise ValueError(f"group {self.group_idx}: block_tokens must be >= 1 and span_tokens >= 0")
 
 
-# The engine's own rules for one KV cache group, asked about blocks that are held outside the GPU.
+# The engine's rules for one KV cache group, applied to blocks held outside the GPU.
 #
-# vLLM keeps these rules in its single-type managers, as class methods that ask a block pool which hashes it
-# holds. ``OutsidePool`` answers in the pool's place; ``GroupFamily`` is one manager and the groups that
-# share its spec, which the engine looks up together. No rule is written again here, so none can drift from
-# the engine.
+# vLLM has these rules in its single-type managers, as class methods that query a block pool.
+# ``OffloadedBlocks`` replaces the pool; ``GroupFamily`` is one manager and the groups that share its spec,
+# which the engine looks up together. No rule is reimplemented here, so none can differ from the engine's.
 
 
-class OutsidePool:
-    """What the managers ask of a block pool, answered from ``held``; hashes in ``local`` count as held."""
+class OffloadedBlocks:
+    """The block pool interface used by the managers, backed by ``held``; hashes in ``local`` count as
+    held."""
 
     def __init__(
         self, hash_block_tokens: int, held: Callable[[bytes], bool], local: frozenset[bytes]
@@ -66,7 +68,7 @@ class OutsidePool:
         self._local = local
 
     def get_cached_block(self, block_hash: bytes, group_ids: list[int]) -> list[object] | None:
-        """A stand-in block per group where all these groups have this hash, else None."""
+        """A placeholder block per group if all these groups have this hash, else None."""
         if block_hash not in self._local:
             for group_idx in group_ids:
                 if not self._held(block_key(block_hash, group_idx)):
@@ -84,14 +86,14 @@ class GroupFamily:
     kind: GroupKind
     eagle: bool
     peek_tokens: int = 0
-    """How far past a hit an EAGLE family matches before it drops that part again."""
+    """Tokens past a hit that an EAGLE family matches and then drops."""
 
     @property
     def block_tokens(self) -> int:
         return int(self.spec.block_size)
 
     def shape(self, group_idx: int) -> GroupShape:
-        """What the eviction policies need to know of this member group."""
+        """Shape of this member group, for the eviction policies."""
         tokens = self.block_tokens
         if self.kind is GroupKind.FULL:
             return GroupShape(group_idx, self.kind, tokens)
@@ -101,11 +103,12 @@ class GroupFamily:
         return GroupShape(group_idx, self.kind, tokens, -(-window // tokens) * tokens)
 
     def longest_hit(
-        self, block_hashes: Sequence[bytes], limit: int, pool: OutsidePool, alignment: int, *, prove: bool
+        self, block_hashes: Sequence[bytes], limit: int, pool: OffloadedBlocks, alignment: int, *, prove: bool
     ) -> int:
-        """Tokens, at most ``limit``, these groups can resume from; ``prove``: EAGLE matches beyond it."""
+        """Longest hit of these groups in tokens, at most ``limit``; ``prove``: EAGLE matches beyond it."""
         peek = self.peek_tokens if prove else 0
-        # Chunked local attention only knows hits on its own blocks; with EAGLE they end on coarser ones here.
+        # Chunked local attention supports hits on its own blocks only; with EAGLE the alignment here is
+        # coarser.
         chunked = (
             getattr(self.spec, "attention_chunk_size", None) is not None and self.kind is GroupKind.WINDOW
         )
@@ -140,16 +143,16 @@ class GroupFamily:
         return [first + i for i, wanted in enumerate(mask) if wanted]
 
     def first_read(self, hit_tokens: int) -> int:
-        """The first token that the engine still reads, or allocates, at this length."""
+        """The first token that the engine reads or allocates at this length."""
         return int(self.manager.get_num_skipped_tokens(hit_tokens))
 
 
 def make_families(
     config: Any, *, scheduler_block_tokens: int, hash_block_tokens: int, use_eagle: bool, dcp_world_size: int
 ) -> list[GroupFamily]:
-    """Families of the groups that the engine caches by hash, full attention first, as the engine asks them.
+    """Make the families of the groups that the engine caches by hash, full attention first, as in the engine.
 
-    ValueError where a block is no multiple of the hash block or no divisor of the scheduler block.
+    ValueError if a block is no multiple of the hash block or no divisor of the scheduler block.
     """
     from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec  # noqa: PLC0415
@@ -192,13 +195,13 @@ def _check_block(group_idx: int, block_tokens: int, hash_tokens: int, scheduler_
 
 
 def _one_spec(spec: Any) -> Any:
-    """The spec that stands for all layers of a group that has one per layer."""
+    """One spec for all layers of a group that has a spec per layer."""
     layers = getattr(spec, "kv_cache_specs", None)
     return next(iter(layers.values())) if layers else spec
 
 
 def _with_retained(spec: Any) -> Any:
-    """Count tokens the engine keeps below a window as part of it: what it allocates there must be loaded."""
+    """Add the tokens that the engine retains below a window to it: blocks allocated there must be loaded."""
     extra = getattr(spec, "extra_retained_tokens", 0)
     if not extra:
         return spec
@@ -223,16 +226,16 @@ def _kind(spec: Any) -> GroupKind:
 
 
 Held = Callable[[bytes], bool] | Container[bytes]
-"""Whether the block of a key could be loaded now."""
+"""Whether the block of a key can be loaded now."""
 
 
 class HitResolver:
     """Hits, load masks and store masks of one engine. Group indices are the model's; all lengths in tokens.
 
-    ``partial_hits``: the engine lets hits end inside a block, on a hash block (Mamba, finer hashes).
-    With EAGLE they end on whole blocks here all the same: proving one takes a second key for the same bytes.
-    ``reprefill_tokens``: tokens at the end of what is computed that may be computed again (multi-module MTP).
-    ValueError where a group's block is no multiple of the hash block, or no divisor of the scheduler block.
+    ``partial_hits``: the engine allows hits that end inside a block, on a hash block (Mamba, finer hashes).
+    With EAGLE, hits here still end on whole blocks: proving another end needs a second key for the same
+    bytes. ``reprefill_tokens``: computed tokens at the end that may be computed again (multi-module MTP).
+    ValueError if a group's block is no multiple of the hash block, or no divisor of the scheduler block.
     """
 
     def __init__(
@@ -259,7 +262,8 @@ class HitResolver:
             dcp_world_size=dcp_world_size,
         )
         simple = len(self._families) == 2 and self._families[0].kind is GroupKind.FULL
-        self._one_pass = self._single or simple  # what comes after full attention cannot spoil it again
+        # One family after full attention can only shorten the hit, which full attention still serves.
+        self._one_pass = self._single or simple
         self._by_group = {g: family for family in self._families for g in family.group_ids}
         self.group_ids = tuple(sorted(self._by_group))
         self.group_shapes = tuple(self._by_group[g].shape(g) for g in self.group_ids)
@@ -272,7 +276,7 @@ class HitResolver:
 
     @classmethod
     def from_vllm_config(cls, vllm_config: Any, kv_cache_config: Any) -> HitResolver:
-        """As the engine of this configuration resolves its block sizes, EAGLE and partial hits."""
+        """Make a resolver with the engine's block sizes, EAGLE and partial hits."""
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes  # noqa: PLC0415
 
         scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -296,12 +300,12 @@ class HitResolver:
         num_local_tokens: int = 0,
         known: Mapping[bytes, bool] | None = None,
     ) -> list[bytes]:
-        """Keys whose residency decides the hit of this prompt; ``find_hit`` needs no other.
+        """Keys whose residency decides the hit of this prompt; ``find_hit`` needs no others.
 
-        With ``known`` (answers so far, at first empty): the keys to ask next. First, in hope, whole prefixes
-        of full groups and the tails at the last boundary (and some keys that turn out not to matter); then
-        every tail that still matters; empty when ``find_hit`` over what is known is decided: two rounds at
-        most.
+        With ``known`` (answers so far, initially empty): the keys to look up next, in at most two rounds. The
+        first round assumes a full hit: whole prefixes of full groups and the tails at the last boundary (and
+        some keys that turn out to be unneeded). The second round has every other tail that matters. Empty
+        when ``known`` decides ``find_hit``.
         """
         limit = self._limit(block_hashes, num_tokens)
         if known is None:
@@ -336,8 +340,8 @@ class HitResolver:
     def load_mask(self, num_local_tokens: int, hit_tokens: int) -> dict[int, list[int]]:
         """Group -> indices in the request's block table to load for a hit of ``hit_tokens``.
 
-        These are the blocks the engine allocates and reads: all beyond the local ones that its manager does
-        not skip at this length.
+        These are the blocks that the engine allocates and reads: all after the local ones that its manager
+        does not skip at this length.
         """
         mask: dict[int, list[int]] = {}
         for group_idx, family in self._by_group.items():
@@ -354,12 +358,12 @@ class HitResolver:
         first_token: int = 0,
         shared_prefix_tokens: int = 0,
     ) -> dict[int, list[int]]:
-        """Group -> indices of full blocks worth storing once ``num_computed_tokens`` are computed.
+        """Group -> indices of full blocks to store after ``num_computed_tokens`` are computed.
 
-        Only what can serve a hit at a boundary. ``first_token``: what was computed at the call before; blocks
-        that were due then are left out. ``shared_prefix_tokens``: where the engine saw another request leave
-        this prompt (its ``shared_prefix_boundary``), 0 for none. State groups have none here: their states
-        are stored at the boundaries the engine hands over (``state_key``).
+        Only blocks that can serve a hit at a boundary. ``first_token``: tokens computed at the previous call;
+        blocks due then are omitted. ``shared_prefix_tokens``: end of the prefix that another request shares
+        (the engine's ``shared_prefix_boundary``), 0 for none. State groups have no blocks here: their states
+        are stored at the boundaries that the engine passes to the connector (``state_key``).
         """
         from vllm.v1.core.kv_cache_coordinator import replay_boundaries  # noqa: PLC0415
 
@@ -382,10 +386,10 @@ class HitResolver:
         return mask
 
     def partial_tail(self, num_computed_tokens: int, num_prompt_tokens: int) -> dict[int, tuple[int, int]]:
-        """Full group -> (block index, end in tokens) of the block in which the prompt's last boundary lies.
+        """Full group -> (block index, end in tokens) of the block with the prompt's last boundary.
 
-        Only where hits may end inside a block; empty until that boundary is computed, and where it is the
-        end of a block. Its key is ``key_at(..., end_tokens=end)``.
+        Only with partial hits; empty until that boundary is computed, or if it is the end of a block. Its key
+        is ``key_at(..., end_tokens=end)``.
         """
         if not self.partial_hits:
             return {}
@@ -400,9 +404,9 @@ class HitResolver:
     def key_at(
         self, block_hashes: Sequence[bytes], group_idx: int, block_index: int, end_tokens: int | None = None
     ) -> bytes:
-        """Key of a block of this prompt. ``end_tokens``: where the hit ends, if it may end inside the block.
+        """Key of a block of this prompt. ``end_tokens``: end of the hit, if it may be inside the block.
 
-        IndexError where the prompt has no such block.
+        IndexError if the prompt has no such block.
         """
         end = (block_index + 1) * self._by_group[group_idx].block_tokens
         return self.state_key(block_hashes, group_idx, end if end_tokens is None else min(end, end_tokens))
@@ -422,8 +426,8 @@ class HitResolver:
     ) -> int:
         """The longest joint hit whose last blocks are held under the hash at its end.
 
-        Only where hits may end inside a block can the rules also accept a block that is held under a later
-        hash: the engine would find that block again by its id, a load has nothing but the key.
+        With partial hits the rules also accept a block held under a later hash: the engine finds that block
+        by its id, but a load has only the key.
         """
         hit = self._joint_hit(block_hashes, limit, held, num_local_tokens)
         while hit > num_local_tokens and not all(
@@ -437,13 +441,13 @@ class HitResolver:
     def _joint_hit(
         self, block_hashes: Sequence[bytes], limit: int, held: Callable[[bytes], bool], num_local_tokens: int
     ) -> int:
-        """The longest length all families accept: each may shorten it, until none does.
+        """The longest length that all families accept: each may shorten it, until none does.
 
-        An EAGLE family proves a length by matching beyond it and dropping that part; it does so once per
-        length that the others agreed on, or every round would shorten the hit again.
+        An EAGLE family proves a length by matching beyond it and dropping that part. It does so once per
+        length that the others agreed on; otherwise every round would shorten the hit again.
         """
         local = frozenset(block_hashes[: num_local_tokens // self.hash_block_tokens])
-        pool = OutsidePool(self.hash_block_tokens, held, local)
+        pool = OffloadedBlocks(self.hash_block_tokens, held, local)
         full_reach: dict[int, int] = {}
         proven: set[int] = set()
         hit = limit
@@ -468,7 +472,7 @@ class HitResolver:
         return 0
 
     def _cacheable_tokens(self, family: GroupFamily, num_computed_tokens: int) -> int:
-        """How much of what is computed the engine itself would cache: up to the last boundary."""
+        """Computed tokens that the engine itself would cache: up to the last boundary."""
         final = max(0, num_computed_tokens - self._reprefill_tokens)
         if self._single or self.partial_hits:
             return final

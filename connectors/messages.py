@@ -1,7 +1,7 @@
-"""What the scheduler's half and the worker's half of a connector tell each other, once per step.
+"""Messages between the scheduler half and the worker half of a connector, block keys, and counters.
 
-The two halves live in different processes; these values are pickled between them, so they hold plain data
-only. Job ids are given by the scheduler's half and never reused. Every job is answered once by every rank.
+The two halves run in different processes; the messages are pickled once per step, so they hold plain data
+only. The scheduler half assigns job ids and never reuses them. Every rank answers every job once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class StepJobs:
     loads: list[TransferJob] = field(default_factory=list)
     stores: list[TransferJob] = field(default_factory=list)
     load_requests: dict[int, str] = field(default_factory=dict)
-    """Load job id -> the request that waits for it; a request waits for one load job at a time."""
+    """Load job id -> the waiting request; a request waits for one load job at a time."""
 
 
 @dataclass(slots=True)
 class StepResults:
-    """Worker to scheduler: what ended, by rank. ``merge`` is associative and commutative."""
+    """Worker to scheduler: results of ended jobs. ``merge`` is associative and commutative."""
 
     results: list[TransferResult] = field(default_factory=list)
 
@@ -32,50 +32,50 @@ class StepResults:
         return StepResults(self.results + other.results)
 
 
-# Block keys: the name of one block of one KV cache group, outside the GPU.
+# Block keys name one block of one KV cache group outside the GPU.
 #
 # A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
-# chained over the whole prefix, so a key names a block's content within one engine configuration; stores
-# that several engines share put a namespace in front (``connectors.store.namespace``). Keys are compared as
-# bytes, never truncated: the 64-bit hashes of KV events are for the router, not for finding bytes.
+# chained over the whole prefix, so a key names a block's content within one engine configuration. Stores that
+# several engines share prepend a namespace (``connectors.store.namespace``). Keys are compared as bytes and
+# never truncated; the 64-bit hashes of KV events are for the router only.
 
 
 _GROUP_BYTES = 4
 
 
 def block_key(block_hash: bytes, group_idx: int) -> bytes:
-    """The key of the block with this hash in this group. OverflowError outside 0 <= group_idx < 2**32."""
+    """Key of the block with this hash in this group. OverflowError unless 0 <= group_idx < 2**32."""
     return block_hash + group_idx.to_bytes(_GROUP_BYTES, "big")
 
 
 def split_key(key: bytes) -> tuple[bytes, int]:
-    """(full block hash, group index) of a key. ValueError where it is too short to be one."""
+    """Split a key into full block hash and group index. ValueError if it is too short."""
     if len(key) <= _GROUP_BYTES:
         raise ValueError(f"not a block key: {len(key)} bytes, need a hash and {_GROUP_BYTES} bytes of group")
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
 def group_of(key: bytes) -> int:
-    """Group index of a sound key."""
+    """Group index of a valid key."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
 def block_hashes_of(keys: Iterable[bytes]) -> list[bytes]:
-    """The full block hash of each of many sound keys."""
+    """Full block hashes of valid keys."""
     return [key[:-_GROUP_BYTES] for key in keys]
 
 
-# Counts of what a connector's half did since they were last taken; both halves and every rank add up.
+# Counters of one half of a connector since the last report; reports of both halves and of all ranks add up.
 #
-# A name is ``metric`` or ``metric/label/...``, values are sums. ``messages.stats`` carries them to vLLM's
+# A name is ``metric`` or ``metric/label/...``, values are sums. ``connectors.stats`` reports them to vLLM's
 # log and Prometheus; nothing here needs vLLM.
 
 
-_FADES = 0.95
-"""Of a job's weight in a rate, with each later job."""
+# Factor on a job's weight in a rate with each later job.
+_DECAY = 0.95
 
 
-class Tally:
+class Counts:
     """Sums by name; not safe to share between threads."""
 
     def __init__(self) -> None:
@@ -86,12 +86,13 @@ class Tally:
             self._sums[name] = self._sums.get(name, 0) + value
 
     def take(self) -> dict[str, float]:
-        """All sums, which are zero afterwards."""
+        """Return all sums and reset them to zero."""
         sums, self._sums = self._sums, {}
         return sums
 
     def transfer(self, result: TransferResult) -> None:
-        """Count one ended job of one rank. Its time is shared among its groups by their bytes."""
+        """Count one ended job of one rank. Its time is divided among its groups in proportion to their
+        bytes."""
         direction = result.direction.value
         self.add(f"jobs/{direction}/{'ok' if result.ok else 'failed'}")
         total = sum(result.bytes_by_group.values())
@@ -111,10 +112,10 @@ class Rates:
             if result.ok and result.seconds > 0:
                 size, seconds = self._sums[result.direction]
                 moved = sum(result.bytes_by_group.values())
-                self._sums[result.direction] = _FADES * size + moved, _FADES * seconds + result.seconds
+                self._sums[result.direction] = _DECAY * size + moved, _DECAY * seconds + result.seconds
 
     def bytes_per_second(self) -> dict[str, float]:
-        """By direction; those that moved nothing yet are left out."""
+        """Rates by direction; directions without a finished job are omitted."""
         return {
             direction.value: size / seconds
             for direction, (size, seconds) in self._sums.items()

@@ -1,4 +1,4 @@
-"""``HybridOffloadConnector``: keeps blocks of every KV cache group in pinned host memory and reloads them.
+"""``HybridOffloadConnector``: store blocks of every KV cache group in pinned host memory and reload them.
 
 ``--kv-transfer-config '{"kv_connector": "HybridOffloadConnector", "kv_connector_module_path":
 "connectors.offload", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
@@ -26,12 +26,12 @@ from connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, mak
 log = logging.getLogger(__name__)
 
 HOST_OWNERSHIP = "kvatlas-host"
-"""What KV events call this tier."""
+"""``ownership`` of this tier in KV events."""
 
 
 @dataclass
 class RowsOfRank(KVConnectorHandshakeMetadata):
-    """What a rank tells the scheduler's half, before the first request."""
+    """Number of rows of a rank, sent to the scheduler half before the first request."""
 
     slots: int
 
@@ -89,21 +89,21 @@ class HybridOffloadConnector(TieredConnector):
         return OffloadWorker(self._kv_cache_config, self.engine_factory(), join_stores=True)
 
     def get_handshake_metadata(self) -> RowsOfRank | None:
-        """Where stages hold different layers, their shares of memory hold different numbers of rows."""
+        """The rank's number of rows; it differs between pipeline stages, which hold different layers."""
         if self._vllm_config.parallel_config.pipeline_parallel_size == 1:
             return None
         return RowsOfRank(self.slots(self.settings()))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        rows = [told.slots for told in metadata.values() if isinstance(told, RowsOfRank)]
+        rows = [sent.slots for sent in metadata.values() if isinstance(sent, RowsOfRank)]
         if rows and self._tier is not None and min(rows) < self._tier.slots:
             log.info(
-                "host memory holds %d rows: as many as the stage with the largest has room for", min(rows)
+                "host memory holds %d rows, limited by the pipeline stage with the largest rows", min(rows)
             )
             self._tier.shrink(min(rows))
 
     def engine_factory(self) -> EngineFactory:
-        """How this rank's transfer engine is made."""
+        """Factory of this rank's transfer engine."""
         settings = self.settings()
         return partial(
             make_engine,
@@ -118,7 +118,7 @@ class HybridOffloadConnector(TieredConnector):
         return OffloadSettings.parse(self.extra_config, EXTRA_CONFIG)
 
     def slots(self, settings: OffloadSettings) -> int:
-        """Rows of each rank, or of each group of ranks that share them."""
+        """Rows of each rank, or of each group of ranks that shares them."""
         shares = self.world_size // self.replicas(settings).count
         return slots_of(self._kv_cache_config, settings.host_bytes, shares, f"{EXTRA_CONFIG}.host_bytes")
 

@@ -4,9 +4,9 @@
 "kv_connector_extra_config": {"spec_name": "HostOffloadingSpec", "spec_module_path":
 "connectors.offload_spec", "host_bytes": "8GiB"}}'``
 
-vLLM's connector decides what is stored and loaded, and its manager which chunks are held; host memory and
-copies are those of ``connectors.transfer``, so it also runs on CPU engines. A chunk is ``blocks_per_chunk``
-rows, one after another; a row holds one block of any group.
+vLLM's connector chooses stores and loads, and its manager the chunks to hold. Host memory and copies are
+those of ``connectors.transfer``, so it also runs on CPU engines. A chunk is ``blocks_per_chunk`` consecutive
+rows; a row holds one block of any group.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ try:
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 except ImportError as error:
     raise RuntimeError(
-        f"vLLM {vllm.__version__} has no offloading specs as kvatlas knows them ({error}); use "
+        f"vLLM {vllm.__version__} lacks the offloading specs that kvatlas needs ({error}); use "
         "HybridOffloadConnector, which does not need them"
     ) from error
 
 POLICIES = ("lru", "arc")
 _OWN = ("host_bytes", "eviction_policy")
+# Settings read by vLLM's connector.
 _OF_VLLM = (
     "spec_name",
     "spec_module_path",
@@ -43,20 +44,19 @@ _OF_VLLM = (
     "blocks_per_chunk",
     "block_size",
 )
-"""Read by the connector itself."""
 
 
 class HostOffloadingSpec(OffloadingSpec):
-    """Host memory of ``host_bytes`` (all ranks together), evicted by ``eviction_policy``: lru or arc."""
+    """Host memory of ``host_bytes`` (all ranks together) with ``eviction_policy`` lru or arc."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """The manager is vLLM's, and so are its metrics."""
+        """The metrics of vLLM's manager."""
         definitions: dict[str, Any] = CPUOffloadingSpec.build_metric_definitions({})
         return definitions
 
     def __init__(self, config: Any) -> None:
-        """``ConfigError``: a setting that nobody reads or that cannot work."""
+        """Raises ``ConfigError`` for an unknown or invalid setting."""
         require_tested_vllm(type(self).__name__)
         share_vllm_log()
         super().__init__(config)
@@ -74,7 +74,7 @@ class HostOffloadingSpec(OffloadingSpec):
         self._worker: RowOffloadingWorker | None = None
 
     def get_manager(self) -> Any:
-        """vLLM's account of chunks, for the scheduler."""
+        """vLLM's chunk manager, for the scheduler."""
         if self._manager is None:
             self._manager = CPUOffloadingManager(
                 num_chunks=self.num_chunks,
@@ -84,7 +84,7 @@ class HostOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> RowOffloadingWorker:
-        """Rows and a transfer engine for this rank. ``LayoutError``: a block does not fit in a row."""
+        """Make the worker of this rank. ``LayoutError`` if a block does not fit in a row."""
         if self._worker is None:
             view = view_of(kv_caches)
             if view.row_bytes > self.row_bytes:
@@ -98,7 +98,7 @@ class HostOffloadingSpec(OffloadingSpec):
         return self._worker
 
     def _count_chunks(self) -> int:
-        """Chunks that each rank's share holds: the same number in scheduler and workers."""
+        """Chunks in each rank's share: the same number in scheduler and workers."""
         host_bytes = size_bytes(self.extra_config["host_bytes"], f"{EXTRA_CONFIG}.host_bytes")
         if not self.row_bytes:
             raise ConfigError(
@@ -117,9 +117,9 @@ class HostOffloadingSpec(OffloadingSpec):
 
 
 def view_of(kv_caches: Any) -> CacheView:
-    """The cache that vLLM registers with a spec, by vLLM's order of its groups.
+    """View of the cache that vLLM registers with a spec, in vLLM's order of groups.
 
-    A row holds the pages of a group's layers one after another. ``LayoutError``: pages overlap, or the caches
+    A row holds the pages of a group's layers consecutively. ``LayoutError`` if pages overlap or the caches
     are not in vLLM's canonical form.
     """
     check_canonical(kv_caches)

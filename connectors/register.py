@@ -1,8 +1,8 @@
-"""Tells vLLM the names of our connectors (entry point ``vllm.general_plugins``).
+"""Register our connectors with vLLM (entry point ``vllm.general_plugins``).
 
-vLLM rebuilds a connector's statistics by its registered name, also for one that was loaded by module path, so
-the names are registered wherever the package is installed. Without vLLM, or in a version whose factory is
-elsewhere, this does nothing: the connectors themselves say what they need when they are used.
+vLLM rebuilds a connector's statistics by its registered name, also for one loaded by module path, so the
+names are registered wherever the package is installed. Without vLLM, or with a version that has its factory
+elsewhere, this does nothing: the connectors check the version themselves when they are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Register every connector once; names that are taken are left alone."""
+    """Register every connector once; existing names are kept."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
     except ImportError:

@@ -1,6 +1,6 @@
-"""What a user may set in ``kv_connector_extra_config``, read once and refused early.
+"""Settings in ``kv_connector_extra_config``, parsed and checked once at start.
 
-Keys that are not known are errors, as are values out of range: a misspelt limit must not silently be the
+Unknown keys and values out of range are errors, so that a misspelt limit does not silently become the
 default. Sizes may be numbers of bytes or text such as ``"8GiB"``.
 """
 
@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-# The error a connector's constructor raises for what its user can mend.
-
 
 class ConfigError(ValueError):
-    """A setting that cannot work. The message names the key, the value found and what to do about it."""
+    """An invalid setting. The message names the key, the value and the remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key} = {value!r}: {remedy}")
@@ -42,29 +40,30 @@ class OffloadSettings:
     host_bytes: int
     """Host memory for rows, of all ranks together."""
     policy: str = "boundary"
-    """Which rows give way when the host memory is full: ``lru``, ``arc`` or ``boundary``."""
+    """Eviction policy when the host memory is full: ``lru``, ``arc`` or ``boundary``."""
     pinned_source_blocks_max: float = 0.1
-    """Share of the GPU's blocks that stores under way may keep from being reused; above it stores wait."""
+    """Largest share of the GPU's blocks that running stores may pin; beyond it, stores wait."""
     lookup_deadline_s: float = 0.05
-    """How long a request may wait to learn what is held; after that it is computed."""
+    """How long a request may wait for a lookup; after that it is computed."""
     load_min_tokens: int = 1
     """Hits that would load fewer tokens than this are computed instead."""
     store_generated: bool = True
-    """Also keep the blocks that decoding fills, not only those of prompts."""
+    """Also store the blocks that decoding fills, not only those of prompts."""
     store_threshold: int = 1
-    """Keep a block when so many requests have computed or read it; 2 leaves out what comes only once."""
+    """Store a block after this many requests have computed or read it; 2 skips blocks used only once."""
     store_lazy: bool = False
-    """Keep a block only when the GPU is about to give its place to another."""
+    """Store a block only when the GPU is about to reuse it."""
     share_replicas: bool = True
     """Keep one copy for all ranks that hold the same KV (MLA), in shared memory."""
     layout: str = "BLHNC"
-    """``BLHNC``: ask vLLM to lay all layers of a block side by side; ``engine``: leave it to vLLM."""
+    """``BLHNC``: ask vLLM to place all layers of a block side by side; ``engine``: leave it to vLLM."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], where: str, *, others: Iterable[str] = ()) -> Self:
-        """Read ``kv_connector_extra_config``; ``where``: its name in errors, ``others``: keys read elsewhere.
+        """Parse ``kv_connector_extra_config``; ``where``: its name in errors, ``others``: keys read
+        elsewhere.
 
-        Raises ``ConfigError`` for a key that nobody reads, a missing ``host_bytes`` or a value out of range.
+        Raises ``ConfigError`` for an unknown key, a missing ``host_bytes`` or a value out of range.
         """
         known = [field.name for field in fields(cls)]
         for key in extra:
@@ -92,12 +91,13 @@ class OffloadSettings:
 
 
 def layout_setting(extra: Mapping[str, Any], where: str) -> str:
-    """``layout`` alone: vLLM asks for it before it makes the connector."""
+    """Parse ``layout`` alone: vLLM needs it before it makes the connector."""
     return _choice(extra, where, "layout", OffloadSettings.layout, LAYOUTS)
 
 
 def size_bytes(value: object, key: str) -> int:
-    """Bytes of ``4096``, ``"512 MiB"`` or ``"8G"``. ``ConfigError`` for anything else, and for zero."""
+    """Parse a size such as ``4096``, ``"512 MiB"`` or ``"8G"``. ``ConfigError`` for anything else and
+    zero."""
     remedy = 'give a positive number of bytes, or text such as "8GiB" or "500MB"'
     if isinstance(value, str) and (found := _SIZE.fullmatch(value)) and found[2].lower() in _UNITS:
         value = int(float(found[1]) * _UNITS[found[2].lower()])

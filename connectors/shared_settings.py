@@ -1,4 +1,4 @@
-"""What a user may set for ``SharedStoreConnector``: the settings of both halves, the store's, and its own."""
+"""Settings of ``SharedStoreConnector``: those of both halves, those of the store, and its own."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _OF_HOST_TIERS = ("policy",)
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """``host_bytes`` of ``offload`` are staging memory, of all ranks together; values pass through it."""
+    """Parsed settings; ``host_bytes`` of ``offload`` is the staging memory of all ranks together."""
 
     offload: OffloadSettings
     tier: StoreTierSettings
     store: Mapping[str, Any]
     label: str
-    """Part of the namespace: engines with different labels never share."""
+    """Part of the namespace: engines with different labels never share blocks."""
     threads: int
     keep_in_host: bool
-    """Staging memory keeps what passed through it."""
+    """Whether staging memory keeps values for later loads."""
     load_deadline_s: float
     store_deadline_s: float
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], where: str) -> SharedSettings:
-        """Read ``kv_connector_extra_config``. ConfigError for an unknown key or a value out of range."""
+        """Parse ``kv_connector_extra_config``. ConfigError for an unknown key or a value out of range."""
         for name in _OF_HOST_TIERS:
             if name in extra:
                 raise ConfigError(f"{where}.{name}", extra[name], "leave it out: the store evicts by itself")
@@ -57,7 +57,7 @@ class SharedSettings:
         return cls(
             offload=offload,
             tier=StoreTierSettings(
-                # A look-up may take two questions.
+                # A lookup may take two rounds (``HitResolver.lookup_keys``).
                 lookup_deadline_s=offload.lookup_deadline_s / 2,
                 held_for_s=own.number("held_for_s", tier.held_for_s, low=0.1, high=3600),
                 absent_for_s=own.number("absent_for_s", tier.absent_for_s, low=0.1, high=3600),
@@ -72,7 +72,7 @@ class SharedSettings:
         )
 
     def staging(self, rows: int) -> StagingSettings:
-        """For one rank with so many rows."""
+        """Settings of one rank with this many rows."""
         return StagingSettings(
             rows, self.threads, self.keep_in_host, self.load_deadline_s, self.store_deadline_s
         )

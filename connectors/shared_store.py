@@ -1,10 +1,10 @@
-"""``SharedStoreConnector``: keeps blocks of every KV cache group in a store that several engines share.
+"""``SharedStoreConnector``: store blocks of every KV cache group in a store that several engines share.
 
 ``--kv-transfer-config '{"kv_connector": "SharedStoreConnector", "kv_connector_module_path":
 "connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 "kv_connector_extra_config": {"host_bytes": "1GiB", "store": {"kind": "file", "path": "/dev/shm/blocks"}}}'``;
-the settings are in ``connectors.shared_settings``, a store's own in its module. Engines share what they agree
-on (``connectors.store.namespace``): each says at start what that is.
+the settings are in ``connectors.shared_settings``, a store's own in its module. Engines with equal namespaces
+share blocks (``connectors.store.namespace``); each logs its namespace at start.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from connectors.transfer.base import TransferEngine
 from connectors.worker.staged import StagedTransfers, staging_row_bytes
 from connectors.worker.worker import OffloadWorker, Replicas, ShareOfStores, open_rows
 
-# Under vLLM's own logger: only what is below it reaches the engine's log.
+# A child of vLLM's logger: only those reach the engine's log.
 log = logging.getLogger(f"vllm.{__name__}")
 
 _ROWS_MIN = 4
@@ -103,7 +103,7 @@ class SharedStoreConnector(TieredConnector):
         }
 
     def _staging_rows(self) -> int:
-        """Rows of this rank's share. ConfigError: too few to move anything at a fair speed."""
+        """Number of rows of this rank. ConfigError if they are too few for a useful speed."""
         row_bytes = staging_row_bytes(row_bytes_from_config(self._kv_cache_config))
         host_bytes = self._settings.offload.host_bytes
         rows = host_bytes // self.world_size // row_bytes
@@ -117,7 +117,7 @@ class SharedStoreConnector(TieredConnector):
         return rows
 
     def _make_engine(self, view: CacheView, device: str) -> TransferEngine:
-        """Staging rows for this rank, an engine that copies to and from them, and the store behind."""
+        """Make this rank's staging rows, an engine that copies to and from them, and the store."""
         rows = self._staging_rows()
         row_bytes = staging_row_bytes(view.row_bytes)
         if row_bytes > staging_row_bytes(row_bytes_from_config(self._kv_cache_config)):

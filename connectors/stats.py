@@ -1,7 +1,7 @@
-"""Carries the tallies of both halves to vLLM's log line and to Prometheus.
+"""Report the counters of both halves to vLLM's log line and to Prometheus.
 
-Names in a tally are ``metric`` or ``metric/label/...``; each metric below says what its labels are. Values
-are sums since the last report, so reports of several ranks and of both halves add up.
+Counter names are ``metric`` or ``metric/label/...``; the tables below list each metric's labels. Values are
+sums since the last report, so reports of several ranks and of both halves add up.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ PREFIX = "kvatlas_offload_"
 
 COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "bytes": (("direction", "group"), "Bytes moved between GPU blocks and host rows"),
-    "seconds": (("direction", "group"), "Seconds from taking a transfer job to its end"),
+    "seconds": (("direction", "group"), "Seconds from the submission of a transfer job to its end"),
     "jobs": (("direction", "result"), "Transfer jobs that ended"),
     "lookups": (
         ("result",),
-        "Requests admitted with a load (loaded) or without (computed); answers too late",
+        "Requests admitted with a load (loaded) or without (computed); lookups answered too late (late)",
     ),
-    "hit_tokens": ((), "Tokens that requests were admitted with, to be loaded instead of computed"),
+    "hit_tokens": ((), "Tokens of admitted requests that are loaded instead of computed"),
     "blocks_stored": ((), "Blocks that became loadable"),
-    "blocks_removed": ((), "Blocks that ceased to be loadable"),
+    "blocks_removed": ((), "Blocks that are no longer loadable"),
     "blocks_refused": ((), "Blocks never stored, because too many sources were pinned at once"),
     "blocks_bad": (("direction",), "Blocks of transfers that failed"),
     "tier": (("what",), "Host tier: evictions, blocks dropped_for_room, failed_loads and failed_stores"),
-    "store": (("reason",), "What happened at a shared store: faults, misses, time-outs, evictions"),
+    "store": (("reason",), "Events of a shared store: faults, misses, timeouts, evictions"),
 }
-"""Metric -> its labels beside the engine's, and what it counts."""
+"""Metric -> its labels after the engine's, and its help text."""
 
 GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "rows": (("state",), "Rows of host memory on each rank: all, and those used"),
+    "rows": (("state",), "Rows of host memory on each rank: all rows, and used rows"),
     "jobs_waiting": (("direction",), "Transfer jobs that not every rank has answered yet"),
-    "blocks_pinned": ((), "Blocks of the GPU that stores under way keep from being reused"),
+    "blocks_pinned": ((), "GPU blocks protected from reuse by running stores"),
     "bandwidth_bytes_per_second": (
         ("direction",),
-        "Bytes per second of one rank's latest jobs, waiting included",
+        "Bytes per second of one rank's latest jobs, queueing included",
     ),
 }
-"""The same for what is so at this moment; only the scheduler's half reports it."""
+"""Gauges in the same form; only the scheduler half reports them."""
 
 
 class OffloadStats(KVConnectorStats):
@@ -52,14 +52,14 @@ class OffloadStats(KVConnectorStats):
         return not self.data
 
     def aggregate(self, other: Any) -> OffloadStats:
-        """Both sums together, and the other's gauges, which are later; neither is changed."""
+        """Add counters and take the other's gauges, which are later; returns a new object."""
         data = dict(self.data)
         for name, value in other.data.items():
             data[name] = value if _is_gauge(name) else data.get(name, 0) + value
         return OffloadStats(data=data)
 
     def reduce(self) -> dict[str, int | float]:
-        """For the log: what was counted, with the values of one metric's first label added up."""
+        """For the log: sums by metric and first label."""
         totals: dict[str, float] = {}
         for name, value in self.data.items():
             metric, _, labels = name.partition("/")
@@ -96,7 +96,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one report. Names this version does not know are left out."""
+        """Add one report; unknown names are ignored."""
         for name, value in transfer_stats_data.items():
             metric, *labels = name.split("/")
             values = [*self.per_engine_labelvalues[engine_idx], *labels]

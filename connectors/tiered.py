@@ -1,8 +1,9 @@
-"""The vLLM connector around both halves: what is the same for every tier.
+"""Base class of the vLLM connectors: the parts common to every tier.
 
 vLLM makes one object per role, in different processes: the scheduler's holds an ``OffloadScheduler``, each
-rank's an ``OffloadWorker``; they meet only in the metadata of steps. A subclass says which tier and which
-transfer engine. Loads are asynchronous only, blocks are freed at once, nothing here raises once it is set up.
+rank's an ``OffloadWorker``. They communicate only through step metadata. A subclass chooses the tier and the
+transfer engine. Loads are always asynchronous, blocks are freed immediately, and nothing here raises after
+setup.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ EXTRA_CONFIG = "kv_connector_extra_config"
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What a step asks of the workers."""
+    """The jobs of one step, for the workers."""
 
     jobs: StepJobs
 
 
 @dataclass
 class WorkerResults(KVConnectorWorkerMetadata):
-    """What ranks answered in a step."""
+    """The ranks' results of one step."""
 
     results: StepResults
 
@@ -53,13 +54,13 @@ class WorkerResults(KVConnectorWorkerMetadata):
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """A connector over one tier. Subclasses make the halves; both are made once, in the constructor."""
+    """A connector over one tier. Subclasses make the halves; the constructor calls them once."""
 
     takes_pipelines = False
-    """Whether the ranks of an engine may hold different layers, and so rows of different sizes."""
+    """Whether pipeline parallelism is supported: ranks hold different layers, so rows of different sizes."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """``ConfigError``: a setting that cannot work; ``RuntimeError``: a vLLM it was not tested with."""
+        """Raises ``ConfigError`` for an invalid setting, ``RuntimeError`` for an untested vLLM."""
         require_tested_vllm(type(self).__name__)
         share_vllm_log()
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -70,27 +71,27 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            warn_of_policy(vllm_config.kv_transfer_config.kv_load_failure_policy)
+            warn_about_failure_policy(vllm_config.kv_transfer_config.kv_load_failure_policy)
             self._scheduler = self.make_scheduler()
         else:
             self._worker = self.make_worker()
 
     @abc.abstractmethod
     def make_scheduler(self) -> OffloadScheduler:
-        """The scheduler's half. ``_vllm_config``, ``_kv_cache_config`` and ``extra_config`` are there."""
+        """Make the scheduler half; ``_vllm_config``, ``_kv_cache_config`` and ``extra_config`` are set."""
 
     @abc.abstractmethod
     def make_worker(self) -> OffloadWorker:
-        """The half of one rank."""
+        """Make the half of one rank."""
 
     @property
     def extra_config(self) -> dict[str, Any]:
-        """What the user wrote in ``kv_connector_extra_config``."""
+        """The user's ``kv_connector_extra_config``."""
         return dict(self._kv_transfer_config.kv_connector_extra_config or {})
 
     @property
     def world_size(self) -> int:
-        """Ranks of this engine."""
+        """Number of ranks of this engine."""
         return int(self._vllm_config.parallel_config.world_size)
 
     @property
@@ -111,23 +112,26 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             raise RuntimeError("this is the scheduler's connector; vLLM asked it for a worker's part")
         return self._worker
 
-    # -- what vLLM asks of the class ---------------------------------------------------------------------
+    # -- class-level interface of vLLM -------------------------------------------------------------------
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: what is not stored is computed again."""
+        """False: the tier is a cache; missing blocks are recomputed."""
         return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """False: no GPU has shown that transfers follow a KV cache which was unmapped and mapped again.
-        vLLM 0.33 then refuses to start with sleep mode."""
+        """False: transfers were not tested with a KV cache that is unmapped and mapped again.
+
+        vLLM 0.33 then refuses to start with sleep mode.
+        """
         del kv_transfer_config
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """All layers of a block side by side, one long piece per block, unless ``layout`` says otherwise."""
+        """By default all layers of a block side by side, one long piece per block; ``layout`` overrides
+        it."""
         layout = layout_setting(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG)
         return None if layout == "engine" else layout
 
@@ -146,16 +150,16 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def totals(self) -> dict[str, int]:
-        """More counters of this half, since its start, by the name that ``messages.stats`` knows."""
+        """Further counters of this half since its start, by the names of ``connectors.stats``."""
         return {}
 
     def gauges(self) -> dict[str, float]:
-        """What is so at this moment, by the names of ``messages.stats``; of the scheduler's half only."""
+        """Current values by the names of ``connectors.stats``; empty in a worker."""
         return {} if self._scheduler is None else self._scheduler.gauges()
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         half = self._scheduler if self._scheduler is not None else self._worker
-        counts = half.tally.take() if half is not None else {}
+        counts = half.counters.take() if half is not None else {}
         totals = self.totals()
         counts |= {name: total - self._reported.get(name, 0) for name, total in totals.items()}
         self._reported = totals
@@ -166,9 +170,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadStats(data=counts) if counts else None
 
     def check_host_memory(self, host_bytes: int) -> None:
-        """Raise ``ConfigError`` unless all ranks of this machine find their share of ``host_bytes``.
+        """Raise ``ConfigError`` unless ``host_bytes`` of all ranks of this machine are available.
 
-        Asked in every rank's constructor; none takes memory before all have looked.
+        Every rank calls it in its constructor; no rank allocates memory before all have checked.
         """
         nodes = max(1, int(getattr(self._vllm_config.parallel_config, "nnodes_within_dp", 1)))
         available = available_bytes()
@@ -185,7 +189,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.shutdown()
 
-    # -- the scheduler's half ----------------------------------------------------------------------------
+    # -- scheduler half ----------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self.scheduler.bind_gpu_block_pool(gpu_block_pool)
@@ -224,7 +228,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         return self.scheduler.reset_cache()
 
-    # -- a worker's half ---------------------------------------------------------------------------------
+    # -- worker half -------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register_kv_caches(kv_caches)
@@ -239,7 +243,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.start_load_kv(_jobs(self._connector_metadata))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: requests run only after their load ended."""
+        """Nothing to wait for: a request runs only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing to do: blocks are stored whole, after the step."""
@@ -262,26 +266,26 @@ def _jobs(metadata: KVConnectorMetadata | None) -> StepJobs:
 
 
 def check_model(model_config: Any) -> None:
-    """Raise ``ConfigError`` for models that vLLM itself keeps from connectors by an assertion only."""
+    """Raise ``ConfigError`` for models that vLLM itself refuses by an assertion only."""
     if model_config.is_encoder_decoder:
         remedy = "what the encoder left would not be loaded; serve this model without a connector"
         raise ConfigError("model_config.is_encoder_decoder", True, remedy)
 
 
-def warn_of_policy(policy: str) -> None:
-    """Say what vLLM's default does: a block that a store lost would cost a request."""
+def warn_about_failure_policy(policy: str) -> None:
+    """Warn about vLLM's default, under which a block lost by a store fails a request."""
     if policy != "recompute":
         log.warning(
-            "kv_load_failure_policy = %r: a request whose load fails (its blocks were evicted from a store "
-            'meanwhile, say) ends with an error; set it to "recompute" beside kv_connector',
+            "kv_load_failure_policy = %r: a request whose load fails (for example, because a store "
+            'evicted its blocks) ends with an error; set it to "recompute" beside kv_connector',
             policy,
         )
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, *, pipelines: bool = False) -> None:
-    """Raise ``ConfigError`` for engines whose blocks these connectors cannot keep.
+    """Raise ``ConfigError`` for engines whose blocks these connectors cannot store.
 
-    ``pipelines``: the connector takes pipeline parallelism.
+    ``pipelines``: the connector supports pipeline parallelism.
     """
     role = vllm_config.kv_transfer_config.kv_role
     if role != "kv_both":

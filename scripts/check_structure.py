@@ -78,12 +78,12 @@ BANNED = re.compile(
 SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
-    "modules under 60 lines": 10,
-    "banned phrases": 563,
+    "modules under 60 lines": 9,
+    "banned phrases": 525,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
-COMMENT_SHARE_MIN = 0.0166
+COMMENT_SHARE_MIN = 0.0167
 """Comment lines in all lines of the packages; may only rise."""
 
 

@@ -1,7 +1,7 @@
-"""KV events of blocks outside the GPU, as vLLM's structs, for routers to read beside the engine's own.
+"""KV events of blocks outside the GPU, in vLLM's structs, published together with the engine's own.
 
-An event is made when a block became loadable or ceased to be; what it says about the block's tokens was kept
-when its store began. Neighbouring blocks of a group that were stored one after another share one event.
+An event is made when a block becomes loadable or is removed; the block's tokens were kept when its store
+began. Neighbouring blocks of a group that are stored consecutively share one event.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from connectors.tier.base import TierChanges
 
 @dataclass(frozen=True, slots=True)
 class EventPlace:
-    """What all events of one tier say about where its blocks lie."""
+    """Location fields common to all events of one tier."""
 
     medium: str
     """``CPU`` or ``STORAGE``."""
     locality: str
-    """``LOCAL``, or ``REMOTE`` where other engines can load the blocks too."""
+    """``LOCAL``, or ``REMOTE`` if other engines can load the blocks too."""
     ownership: str
-    """The store's name; tells apart connectors that hold the same block in one medium."""
+    """The store's name, which distinguishes connectors that hold the same block in one medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Block:
-    """What is known of a block whose store is under way."""
+    """Event fields of a block whose store is running."""
 
     parent: bytes | None
     tokens: list[int]
@@ -54,7 +54,7 @@ class _Block:
 
 
 class KvEventLog:
-    """Keeps what events will say; bounded by the blocks whose stores are under way."""
+    """Event fields of blocks whose stores are running; bounded by their number."""
 
     def __init__(self, kv_cache_config: Any, hash_block_tokens: int, place: EventPlace) -> None:
         self._place = place
@@ -85,10 +85,10 @@ class KvEventLog:
         self._blocks.pop(key, None)
 
     def events(self, changes: TierChanges) -> list[Any]:
-        """Events in the order of the changes. A block that another engine stored is not ours to announce."""
+        """Events in the order of the changes, without blocks that another engine stored and announces."""
         events: list[Any] = []
+        # Group and last hash of the last event, if a stored block may be added to it.
         tail: tuple[int, bytes] | None = None
-        """Group and hash that the last event ends with, if a stored block may be added to it."""
         for stored, key in changes.changes:
             block_hash, group_idx = split_key(key)
             if not stored:

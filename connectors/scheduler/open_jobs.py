@@ -1,7 +1,7 @@
-"""Transfer jobs under way, from the scheduler's side: who has answered, and with what.
+"""Running transfer jobs in the scheduler half, cached lookups, pins on source blocks, and pending KV events.
 
-What always holds: a job leaves the book once, when every rank has answered, and a block of it counts as good
-only if no rank blamed it. A rank that failed without naming blocks blames them all.
+Invariants of jobs: a job ends once, when every rank has answered. A block is good only if no rank reported it
+as failed; a rank that fails without naming blocks fails all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from connectors.messages import StepResults, Tally
+from connectors.messages import Counts, StepResults
 from connectors.scheduler.plans import EngineRequest, PlannedBlock
 from connectors.tier.base import Tier, TierChanges
 from connectors.transfer.base import Direction, TransferResult
@@ -33,24 +33,24 @@ class OpenJob:
     request_id: str
     blocks: list[PlannedBlock]
     ranks_left: int
-    spoilt: bool = False
-    """Nothing of it may be used any more, whatever the ranks say."""
+    discarded: bool = False
+    """Its blocks must not be used, whatever the ranks answer."""
     failed_keys: set[bytes] = field(default_factory=set)
 
     def good(self, block: PlannedBlock) -> bool:
-        """Whether this block's bytes are right on every rank; meant for jobs that ended."""
-        return not self.spoilt and block.key not in self.failed_keys
+        """Whether this block is valid on every rank; call it for ended jobs."""
+        return not self.discarded and block.key not in self.failed_keys
 
     @property
     def failed(self) -> bool:
-        return self.spoilt or bool(self.failed_keys)
+        return self.discarded or bool(self.failed_keys)
 
 
 class OpenJobs:
-    """The jobs of one engine. Ids start at 1 and are never used again."""
+    """The jobs of one engine. Ids start at 1 and are never reused."""
 
     def __init__(self, world_size: int) -> None:
-        """``world_size``: ranks that answer each job."""
+        """``world_size``: number of ranks that answer each job."""
         self._world_size = world_size
         self._jobs: dict[int, OpenJob] = {}
         self._ids = itertools.count(1)
@@ -63,28 +63,28 @@ class OpenJobs:
         return sum(job.direction is direction for job in self._jobs.values())
 
     def open(self, direction: Direction, request_id: str, blocks: list[PlannedBlock]) -> int:
-        """Enter a job and give its id."""
+        """Add a job and return its id."""
         job_id = next(self._ids)
         self._jobs[job_id] = OpenJob(direction, request_id, blocks, self._world_size)
         return job_id
 
     def take(self, results: StepResults) -> list[OpenJob]:
-        """Enter what ranks answered; returns the jobs that ended with it."""
+        """Process the ranks' results; returns the jobs that ended."""
         ended: list[OpenJob] = []
         for result in results.results:
             job = self._jobs.get(result.job_id)
             if job is None:
-                log.error("a rank answered transfer job %d, which is not under way", result.job_id)
+                log.error("a rank answered transfer job %d, which is not running", result.job_id)
                 continue
             _merge(job, result)
             if job.ranks_left == 0:
                 ended.append(self._jobs.pop(result.job_id))
         return ended
 
-    def spoil_all(self) -> None:
-        """What is under way now must not be kept, though it still has to end."""
+    def discard_all(self) -> None:
+        """Mark all running jobs as discarded; they still have to end."""
         for job in self._jobs.values():
-            job.spoilt = True
+            job.discarded = True
 
 
 def _merge(job: OpenJob, result: TransferResult) -> None:
@@ -95,20 +95,19 @@ def _merge(job: OpenJob, result: TransferResult) -> None:
     log.log(level, "%s of request %s failed: %s", job.direction.value, job.request_id, result.error)
     job.failed_keys.update(result.failed_keys)
     if not result.failed_keys:
-        job.spoilt = True
+        job.discarded = True
 
 
-# How far a request can be loaded: asked of the tier, and remembered for as long as the answer stays good.
+# Lookups of the loadable prefix of waiting requests, with cached results.
 #
-# A request that waits for room is asked about in each step, and for a long prompt the answer takes tens of
-# milliseconds. What always holds: an answer is forgotten as soon as one of its blocks ceases to be held;
-# one that could have grown meanwhile is worked out again, but no sooner than after ``REST`` times what that
-# takes. A tier that does not know keeps a request waiting for the deadline, counted from the first time it
-# was asked.
+# The engine asks for a request that waits for room in each step, and for a long prompt the lookup takes tens
+# of milliseconds. Invariants: a result is dropped as soon as one of its blocks is no longer held. A result
+# that could have grown is computed again, but only after ``REST`` times its own duration. If the tier does
+# not know, the request waits until the deadline, counted from its first lookup.
 
 
 REST = 20
-"""Working it out again takes at most one part in this many of the engine core's time, for each request."""
+"""Repeated lookups of a request take at most 1/REST of the engine core's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +117,24 @@ class _Answer:
     hit_tokens: int
     good_until: float
     keys: frozenset[bytes] | None
-    """What must stay held; None: not worked out, anything that is removed may be of it."""
+    """Keys that must stay held; None if unknown: then any removal invalidates the result."""
 
 
 class Lookups:
-    """Answers for the waiting requests of one engine. ``clock`` and ``deadline_s`` in seconds."""
+    """Lookup results of the waiting requests of one engine. ``clock`` and ``deadline_s`` in seconds."""
 
     def __init__(
         self,
         resolver: HitResolver,
         tier: Tier,
-        tally: Tally,
+        counters: Counts,
         *,
         deadline_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._resolver = resolver
         self._tier = tier
-        self._tally = tally
+        self._counters = counters
         self._deadline_s = deadline_s
         self._clock = clock
         self._answers: dict[str, _Answer] = {}
@@ -143,7 +142,7 @@ class Lookups:
         self._waiting_since: dict[str, float] = {}
 
     def hit(self, request: EngineRequest, num_local_tokens: int) -> int | None:
-        """Tokens of the longest loadable prefix, local ones included, or 0; None: ask again in a step."""
+        """Tokens of the longest loadable prefix including local ones, or 0; None: not known in this step."""
         now, request_id = self._clock(), request.request_id
         answer = self._answers.get(request_id)
         if (
@@ -157,7 +156,7 @@ class Lookups:
             since = self._waiting_since.setdefault(request_id, now)
             if now - since < self._deadline_s:
                 return None
-            self._tally.add("lookups/late")
+            self._counters.add("lookups/late")
             return 0
         self._waiting_since.pop(request_id, None)
         self._answers[request_id] = _Answer(
@@ -170,13 +169,13 @@ class Lookups:
         return hit
 
     def removed(self, keys: frozenset[bytes]) -> None:
-        """These blocks are no longer held."""
+        """Drop results that depend on these blocks, which are no longer held."""
         for request_id, answer in list(self._answers.items()):
             if answer.keys is None or not answer.keys.isdisjoint(keys):
                 del self._answers[request_id]
 
     def forget(self, request_id: str) -> None:
-        """The request was admitted, or is gone."""
+        """Drop the results of a request that was admitted or has ended."""
         self._answers.pop(request_id, None)
         self._asked_again.discard(request_id)
         self._waiting_since.pop(request_id, None)
@@ -200,7 +199,7 @@ class Lookups:
     def _needed(
         self, request: EngineRequest, num_local_tokens: int, hit_tokens: int
     ) -> frozenset[bytes] | None:
-        """The keys of the blocks to load; not worth its time for a request that is asked about only once."""
+        """Keys of the blocks to load; None at the first lookup, as most requests need only one."""
         if not hit_tokens:
             return frozenset()
         if request.request_id not in self._asked_again:
@@ -213,17 +212,17 @@ class Lookups:
         )
 
 
-# Keeps the GPU blocks that stores read from being given to other requests, by the engine's own ref counts.
+# Pins protect the GPU blocks that stores read from reuse, through the engine's reference counts.
 #
-# A pinned block may lose its request; it returns to the pool with its last pin. What always holds: every
-# pin is taken back exactly once, and no more than ``blocks_max`` different blocks are pinned.
+# The request of a pinned block may end; the block returns to the pool with its last pin. Invariants: every
+# pin is released exactly once, and at most ``blocks_max`` different blocks are pinned.
 
 
 class SourcePins:
-    """Pins on the blocks of one engine's pool. ``bind`` comes before anything else."""
+    """Pins on the blocks of one engine's pool. Call ``bind`` first."""
 
     def __init__(self, share_max: float) -> None:
-        """``share_max``: part of the pool (0 to 1) that may be pinned; at least one block may."""
+        """``share_max``: largest share of the pool (0 to 1) that may be pinned; at least one block may."""
         self._share_max = share_max
         self._pool: Any = None
         self._pins: Counter[int] = Counter()
@@ -240,72 +239,72 @@ class SourcePins:
 
     @property
     def count(self) -> int:
-        """Different blocks that are pinned now."""
+        """Number of different blocks pinned now."""
         return len(self._pins)
 
     @property
     def room(self) -> int:
-        """How many more blocks may be pinned."""
+        """Number of further blocks that may be pinned."""
         return self.blocks_max - len(self._pins)
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Hold these blocks, which now belong to a request or to the prefix cache."""
+        """Pin these blocks, which belong to a request or to the prefix cache."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
         self._pins.update(block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Give back one pin on each. RuntimeError: there is none."""
+        """Release one pin on each. RuntimeError for a block without a pin."""
         for block_id in block_ids:
             if self._pins[block_id] < 1:
-                raise RuntimeError(f"block {block_id} is given back without being pinned")
+                raise RuntimeError(f"cannot unpin block {block_id}: it is not pinned")
             self._pins[block_id] -= 1
             if not self._pins[block_id]:
                 del self._pins[block_id]
-        # The tail first: the pool reuses in this order, and a prefix outlives what builds on it.
+        # The tail first: the pool reuses blocks in this order, and a prefix must outlive its extensions.
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
     def frees_on_completion(self) -> bool:
-        """Some pinned block has no other holder: the pool grows when its store ends."""
+        """Whether some pinned block has no other user, so that the end of its store frees it."""
         return any(self._pool.blocks[block_id].ref_cnt <= pins for block_id, pins in self._pins.items())
 
 
-# Which stores will be told of in KV events, from their begin to their announcement.
+# KV events of running stores.
 #
-# What an event says is kept by an ``EventLog`` while the store is under way, for the request may be gone
-# when it ends. What always holds: nothing is kept of a store that failed, nor of one that ended without a
-# change of what is loadable: a tier need not announce again what it has announced before.
+# An ``EventLog`` keeps the content of an event while its store runs, because the request may have ended
+# before the store does. Invariant: nothing is kept of a store that failed, nor of one that ended without
+# making a block loadable (a tier may have announced the block before).
 
 
 class EventLog(Protocol):
-    """Says in KV events what became loadable; ``connectors.scheduler.events`` is the one for vLLM."""
+    """Makes KV events of blocks that became loadable; ``connectors.scheduler.events`` is vLLM's form."""
 
     def submitted(self, request: EngineRequest, block: PlannedBlock) -> None:
-        """A store of this block begins: keep what its event will say."""
+        """Keep the content of the event of this block, whose store begins."""
 
     def dropped(self, key: bytes) -> None:
-        """There will be no event of that store; nothing need be kept of the key."""
+        """Drop the content kept for this key; its store will have no event."""
 
     def events(self, changes: TierChanges) -> list[Any]:
-        """The events of these changes."""
+        """Make the events of these changes."""
 
 
 class PendingEvents:
-    """Stands before an event log, or before none where KV events are off."""
+    """Wrapper of an event log; without one (KV events off) it does nothing."""
 
     def __init__(self, event_log: EventLog | None) -> None:
         self._log = event_log
+        # Keys stored successfully since events were taken, and not begun again.
         self._ended: set[bytes] = set()
-        """Stored well since events were taken, and not begun again."""
 
     def begun(self, request: EngineRequest, blocks: list[PlannedBlock]) -> None:
-        """A job that stores these blocks begins."""
+        """Handle the begin of a job that stores these blocks."""
         if self._log is not None:
             for block in blocks:
                 self._log.submitted(request, block)
                 self._ended.discard(block.key)
 
     def ended(self, key: bytes, *, ok: bool) -> None:
-        """The store of this key ended; what it changed is among the next changes."""
+        """Handle the end of this key's store; the next changes include its result."""
         if self._log is None:
             return
         if ok:

@@ -1,7 +1,7 @@
-"""Which blocks of a request a load fills and a store reads; nothing is held yet.
+"""Plans of loads and stores: the blocks of a request that a load fills or a store reads.
 
-What always holds: the null block (0) is in no plan, a load fills every block that the engine allocated for
-it, and a store names only blocks that are full, hashed and in the request's table now.
+Invariants: a plan never contains the null block (0). A load fills every block that the engine allocated for
+it. A store names only blocks that are full, hashed and in the request's current table.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from connectors.hits import HitResolver
 
 
-# What the scheduler's half remembers of a request, and what it reads of the engine's own object for it.
-
-
 class EngineRequest(Protocol):
-    """The part of vLLM's ``Request`` that is read here; nothing of it is ever written."""
+    """The attributes of vLLM's ``Request`` that are read here; none is written."""
 
     request_id: str
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Counts what steps under way will compute; 0 again after a preemption or a failed load."""
+    """Includes tokens of steps in flight; 0 again after a preemption or a failed load."""
     shared_prefix_boundary: int
     skip_reading_prefix_cache: bool
 
@@ -51,24 +48,24 @@ class RequestState:
 
     request: EngineRequest
     next_token: int = 0
-    """Blocks that end here or before were stored, or tried and given up."""
+    """Blocks that end here or before were stored or refused."""
     refused_blocks: int = 0
-    """Blocks the pin cap kept from being stored; they are tried again in the request's next step."""
+    """Blocks not stored because of the pin limit; they are tried again in the request's next step."""
     num_local_tokens: int = 0
-    """The local hit named in the last look-up: the load that follows begins there."""
+    """The local hit of the last lookup: the following load begins there."""
     offered_token: int = 0
     """Blocks that end here or before were counted by ``StoreThreshold``."""
     must_compute: bool = False
-    """A load failed since the request was last admitted: it is not offered another before it has run."""
+    """A load failed since the request was last admitted: it gets no other load before it has run."""
 
 
 BlockTable = Sequence[Sequence[int]]
-"""Per group of the model, the block ids of a request in prompt order; 0 where a block was never needed."""
+"""Per group of the model, the block ids of a request in prompt order; 0 for a block that was not needed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlannedBlock:
-    """One block: the tokens [start, end) of its request lie in it. Sorts in prompt order."""
+    """One block with the tokens [start, end) of its request. Sorts in prompt order."""
 
     end_token: int
     group_idx: int
@@ -80,10 +77,10 @@ class PlannedBlock:
 def plan_load(
     resolver: HitResolver, request: EngineRequest, table: BlockTable, num_local_tokens: int, hit_tokens: int
 ) -> list[PlannedBlock] | None:
-    """The blocks that a hit of ``hit_tokens`` fills, or None where the table does not fit such a hit.
+    """Blocks that a hit of ``hit_tokens`` fills; None if the table does not fit such a hit.
 
-    Every block beyond the local ones must be either null or filled: one that was allocated and is not filled
-    would be cached by the engine under a hash whose bytes it does not hold.
+    Every block after the local ones must be null or filled: the engine would cache an allocated but unfilled
+    block under a hash that does not match its content.
     """
     blocks: list[PlannedBlock] = []
     for group_idx, indices in resolver.load_mask(num_local_tokens, hit_tokens).items():
@@ -112,9 +109,9 @@ def plan_load(
 def plan_store(
     resolver: HitResolver, state: RequestState, table: BlockTable, num_computed_tokens: int
 ) -> list[PlannedBlock]:
-    """The blocks that became worth storing since ``state.next_token``, in prompt order.
+    """Blocks to store since ``state.next_token``, in prompt order.
 
-    ``num_computed_tokens``: tokens that are computed and hashed once this step has run.
+    ``num_computed_tokens``: tokens computed and hashed after this step.
     """
     request = state.request
     hashes = request.block_hashes
@@ -146,10 +143,10 @@ def plan_store(
 def plan_states(
     resolver: HitResolver, request: EngineRequest, offers: Iterable[tuple[int, int, int]], end_max: int
 ) -> list[PlannedBlock]:
-    """The states the engine hands over: ``offers`` are (group, block id, boundary in tokens).
+    """States that the engine offers for storing: ``offers`` are (group, block id, boundary in tokens).
 
-    Only these are read of groups whose tables are rewritten in place; those beyond ``end_max`` or without a
-    hash are left out.
+    Groups whose tables are rewritten in place are stored only through these offers. Offers beyond ``end_max``
+    or without a hash are skipped.
     """
     hash_tokens = resolver.hash_block_tokens
     limit = min(end_max, len(request.block_hashes) * hash_tokens)
@@ -172,7 +169,7 @@ def plan_states(
 def make_job(
     job_id: int, direction: Direction, blocks: Sequence[PlannedBlock], slots: Sequence[int]
 ) -> TransferJob:
-    """One job over all groups; ``slots[i]`` is the host row of ``blocks[i]``."""
+    """Make one job over all groups; ``slots[i]`` is the host row of ``blocks[i]``."""
     by_group: dict[int, list[int]] = {}
     for at, block in enumerate(blocks):
         by_group.setdefault(block.group_idx, []).append(at)
@@ -193,19 +190,19 @@ def block_tokens(resolver: HitResolver, group_idx: int) -> int:
     return next(shape.block_tokens for shape in resolver.group_shapes if shape.group_idx == group_idx)
 
 
-# Which of the blocks that a step fills are stored, and when.
+# Selection of the blocks to store, and the time of their stores.
 #
-# By default all of them, at once. ``StoreThreshold`` leaves out what few requests have asked for so far;
-# ``LazyStores`` waits until the GPU is about to give a block to somebody else, so that what stays there is
-# never copied. What always holds: both keep a bounded number of keys, and forget the oldest.
+# By default all blocks that a step fills are stored with it. ``StoreThreshold`` skips blocks that few
+# requests have used; ``LazyStores`` waits until the GPU is about to reuse a block, so that blocks that stay
+# there are never copied. Invariant: both keep a bounded number of keys and drop the oldest.
 
 
+# Most keys remembered below the threshold: some megabytes.
 _REMEMBERED_MAX = 1 << 17
-"""Keys that were offered less often than the threshold: some megabytes."""
 
 
 class StoreThreshold:
-    """Lets a block pass when ``threshold`` requests have offered it; 1: at once."""
+    """Admits a block after ``threshold`` requests have offered it; with 1, immediately."""
 
     def __init__(self, threshold: int, remembered_max: int = _REMEMBERED_MAX) -> None:
         self._threshold = threshold
@@ -216,7 +213,7 @@ class StoreThreshold:
         return len(self._offers)
 
     def admit(self, state: RequestState, blocks: list[PlannedBlock]) -> list[PlannedBlock]:
-        """Those of these blocks of one request to be stored. Blocks that are tried again count once."""
+        """The blocks of one request to store. Blocks that are tried again count once."""
         if self._threshold <= 1:
             return blocks
         admitted = []
@@ -233,7 +230,7 @@ class StoreThreshold:
 
 
 class LazyStores:
-    """Blocks that are stored only when they come within ``blocks_ahead`` of being reused by the engine."""
+    """Blocks that are stored when they come within ``blocks_ahead`` of reuse in the engine's free queue."""
 
     def __init__(self, blocks_ahead: int) -> None:
         self._blocks_ahead = blocks_ahead
@@ -245,11 +242,11 @@ class LazyStores:
         return len(self._planned)
 
     def bind(self, pool: Any) -> None:
-        """Use vLLM's ``BlockPool``, whose free blocks lie in the order in which they are reused."""
+        """Use vLLM's ``BlockPool``, whose free queue is in the order of reuse."""
         self._pool = pool
 
     def keep(self, request: EngineRequest, blocks: list[PlannedBlock]) -> None:
-        """These can be stored from now on."""
+        """Remember these blocks for a later store."""
         for block in blocks:
             self._planned.pop(block.key, None)
             self._planned[block.key] = request, block
@@ -257,11 +254,11 @@ class LazyStores:
             self._planned.popitem(last=False)
 
     def due(self, room: int) -> list[tuple[EngineRequest, list[PlannedBlock]]]:
-        """Up to ``room`` blocks that must be stored now or never, by request, in prompt order."""
+        """Up to ``room`` blocks that are about to be reused, by request, in prompt order."""
         queue = self._pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         if not self._planned or head is self._head:
-            return []  # nothing was given away since the last look
+            return []  # no block was reused since the last call
         found: dict[str, tuple[EngineRequest, list[PlannedBlock]]] = {}
         for _, block in zip(range(self._blocks_ahead), queue.iter_blocks_after(None), strict=False):
             if room <= 0:
@@ -269,7 +266,7 @@ class LazyStores:
             planned = self._planned.pop(block.block_hash, None) if block.block_hash is not None else None
             if planned is not None:
                 request, described = planned
-                # The same content may lie in another block than the one it was planned in.
+                # The same content may be in another block than at planning time.
                 described = replace(described, block_id=block.block_id)
                 found.setdefault(request.request_id, (request, []))[1].append(described)
                 room -= 1
@@ -282,7 +279,7 @@ class LazyStores:
 
 
 class StoreSelection:
-    """What an engine's settings say of both. ``step_tokens_max``: of one step of the engine."""
+    """Both policies by an engine's settings. ``step_tokens_max``: most tokens in one step of the engine."""
 
     def __init__(self, settings: OffloadSettings, shapes: Sequence[GroupShape], step_tokens_max: int) -> None:
         self._threshold = StoreThreshold(settings.store_threshold)
@@ -293,7 +290,7 @@ class StoreSelection:
             self._lazy.bind(pool)
 
     def at_once(self, state: RequestState, blocks: list[PlannedBlock]) -> list[PlannedBlock]:
-        """Those of the blocks that this step fills which are stored with it."""
+        """Select the blocks filled by this step that are stored with it."""
         blocks = self._threshold.admit(state, blocks)
         if self._lazy is None:
             return blocks
@@ -310,8 +307,10 @@ class StoreSelection:
 
 
 def blocks_of_a_step(shapes: Sequence[GroupShape], max_tokens: int) -> int:
-    """How many blocks an engine may take in one step of so many tokens, and as many again: what it takes in
-    the step after is only known when it has taken them."""
+    """Twice the blocks that an engine may allocate in one step of ``max_tokens`` tokens.
+
+    Twice, because the allocations of the following step are known only after they have happened.
+    """
     total = 0
     for shape in shapes:
         if shape.kind is GroupKind.STATE:

@@ -1,11 +1,11 @@
-"""The scheduler's half: decides what is loaded and stored, and follows every job to its end.
+"""The scheduler half of a connector: chooses loads and stores, and tracks every job to its end.
 
-Methods carry the names vLLM gives them and take its objects, of which only attributes are read, so that the
-whole half runs without vLLM. One writer, on the engine core's thread; no call waits for anything.
+Methods have vLLM's names and take its objects, of which only attributes are read, so that this half runs
+without vLLM. Only the engine core's thread calls it; no call blocks.
 
-What always holds: a job ends when every rank answered, and is good only if all were; what it held in the tier
-and in the GPU's pool is given back then and not before. A request whose load failed is computed next: it is
-offered nothing until it was admitted without a load. Stores never delay a step and never fail a request.
+Invariants: a job ends when every rank has answered, and succeeds only if all did; its pins in the tier and in
+the GPU's pool are released then and not before. A request whose load failed is computed next: it gets no load
+until it was admitted without one. Stores never delay a step and never fail a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from connectors.messages import Rates, StepJobs, StepResults, Tally
+from connectors.messages import Counts, Rates, StepJobs, StepResults
 from connectors.scheduler.open_jobs import EventLog, Lookups, OpenJob, OpenJobs, PendingEvents, SourcePins
 from connectors.scheduler.plans import (
     EngineRequest,
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_FREES_WAIT_S = 0.25
-"""How long an engine short of blocks waits for stores of which none ends, before it preempts after all."""
+"""How long an engine without free blocks waits for running stores before it preempts."""
 
 
 class OffloadScheduler:
-    """Drives one tier for one engine. ``bind_gpu_block_pool`` must be called before the first step."""
+    """Scheduler half over one tier. Call ``bind_gpu_block_pool`` before the first step."""
 
     def __init__(
         self,
@@ -54,9 +54,12 @@ class OffloadScheduler:
         event_log: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``world_size``: ranks that answer each job. ``step_tokens_max``: of one step of the engine, for
-        lazy stores. ``event_log``: None where KV events are off."""
-        self.tally = Tally()
+        """Make the scheduler half.
+
+        ``world_size``: number of ranks that answer each job. ``step_tokens_max``: most tokens in one step of
+        the engine, for lazy stores. ``event_log``: None if KV events are off.
+        """
+        self.counters = Counts()
         self._tier = tier
         self._resolver = resolver
         self._settings = settings
@@ -69,30 +72,30 @@ class OffloadScheduler:
         self._rates = Rates()
         self._next = StepJobs()
         self._lookups = Lookups(
-            resolver, tier, self.tally, deadline_s=settings.lookup_deadline_s, clock=clock
+            resolver, tier, self.counters, deadline_s=settings.lookup_deadline_s, clock=clock
         )
+        # The tier's changes since events were taken.
         self._changes: list[tuple[bool, bytes]] = []
-        """The tier's changes since events were taken."""
+        # Time at which the engine began to wait for a store; None after a store has ended.
         self._frees_awaited_since: float | None = None
-        """When the engine was first told to wait for a store; None: one has ended since."""
 
     # -- requests ----------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, pool: Any) -> None:
-        """The engine's pool, whose ref counts keep the sources of stores."""
+        """Use the engine's pool, whose reference counts protect the sources of stores."""
         self._pins.bind(pool)
         self._selection.bind(pool)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """Follow a request from now on."""
+        """Track a new request."""
         self._requests[request.request_id] = RequestState(request)
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that could be loaded beyond the local ones; None: ask again in the next step.
+        """Tokens that can be loaded after the local ones; None: not known in this step.
 
-        Changes nothing but what it remembers, so it may be called any number of times.
+        It only caches results, so it may be called any number of times.
         """
         state = self._requests.get(request.request_id)
         if state is None or state.must_compute or request.skip_reading_prefix_cache:
@@ -107,28 +110,28 @@ class OffloadScheduler:
         return external, True
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: Any, num_external_tokens: int) -> None:
-        """The request was admitted; with external tokens, its blocks are filled before it runs."""
+        """Handle the admission of a request; with external tokens, its blocks are filled before it runs."""
         state = self._requests.get(request.request_id)
         if state is None:
             return
         self._lookups.forget(request.request_id)
         if num_external_tokens == 0:
-            if request.num_computed_tokens == 0:  # not after a load, which was counted when it began
-                self.tally.add("lookups/computed")
+            if request.num_computed_tokens == 0:  # a load was counted when it began
+                self.counters.add("lookups/computed")
             state.must_compute = False
             return
-        self.tally.add("lookups/loaded")
-        self.tally.add("hit_tokens", num_external_tokens)
+        self.counters.add("lookups/loaded")
+        self.counters.add("hit_tokens", num_external_tokens)
         self._begin_load(state, blocks.get_block_ids(), num_external_tokens)
 
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The engine may free the blocks at once: those that stores read are pinned by ref count."""
+        """Returns False: the engine may free the blocks now; stores pin their sources by reference count."""
         del block_ids
         state = self._requests.pop(request.request_id, None)
         if state is not None:
-            self.tally.add("blocks_refused", state.refused_blocks)
+            self.counters.add("blocks_refused", state.refused_blocks)
             self._lookups.forget(request.request_id)
             self._tier.forget_request(request.request_id)
         return False, None
@@ -136,7 +139,7 @@ class OffloadScheduler:
     # -- steps -------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> StepJobs:
-        """The loads of requests admitted in this step, and the stores of blocks it fills."""
+        """Jobs of this step: loads of the admitted requests, stores of the blocks that the step fills."""
         step, self._next = self._next, StepJobs()
         block_state = scheduler_output.kv_connector_block_state
         offers: dict[str, list[tuple[int, int, int]]] = {}
@@ -157,12 +160,12 @@ class OffloadScheduler:
                 state.refused_blocks = len(refused)
                 state.next_token = min(block.start_token for block in refused)
         for request, blocks in self._selection.before_reuse(self._pins.room):
-            self.tally.add("blocks_refused", len(self._begin_store(step, request, blocks, [])))
+            self.counters.add("blocks_refused", len(self._begin_store(step, request, blocks, [])))
         self._note_changes()
         return step
 
     def update_connector_output(self, results: StepResults) -> None:
-        """Take the ranks' answers; whatever every rank has answered ends here."""
+        """Process the ranks' results; jobs that every rank has answered end here."""
         self._rates.add(results.results)
         for job in self._jobs.take(results):
             if job.direction is Direction.STORE:
@@ -172,17 +175,17 @@ class OffloadScheduler:
         self._note_changes()
 
     def take_events(self) -> list[Any]:
-        """KV events of what became loadable, or ceased to be, since the last call."""
+        """KV events of the blocks that became loadable or were removed since the last call."""
         self._note_changes()
         changes, self._changes = TierChanges(tuple(self._changes)), []
         return self._events.take(changes)
 
     def has_pending_push_work(self) -> bool:
-        """The engine must keep stepping: answers arrive only with steps."""
+        """Whether the engine must keep stepping: results arrive only with steps."""
         return bool(self._jobs) or bool(self._next.loads) or self._tier.busy()
 
     def has_pending_block_frees(self) -> bool:
-        """Waiting gives the engine blocks that it would otherwise preempt a request for, and soon."""
+        """Whether the engine should wait for blocks that running stores free soon, instead of preempting."""
         if not self._pins.frees_on_completion():
             return False
         if self._frees_awaited_since is None:
@@ -190,33 +193,33 @@ class OffloadScheduler:
         return self._clock() - self._frees_awaited_since < BLOCK_FREES_WAIT_S
 
     def reset_cache(self) -> bool:
-        """Drop everything held and what is on its way to be. False: transfers are under way; ask again."""
-        self._jobs.spoil_all()
+        """Drop all held blocks and running stores. False while transfers run; call it again."""
+        self._jobs.discard_all()
         self._selection.clear()
         gone = self._tier.reset()
         self._note_changes()
         return gone and not self._jobs
 
     def gauges(self) -> dict[str, float]:
-        """What is so at this moment, by the names of ``messages.stats``."""
+        """Current values by the names of ``connectors.stats``."""
         rates = {f"bandwidth_bytes_per_second/{way}": r for way, r in self._rates.bytes_per_second().items()}
         waiting = {f"jobs_waiting/{way.value}": self._jobs.waiting(way) for way in Direction}
         return {**rates, **waiting, "blocks_pinned": self._pins.count}
 
     def counts(self) -> dict[str, int]:
-        """What is held at this moment, for tests."""
+        """Numbers of tracked objects, for tests."""
         pinned = self._pins.count
         return {"requests": len(self._requests), "jobs": len(self._jobs), "pinned_blocks": pinned}
 
     def _note_changes(self) -> None:
-        """Take the tier's changes at once, or a request could be offered what was just given up."""
+        """Take the tier's changes immediately, so that no request is offered a removed block."""
         changes = self._tier.take_changes().changes
         if not changes:
             return
         self._changes += changes
         removed = frozenset(key for stored, key in changes if not stored)
-        self.tally.add("blocks_removed", sum(not stored for stored, _ in changes))
-        self.tally.add("blocks_stored", sum(stored for stored, _ in changes))
+        self.counters.add("blocks_removed", sum(not stored for stored, _ in changes))
+        self.counters.add("blocks_stored", sum(stored for stored, _ in changes))
         self._lookups.removed(removed)
 
     # -- loads -------------------------------------------------------------------------------------------
@@ -226,8 +229,8 @@ class OffloadScheduler:
         blocks = plan_load(self._resolver, request, table, local, local + num_external)
         slots = self._tier.begin_load([block.key for block in blocks]) if blocks else None
         if blocks is None or slots is None:
-            # The engine waits for this load already. A job without blocks is one that every rank fails.
-            log.warning("request %s: what was found for it can no longer be loaded", request.request_id)
+            # The engine already waits for this load: send a job without blocks, which every rank fails.
+            log.warning("request %s: its hit can no longer be loaded", request.request_id)
             blocks, slots = [], []
         job_id = self._jobs.open(Direction.LOAD, request.request_id, blocks)
         self._next.loads.append(make_job(job_id, Direction.LOAD, blocks, slots))
@@ -242,10 +245,10 @@ class OffloadScheduler:
         return request.num_prompt_tokens
 
     def _due_blocks(self, state: RequestState, num_scheduled: int, block_state: Any) -> list[PlannedBlock]:
-        """Blocks of this request that are full and hashed once this step has run, and not tried before."""
+        """Blocks of this request that are full and hashed after this step, and were not tried before."""
         request, unit = state.request, self._resolver.hash_block_tokens
-        if request.num_computed_tokens < state.next_token:  # preempted, or a load of it failed
-            self.tally.add("blocks_refused", state.refused_blocks)
+        if request.num_computed_tokens < state.next_token:  # preempted, or its load failed
+            self.counters.add("blocks_refused", state.refused_blocks)
             state.next_token = state.refused_blocks = 0
         computed = min(
             request.num_computed_tokens + num_scheduled,
@@ -266,17 +269,17 @@ class OffloadScheduler:
     def _begin_store(
         self, step: StepJobs, request: EngineRequest, blocks: list[PlannedBlock], states: list[PlannedBlock]
     ) -> list[PlannedBlock]:
-        """Reserve rows for the blocks that are new to the tier and pin them; those that the cap left out."""
+        """Reserve rows for the blocks that are new to the tier and pin them; returns those over the limit."""
         if not blocks and not states:
             return []
         if not self._pins.bound:
             raise RuntimeError("stores need the engine's block pool: bind_gpu_block_pool was never called")
         chosen: list[PlannedBlock] = []
         slots: list[int] = []
-        # States first: they are offered once, blocks are tried again.
+        # States first: the engine offers them once, while blocks are tried again.
         refused_states = self._reserve(request, states, chosen, slots)
         refused = self._reserve(request, blocks, chosen, slots)
-        self.tally.add("blocks_refused", len(refused_states))
+        self.counters.add("blocks_refused", len(refused_states))
         if not chosen:
             return refused
         self._events.begun(request, chosen)
@@ -292,7 +295,8 @@ class OffloadScheduler:
         chosen: list[PlannedBlock],
         slots: list[int],
     ) -> list[PlannedBlock]:
-        """Extend ``chosen`` and ``slots`` by what the tier takes; returns the blocks the cap left out."""
+        """Extend ``chosen`` and ``slots`` by the blocks that the tier accepts; returns those over the
+        limit."""
         at = 0
         while at < len(blocks) and (room := self._pins.room - len(chosen)) > 0:
             part = {block.key: block for block in blocks[at : at + room]}
@@ -309,7 +313,7 @@ class OffloadScheduler:
             good = job.good(block)
             self._events.ended(block.key, ok=good)
             self._tier.end_store(block.key, ok=good)
-            self.tally.add("blocks_bad/store", not good)
+            self.counters.add("blocks_bad/store", not good)
         self._pins.unpin([block.block_id for block in job.blocks])
         self._frees_awaited_since = None
 
@@ -317,6 +321,6 @@ class OffloadScheduler:
         for block in job.blocks:
             good = job.good(block)
             self._tier.end_load(block.key, ok=good)
-            self.tally.add("blocks_bad/load", not good)
+            self.counters.add("blocks_bad/load", not good)
         if job.failed and (state := self._requests.get(job.request_id)) is not None:
             state.must_compute = True

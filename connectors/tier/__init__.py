@@ -1,1 +1,1 @@
-"""What is held outside the GPU, and what gives way."""
+"""Tiers of blocks outside the GPU, and their eviction policies."""

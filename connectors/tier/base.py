@@ -1,7 +1,7 @@
-"""A place outside the GPU where blocks are held, seen from the scheduler's half of a connector.
+"""Interface of a tier: blocks held outside the GPU, seen from the scheduler half of a connector.
 
-A block key (``messages.keys``) is in one of four states: absent, being stored, held, being loaded (held and
-pinned). Only held keys are ever reported by ``held``. Whatever is begun is ended exactly once.
+A block key (``connectors.messages``) is in one of four states: absent, being stored, held, being loaded (held
+and pinned). ``held`` reports held keys only. Every begun store or load is ended exactly once.
 """
 
 from __future__ import annotations
@@ -13,69 +13,70 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TierChanges:
-    """Keys that became, or ceased to be, loadable since the last call, in the order it happened."""
+    """Keys that became loadable or were removed since the last call, in order."""
 
     changes: tuple[tuple[bool, bytes], ...]
     """(True: stored, False: removed; key)."""
 
 
 class Tier(Protocol):
-    """One writer: the scheduler's half, on the engine core's thread. No call blocks."""
+    """A tier. Only the scheduler half calls it, on the engine core's thread. No call blocks."""
 
     medium: str
     """As in KV events: ``CPU`` or ``STORAGE``."""
 
     def held(self, request_id: str, keys: Sequence[bytes]) -> frozenset[bytes] | None:
-        """Which of these keys could be loaded now. None: not known yet, ask again in the next step."""
+        """The keys that can be loaded now. None: not known yet, call again in the next step."""
 
     def begin_store(self, chain: Sequence[bytes], lineage: Sequence[bytes] = ()) -> list[tuple[bytes, int]]:
-        """Reserve slots for those of these keys that are neither held nor under way, as far as there is room.
+        """Reserve slots for the keys that are neither held nor being stored, as far as there is room.
 
-        ``chain``: keys of one request in prompt order; a policy may use that they depend on one another.
+        ``chain``: keys of one request in prompt order; a policy may use their dependence on one another.
         ``lineage``: the request's block hashes from its first token, one per hash block, at least up to the
-        last of ``chain``; a policy finds there what each key stands on. It is read during the call only.
+        last of ``chain``; a policy finds each key's prefix there. It is read during the call only.
         """
 
     def end_store(self, key: bytes, *, ok: bool) -> None: ...
 
     def begin_load(self, keys: Sequence[bytes]) -> list[int] | None:
-        """Pin these keys and give their slots; None (and nothing pinned) where one is no longer held."""
+        """Pin these keys and return their slots; None, with nothing pinned, if one is no longer held."""
 
     def end_load(self, key: bytes, *, ok: bool) -> None:
-        """Unpin. ``ok=False``: the value is bad; it is dropped and not held again until stored anew."""
+        """Unpin. ``ok=False``: the value is bad; it is dropped and not held until it is stored again."""
 
     def forget_request(self, request_id: str) -> None:
-        """The request is gone: drop what ``held`` remembers for it."""
+        """Drop the state that ``held`` keeps for an ended request."""
 
     def take_changes(self) -> TierChanges: ...
 
     def reset(self) -> bool:
-        """Drop everything that is not under way. True: all is gone."""
+        """Drop everything that is not in transfer. True: nothing is left."""
 
     def busy(self) -> bool:
-        """Something is under way here that only further steps can finish."""
-
-
-# How long the scheduler's half believes what it knows of a shared store, and how much it keeps of it.
+        """Whether transfers run that need further steps to finish."""
 
 
 @dataclass(frozen=True)
 class StoreTierSettings:
-    """Seconds and counts; which of them a user may set, ``connectors.shared_settings`` says."""
+    """Cache times and bounds of the scheduler half over a shared store.
+
+    ``connectors.shared_settings`` lists those that a user may set.
+    """
 
     lookup_deadline_s: float = 0.05
-    """How long one question may take; what it does not answer by then counts as absent."""
+    """How long one query may take; keys without an answer by then count as absent."""
     held_for_s: float = 5.0
-    """How long an answer "held" is believed: another engine's eviction is seen after that."""
+    """How long an answer "held" is cached: another engine's eviction is seen after that."""
     absent_for_s: float = 1.0
-    """How long an answer "absent" is believed: another engine's store is seen after that."""
+    """How long an answer "absent" is cached: another engine's store is seen after that."""
     stored_for_s: float = 60.0
-    """How long what is there is not stored again, if nobody found it gone: that would copy it for nothing."""
+    """How long a present block is not stored again, unless a lookup finds it missing: saves needless
+    copies."""
     away_for_s: float = 1.0
-    """How long a store that could not be asked is left alone."""
+    """How long a store that did not answer is not queried again."""
     quarantine_s: float = 60.0
-    """How long a key whose load failed is left alone, if nobody stores it anew."""
+    """How long a key whose load failed counts as absent, unless it is stored again."""
     answers_max: int = 200_000
     questions_max: int = 256
     stores_max: int = 4096
-    """Blocks on their way to the store; beyond it, blocks are not stored."""
+    """Most blocks being stored; beyond it, blocks are not stored."""

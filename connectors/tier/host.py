@@ -1,10 +1,11 @@
-"""Blocks held in host memory by slot: which key has which slot, and who is reading or writing it.
+"""Slots of host memory: the key in each slot, and its readers and writer.
 
-The scheduler's half only keeps this account; the bytes are moved by the worker's half, which knows slots. A
-slot is free, being written, or holds one key's value, and what is pinned or being written never gives way.
-What is dropped while it is being read or written keeps its slot until the last reader or the writer is done,
-and is not held meanwhile. What always holds: a slot has at most one key, and ``TierChanges`` replayed gives
-what is held.
+The scheduler half keeps this state; the worker half moves the bytes and knows slots only. A slot is free,
+being written, or holds one key's value. Pinned slots and slots being written are never evicted. A value
+dropped while it is read or written keeps its slot until the last reader or the writer is done, and is not
+held in the meantime.
+
+Invariants: a slot has at most one key; replaying ``TierChanges`` gives the held keys.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from connectors.tier.eviction import EvictionPolicy
 
 @dataclass(slots=True)
 class TierCounters:
-    """Keys, since the start."""
+    """Numbers of keys since the start."""
 
     loads: int = 0
     """Pinned for loading."""
     stores: int = 0
-    """Became held."""
+    """Stored successfully."""
     evictions: int = 0
-    """Held, and gave way to others."""
+    """Evicted for others."""
     dropped_for_room: int = 0
-    """Not stored: everything held was in use."""
+    """Not stored because all slots were in use."""
     failed_stores: int = 0
     failed_loads: int = 0
-    """Loads of a key that ended badly; its value was dropped at the first."""
+    """Failed loads; the first one drops the value."""
 
 
 @dataclass(slots=True)
@@ -39,14 +40,14 @@ class _Entry:
     storing: bool = True
     pins: int = 0
     condemned: bool = False
-    """Not to be held (any more): a bad value, or one from before a reset."""
+    """Not held any longer: a bad value, or one from before a reset."""
 
 
 class HostTier:
     """``connectors.tier.base.Tier`` over ``slots`` rows of host memory. Not thread-safe: one owner.
 
-    ``begin_load``, ``end_load`` and ``end_store`` raise RuntimeError for a key that is in no such state: an
-    account that went wrong must not go on giving slots away.
+    ``begin_load``, ``end_load`` and ``end_store`` raise RuntimeError for a key in a wrong state: an
+    inconsistent tier must not assign slots.
     """
 
     medium = "CPU"
@@ -63,7 +64,7 @@ class HostTier:
         self._changes: list[tuple[bool, bytes]] = []
 
     def shrink(self, slots: int) -> None:
-        """Use only the first ``slots``. RuntimeError: something is held already."""
+        """Use only the first ``slots``. RuntimeError if some are in use."""
         if self._entries or not 1 <= slots <= self.slots:
             raise RuntimeError(
                 f"{slots} of {self.slots} rows are to be used, {len(self._entries)} are in use"
@@ -73,7 +74,7 @@ class HostTier:
 
     @property
     def held_keys(self) -> int:
-        """How many keys could be loaded now."""
+        """Number of keys that can be loaded now."""
         return sum(self._is_held(entry) for entry in self._entries.values())
 
     @property
@@ -142,16 +143,16 @@ class HostTier:
             self._evictable += 1
 
     def forget_request(self, request_id: str) -> None:
-        """Nothing to do: answers are never remembered."""
+        """Nothing to do: no results are cached."""
 
     def take_changes(self) -> TierChanges:
-        """To be called after every step: changes are kept until then."""
+        """Take the changes since the last call; call it after every step, as they accumulate."""
         changes = TierChanges(tuple(self._changes))
         self._changes.clear()
         return changes
 
     def reset(self) -> bool:
-        """Nothing that is here, or under way, will be held again. True: no slot is in use any more."""
+        """Drop all values, including those in transfer. True: no slot is in use."""
         for key, entry in list(self._entries.items()):
             self._condemn(key, entry)
             if not entry.storing and not entry.pins:
@@ -163,7 +164,7 @@ class HostTier:
         return len(self._entries) > self._evictable
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError where the account contradicts itself. For tests."""
+        """Raise RuntimeError for an inconsistent state. For tests."""
         used = [entry.slot for entry in self._entries.values()]
         if sorted([*used, *self._free]) != list(range(self.slots)):
             raise RuntimeError("slots are lost, or given twice")
@@ -171,20 +172,20 @@ class HostTier:
         if len(idle) != self._evictable:
             raise RuntimeError(f"{len(idle)} keys could give way, {self._evictable} were counted")
         if any(entry.condemned for entry in idle):
-            raise RuntimeError("a dropped key keeps its slot though nobody uses it")
+            raise RuntimeError("a dropped key keeps an unused slot")
         if any(entry.storing and entry.pins for entry in self._entries.values()):
             raise RuntimeError("a key is loaded while it is being stored")
 
     def _is_held(self, entry: _Entry) -> bool:
         return not entry.storing and not entry.condemned
 
-    def _make_room(self, slots: int, asked: frozenset[bytes]) -> None:
-        """Let others go until so many slots are free, or nothing else may."""
+    def _make_room(self, slots: int, chain: frozenset[bytes]) -> None:
+        """Evict keys outside ``chain`` until ``slots`` slots are free or none can be evicted."""
         entries = self._entries
 
         def spared(key: bytes) -> bool:
             entry = entries[key]
-            return entry.storing or entry.pins > 0 or key in asked
+            return entry.storing or entry.pins > 0 or key in chain
 
         missing = min(slots - len(self._free), self._evictable)
         for victim in self._policy.victims(missing, spared):

@@ -1,10 +1,10 @@
-"""The prefixes a tier holds blocks of, as a tree of boundaries.
+"""Tree of the prefixes whose blocks a tier holds; its nodes end at boundaries.
 
 A node is one segment of a prompt (from one boundary to the next), named by the block hash at its end, which
-stands for the whole prefix; its keys are the blocks of all groups that end in the segment. What always
-holds: a node is *cut* exactly when a full-attention block of it, or of a node above it, is not here, so that
-no hit can reach it; a node without keys and without children exists only while a
-chain is being stored over it.
+identifies the whole prefix. Its keys are the blocks of all groups that end in the segment.
+
+Invariants: a node is *cut* exactly when a full-attention block of it or of an ancestor is missing, so that no
+hit can reach it. A node without keys and children exists only while a chain below it is being stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from connectors.messages import block_hashes_of, group_of
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One segment. ``stamp``: when it, or something above which it was a leaf, was last used."""
+    """One segment. ``stamp``: last use of it, or of a dropped descendant."""
 
     name: bytes
     parent: Node | None = None
@@ -28,17 +28,17 @@ class Node:
     full_blocks: int = 0
     cut: bool = False
     loose: bool = False
-    """Where it stands in a prompt is not known; it is judged by its age alone."""
+    """Its position in a prompt is unknown; it is ranked by age only."""
     stamp: int = 0
     branched: bool = False
-    """More than one continuation was seen."""
+    """It has had more than one continuation."""
     loads: int = 0
     doomed: bool = False
     pending: bool = False
-    """A chain that is being stored may put keys here."""
+    """A chain being stored may add keys here."""
 
     def up(self) -> Iterator[Node]:
-        """This node and those above it."""
+        """Yield this node and its ancestors."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -46,7 +46,7 @@ class Node:
 
 
 class PrefixTree:
-    """Nodes by name, and the node of every key. Methods that change ``cut`` tell where."""
+    """Nodes by name, and the node of every key. Methods return the nodes whose ``cut`` they changed."""
 
     def __init__(
         self, shapes: Sequence[GroupShape], hash_block_tokens: int, boundary_tokens: int, nodes_max: int
@@ -63,16 +63,16 @@ class PrefixTree:
         self._nodes_max = nodes_max
         self._nodes: dict[bytes, Node] = {}
         self.node_of: dict[bytes, Node] = {}
+        # Chains without room for their prefix: their keys are ranked by age only.
         self.unplaced_chains = 0
-        """Chains whose prefix was not remembered for lack of room: their keys are judged by age alone."""
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def place(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> tuple[list[Node], list[Node]]:
-        """The node of each key of ``chain``, and the nodes made or linked for it, from the root down.
+        """Node of each key of ``chain``, and the nodes made or linked for it, from the root down.
 
-        New nodes have no keys yet: add some to them, then ``prune`` those that got none.
+        New nodes have no keys: ``add`` keys to them, then ``prune`` those without any.
         """
         hashes = block_hashes_of(chain)
         index = _positions(hashes, lineage)
@@ -93,7 +93,7 @@ class PrefixTree:
         return [nodes[h] for h in hashes], made
 
     def add(self, keys: Iterable[bytes], node_of: Mapping[bytes, Node]) -> list[Node]:
-        """Put keys into the nodes that ``place`` gave. Returns the nodes that are no longer cut by it."""
+        """Add keys to the nodes returned by ``place``. Returns the nodes that are no longer cut."""
         completed: list[Node] = []
         for key in keys:
             node = self.node_of[key] = node_of[key]
@@ -109,7 +109,7 @@ class PrefixTree:
         return changed
 
     def remove(self, key: bytes) -> tuple[Node, list[Node]]:
-        """Take a key out. Returns the node it had and the nodes that are cut by it. ``prune`` follows."""
+        """Remove a key. Returns its node and the nodes that became cut. Call ``prune`` afterwards."""
         node = self.node_of.pop(key)
         if node.keys.pop(key) not in self._full:
             return node, []
@@ -119,7 +119,7 @@ class PrefixTree:
         return node, self._spread(node)
 
     def prune(self, node: Node) -> tuple[list[Node], Node | None]:
-        """Drop the node and those above it that have nothing left; also gives the one that lost a child."""
+        """Drop the node and its ancestors while they are empty; also returns the node that lost a child."""
         dropped: list[Node] = []
         while self._nodes.get(node.name) is node and not (node.keys or node.children or node.pending):
             del self._nodes[node.name]
@@ -132,7 +132,7 @@ class PrefixTree:
         return dropped, node if dropped else None
 
     def _make_path(self, lineage: Sequence[bytes], deepest: int) -> list[Node]:
-        """Make and link what is missing of the path to the node that ends at this index of the lineage."""
+        """Make and link the missing nodes of the path to the one that ends at this index of the lineage."""
         missing: list[bytes] = []
         above: Node | None = None
         for end in range(deepest, -1, -self._hashes_per_node):
@@ -165,7 +165,7 @@ class PrefixTree:
         return above or node.full_blocks < self._full_blocks
 
     def _spread(self, top: Node) -> list[Node]:
-        """Set ``cut`` right in this node and below; the nodes where it changed."""
+        """Update ``cut`` in this node and its descendants; returns the changed nodes."""
         changed: list[Node] = []
         work = [top]
         while work:
@@ -179,7 +179,7 @@ class PrefixTree:
 
 
 def _positions(hashes: Iterable[bytes], lineage: Sequence[bytes]) -> dict[bytes, int]:
-    """Hash -> its index in the lineage, for those that are there."""
+    """Hash -> its index in the lineage; hashes that are not in it are omitted."""
     wanted = set(hashes)
     found: dict[bytes, int] = {}
     at = len(lineage)

@@ -1,13 +1,14 @@
-"""A shared store as the scheduler's half sees it: what is held there, asked in the background.
+"""A shared store as a tier of the scheduler half, with background lookups and cached answers.
 
-``held`` puts a question (one batch: all keys a request needs to know, for all ranks) on a bounded queue,
-which a thread takes to the store; until the answer, or the deadline, it says None. Answers are believed for a
-while, held ones and absent ones; a key whose load failed is not held until it was stored anew or its
-quarantine ends. What always holds: the engine core's thread never waits for the store, and no more than the
-configured number of answers, questions and stores is kept.
+``held`` puts a query (one batch: all keys that a request needs, for all ranks) on a bounded queue, from which
+a thread queries the store. Until the answer or the deadline it returns None. Answers are cached for a while,
+both held and absent; a key whose load failed is not held until it is stored again or its quarantine ends.
 
-A slot given out here is a ticket of the namespace (``Namespace.ticket``): rows are staged by the worker's
-half, which needs no place from here but the epoch that the keys belong to.
+Invariants: the engine core's thread never waits for the store. The numbers of answers, queries and stores are
+bounded by the settings.
+
+A slot returned here is a ticket of the namespace (``Namespace.ticket``): the worker half stages rows itself
+and needs only the epoch of the keys.
 """
 
 from __future__ import annotations
@@ -24,38 +25,35 @@ from connectors.store.base import BlockStore, Deadline
 from connectors.store.namespace import EPOCHS_MAX, Namespace
 from connectors.tier.base import StoreTierSettings, TierChanges
 
-# Asks a shared store what it holds, on a thread of its own, so that nobody else waits for the store.
-
-
 log = logging.getLogger(__name__)
 
-_ASKED_AT_ONCE = 1024
-"""Store keys per call: what was answered before the deadline counts."""
+# Store keys per call: answers received before the deadline count.
+_KEYS_PER_CALL = 1024
 
 
+# Timeout of a call. Longer than a query's: connecting takes long, and a late answer helps the next query.
 _CALL_S = 1.0
-"""A call may take longer than the question: making a connection does, and a late answer helps the next."""
 
 
-class Question:
-    """Block keys to ask for; each is held if its value under every one of ``prefixes`` (the ranks) is."""
+class LookupQuery:
+    """Block keys to look up; a key is held if its values under all ``prefixes`` (the ranks) are."""
 
     def __init__(self, keys: list[bytes], prefixes: Sequence[bytes], deadline_s: float) -> None:
         self.keys = keys
         self.prefixes = tuple(prefixes)
         self.deadline = Deadline(deadline_s)
+        # Reason of a failed query; set before ``done``.
         self.error = ""
-        """Why the store could not be asked; set before ``done``."""
         self.done = threading.Event()
         self._answers: list[tuple[bytes, bool]] = []
 
     def answers(self) -> list[tuple[bytes, bool]]:
-        """(key, held) for what is known so far; may be read at any time."""
+        """(key, held) of the answers so far; may be called at any time."""
         return list(self._answers)
 
-    def ask(self, store: BlockStore) -> None:
-        """Part by part, so that a late answer is not all lost."""
-        step = max(1, _ASKED_AT_ONCE // len(self.prefixes))
+    def run(self, store: BlockStore) -> None:
+        """Query the store in parts, so that a deadline loses only the remaining ones."""
+        step = max(1, _KEYS_PER_CALL // len(self.prefixes))
         for start in range(0, len(self.keys), step):
             if self.deadline.passed():
                 return
@@ -67,41 +65,41 @@ class Question:
 
 
 class StoreLookup:
-    """A bounded queue of questions and the thread that asks them, in order."""
+    """A bounded queue of queries and the thread that runs them, in order."""
 
     def __init__(self, store: BlockStore, questions_max: int) -> None:
         self._store = store
-        self._queue: queue.Queue[Question] = queue.Queue(questions_max)
+        self._queue: queue.Queue[LookupQuery] = queue.Queue(questions_max)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvatlas-store-ask", daemon=True)
         self._thread.start()
 
-    def put(self, question: Question) -> bool:
-        """False: too many are waiting already."""
+    def put(self, query: LookupQuery) -> bool:
+        """Queue a query. False if the queue is full."""
         try:
-            self._queue.put_nowait(question)
+            self._queue.put_nowait(query)
         except queue.Full:
             return False
         return True
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the thread once the call it is in returns; does not wait longer than told."""
+        """End the thread after its current call; waits at most ``timeout_s``."""
         self._closed.set()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                question = self._queue.get(timeout=0.2)
+                query = self._queue.get(timeout=0.2)
             except queue.Empty:
                 continue
             started = time.monotonic()
             try:
-                question.ask(self._store)
-            except Exception as error:  # noqa: BLE001 - the thread must live on, whatever a store raises
-                question.error = f"{type(error).__name__}: {error}"
+                query.run(self._store)
+            except Exception as error:  # noqa: BLE001 - no store error may end the thread
+                query.error = f"{type(error).__name__}: {error}"
                 log.debug("store %s: no answer after %.3f s", self._store.name, time.monotonic() - started)
-            question.done.set()
+            query.done.set()
 
 
 @dataclass(slots=True)
@@ -110,12 +108,12 @@ class _Answer:
     at: float
     until: float
     ours: bool = False
-    """Held because this engine stored it, which was said in an event."""
+    """Held because this engine stored it and announced it in an event."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    question: Question
+class _OpenQuery:
+    query: LookupQuery
     at: float
 
 
@@ -140,43 +138,43 @@ class StoreTier:
         self._epoch = 0
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
         self._quarantine: OrderedDict[bytes, float] = OrderedDict()
-        self._open: dict[str, _Asked] = {}
-        self._late: deque[_Asked] = deque(maxlen=self._settings.questions_max)
+        self._open: dict[str, _OpenQuery] = {}
+        self._late: deque[_OpenQuery] = deque(maxlen=self._settings.questions_max)
+        # Key -> the epoch of its running store.
         self._storing: dict[bytes, int] = {}
-        """Key -> the epoch it is being stored in."""
         self._loading: Counter[bytes] = Counter()
         self._changes: list[tuple[bool, bytes]] = []
         self._unavailable_until = 0.0
         self._lookup = StoreLookup(store, self._settings.questions_max)
 
-    # -- asking ------------------------------------------------------------------------------------------
+    # -- lookups -----------------------------------------------------------------------------------------
 
     def held(self, request_id: str, keys: Sequence[bytes]) -> frozenset[bytes] | None:
-        """Those of these keys that every rank's value is there for; None: the answer is on its way."""
+        """The keys for which every rank's value is stored; None while the query runs."""
         now = self._clock()
-        self._learn_late(now)
-        asked = self._open.get(request_id)
-        if asked is not None:
-            late = now - asked.at >= self._settings.lookup_deadline_s
-            if not asked.question.done.is_set() and not late:
+        self._take_late_answers(now)
+        opened = self._open.get(request_id)
+        if opened is not None:
+            late = now - opened.at >= self._settings.lookup_deadline_s
+            if not opened.query.done.is_set() and not late:
                 return None
             del self._open[request_id]
-            self._learn(asked, now)
+            self._take_answers(opened, now)
         if now < self._unavailable_until:
             return frozenset()
-        unknown = list(dict.fromkeys(key for key in keys if self._believed(key, now) is None))
-        if unknown and self._ask(request_id, unknown, now):
+        unknown = list(dict.fromkeys(key for key in keys if self._cached(key, now) is None))
+        if unknown and self._begin_query(request_id, unknown, now):
             return None
-        return frozenset(key for key in keys if self._believed(key, now))
+        return frozenset(key for key in keys if self._cached(key, now))
 
     def forget_request(self, request_id: str) -> None:
-        """Its open question may still be answered; nobody reads the answer."""
+        """Drop a request's open query; a later answer is ignored."""
         self._open.pop(request_id, None)
 
     # -- storing -----------------------------------------------------------------------------------------
 
     def begin_store(self, chain: Sequence[bytes], lineage: Sequence[bytes] = ()) -> list[tuple[bytes, int]]:
-        """Keys that were not found in the store lately, up to the cap, and nothing while it is away."""
+        """Begin to store the keys not known to be present, up to the limit; none while the store is away."""
         del lineage
         now = self._clock()
         if now < self._unavailable_until:
@@ -195,7 +193,7 @@ class StoreTier:
         return begun
 
     def end_store(self, key: bytes, *, ok: bool) -> None:
-        """RuntimeError for a store that was not begun."""
+        """End a store. RuntimeError if it was not begun."""
         epoch = self._storing.pop(key, None)
         if epoch is None:
             raise RuntimeError(f"end of a store that was not begun: {key.hex()}")
@@ -211,9 +209,9 @@ class StoreTier:
     # -- loading -----------------------------------------------------------------------------------------
 
     def begin_load(self, keys: Sequence[bytes]) -> list[int] | None:
-        """A ticket per key, or None where one is not held to the best of what is known."""
+        """A ticket per key; None if one is not known to be held."""
         now = self._clock()
-        # An answer may have run out since it was given: the load finds out what is true.
+        # An expired answer still counts: the load itself shows whether the value is there.
         if not all((answer := self._answers.get(key)) and answer.held for key in keys):
             return None
         if any(self._in_quarantine(key, now) for key in keys):
@@ -222,7 +220,7 @@ class StoreTier:
         return [self._namespace.ticket(self._epoch)] * len(keys)
 
     def end_load(self, key: bytes, *, ok: bool) -> None:
-        """RuntimeError for a load that was not begun."""
+        """End a load. RuntimeError if it was not begun."""
         if not self._loading[key]:
             raise RuntimeError(f"end of a load that was not begun: {key.hex()}")
         self._loading[key] -= 1
@@ -237,18 +235,18 @@ class StoreTier:
         while len(self._quarantine) > self._settings.answers_max:
             self._quarantine.popitem(last=False)
 
-    # -- the rest ----------------------------------------------------------------------------------------
+    # -- other methods of a tier -------------------------------------------------------------------------
 
     def take_changes(self) -> TierChanges:
-        """Of keys that this engine stored: of others their own writers tell."""
+        """Changes of keys that this engine stored; other engines announce theirs."""
         changes = TierChanges(tuple(self._changes))
         self._changes.clear()
         return changes
 
     def reset(self) -> bool:
-        """Begin a new epoch, which no other engine shares: nothing stored before is held here any more.
+        """Begin a new epoch, which no other engine shares: earlier values are no longer held here.
 
-        Other engines keep what is theirs. Always True: what is under way ends in the old epoch.
+        Other engines keep theirs. Always True: running transfers end in the old epoch.
         """
         if self._epoch + 1 >= EPOCHS_MAX:
             raise RuntimeError("too many resets; restart the engine")
@@ -259,8 +257,8 @@ class StoreTier:
         self._open.clear()
         self._late.clear()
         log.warning(
-            "the connector was reset: nobody can tell which engines have the same weights now, so until its "
-            "restart this engine shares what it puts in store %s with no other",
+            "the connector was reset: other engines may have other weights now, so until its restart this "
+            "engine shares no blocks in store %s with other engines",
             self._store.name,
         )
         return True
@@ -269,13 +267,13 @@ class StoreTier:
         return bool(self._storing) or bool(self._loading)
 
     def close(self) -> None:
-        """May be called again."""
+        """End the lookup thread; may be called again."""
         self._lookup.close()
 
-    # -- what is believed --------------------------------------------------------------------------------
+    # -- cached answers ----------------------------------------------------------------------------------
 
-    def _believed(self, key: bytes, now: float) -> bool | None:
-        """None: not known, or no more."""
+    def _cached(self, key: bytes, now: float) -> bool | None:
+        """The cached answer; None if there is none or it has expired."""
         if self._in_quarantine(key, now):
             return False
         answer = self._answers.get(key)
@@ -307,7 +305,7 @@ class StoreTier:
         self._keep(key, _Answer(held, now, now + ttl_s, ours))
 
     def _assume_absent(self, key: bytes) -> None:
-        """Nobody said so; but who asked has waited long enough."""
+        """Cache an unanswered key as absent: its request has waited long enough."""
         before, now = self._answers.get(key), self._clock()
         ours = before is not None and before.ours
         self._keep(key, _Answer(False, now, now + self._settings.absent_for_s, ours))
@@ -323,42 +321,42 @@ class StoreTier:
         if answer is not None and answer.ours:
             self._changes.append((False, key))
 
-    # -- questions ---------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------
 
-    def _ask(self, request_id: str, keys: list[bytes], now: float) -> bool:
+    def _begin_query(self, request_id: str, keys: list[bytes], now: float) -> bool:
         prefixes = self._namespace.digests(self._epoch)
-        question = Question(keys, prefixes, self._settings.lookup_deadline_s)
-        if not self._lookup.put(question):
+        query = LookupQuery(keys, prefixes, self._settings.lookup_deadline_s)
+        if not self._lookup.put(query):
             self.counters["questions_left_out"] += 1
             return False
-        self._open[request_id] = _Asked(question, now)
+        self._open[request_id] = _OpenQuery(query, now)
         return True
 
-    def _learn(self, asked: _Asked, now: float) -> None:
-        question = asked.question
-        done = question.done.is_set()
-        self._believe(asked)
-        if done and question.error:
+    def _take_answers(self, opened: _OpenQuery, now: float) -> None:
+        query = opened.query
+        done = query.done.is_set()
+        self._cache_answers(opened)
+        if done and query.error:
             self.counters["questions_failed"] += 1
             self._unavailable_until = now + self._settings.away_for_s
         elif not done:
             self.counters["questions_late"] += 1
-            self._late.append(asked)
-        for key in question.keys:
-            if self._believed(key, now) is None:
+            self._late.append(opened)
+        for key in query.keys:
+            if self._cached(key, now) is None:
                 self._assume_absent(key)
 
-    def _learn_late(self, now: float) -> None:
-        """What was answered after its deadline helps whoever asks next."""
-        while self._late and self._late[0].question.done.is_set():
-            asked = self._late.popleft()
-            if asked.question.error:
+    def _take_late_answers(self, now: float) -> None:
+        """Use answers that came after their deadline for later lookups."""
+        while self._late and self._late[0].query.done.is_set():
+            opened = self._late.popleft()
+            if opened.query.error:
                 self._unavailable_until = now + self._settings.away_for_s
-            self._believe(asked)
+            self._cache_answers(opened)
 
-    def _believe(self, asked: _Asked) -> None:
-        for key, held in asked.question.answers():
+    def _cache_answers(self, opened: _OpenQuery) -> None:
+        for key, held in opened.query.answers():
             before = self._answers.get(key)
-            # What was stored since it was asked is known better.
-            if before is None or not before.ours or before.at < asked.at:
+            # A store since the query is newer than its answer.
+            if before is None or not before.ours or before.at < opened.at:
                 self._remember(key, held=held)

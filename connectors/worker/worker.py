@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.layout import CacheView, LayoutError, row_bytes_from_config, view_of_tensors
-from connectors.messages import StepJobs, StepResults, Tally
+from connectors.messages import Counts, StepJobs, StepResults
 from connectors.settings import ConfigError
 from connectors.transfer.base import (
     CLOSE_S,
@@ -46,16 +46,16 @@ class OffloadWorker:
         self, kv_cache_config: Any, make_engine: EngineFactory, *, join_stores: bool = False
     ) -> None:
         """``join_stores``: give the engine all stores of a step as one job, where one deadline fits all."""
-        self.tally = Tally()
+        self.counters = Counts()
         self._joined = JoinedStores() if join_stores else None
         self._kv_cache_config = kv_cache_config
         self._make_engine = make_engine
         self._engine: TransferEngine | None = None
+        # Load jobs under way and the requests that wait for them.
         self._waiting: dict[int, str] = {}
-        """Load jobs under way and the requests that wait for them."""
         self._ended: list[TransferResult] = []
+        # Taken before the step's forward pass was launched, if the step has loads.
         self._before_forward: StreamMark | None = None
-        """Taken before the step's forward pass was launched, if the step has loads."""
 
     @property
     def engine(self) -> TransferEngine:
@@ -129,7 +129,7 @@ class OffloadWorker:
             return None
         results, self._ended = self._ended, []
         for result in results:
-            self.tally.transfer(result)
+            self.counters.transfer(result)
         return StepResults(results)
 
     def shutdown(self) -> None:

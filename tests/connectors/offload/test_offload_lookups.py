@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="needs numpy")
 
-from connectors.messages import Tally, block_key
+from connectors.messages import Counts, block_key
 from connectors.scheduler.open_jobs import REST, Lookups
 from tests.connectors.offload.model_engine import BLOCK, ModelRequest, ModelResolver
 
@@ -33,11 +33,11 @@ class CountingTier:
 class Fixture:
     def __init__(self) -> None:
         self.tier = CountingTier()
-        self.tally = Tally()
+        self.counters = Counts()
         self.lookups = Lookups(
             ModelResolver(),  # type: ignore[arg-type]
             self.tier,  # type: ignore[arg-type]
-            self.tally,
+            self.counters,
             deadline_s=10,
             clock=lambda: self.tier.now,
         )
@@ -114,7 +114,7 @@ def test_the_deadline_counts_from_the_first_question(fixture: Fixture) -> None:
     assert fixture.hit() is None
     tier.now += 1
     assert fixture.hit() == 0
-    assert fixture.tally.take() == {"lookups/late": 1}
+    assert fixture.counters.take() == {"lookups/late": 1}
     tier.keys = frozenset(fixture.keys)
     assert fixture.hit() == 4 * BLOCK
     tier.now += REST * COST_S

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy")
 
 from connectors.layout import CacheView, LayoutError
-from connectors.messages import StepJobs, StepResults, Tally
+from connectors.messages import Counts, StepJobs, StepResults
 from connectors.scheduler.open_jobs import OpenJobs, SourcePins
 from connectors.scheduler.plans import (
     PlannedBlock,
@@ -100,7 +100,7 @@ class TestPins:
     def test_giving_back_too_much_is_an_error(self) -> None:
         pins = SourcePins(0.5)
         pins.bind(ModelPool(10))
-        with pytest.raises(RuntimeError, match="without being pinned"):
+        with pytest.raises(RuntimeError, match="not pinned"):
             pins.unpin([3])
 
     def test_even_the_smallest_share_lets_one_block_be_pinned(self) -> None:
@@ -127,13 +127,13 @@ class TestJobBook:
         [job] = book.take(StepResults([answer(job_id, ok=False), answer(job_id)]))
         assert not job.good(job.blocks[0])
 
-    def test_what_is_spoilt_is_not_kept_however_well_it_ends(self) -> None:
+    def test_discarded_jobs_fail_even_if_all_ranks_succeed(self) -> None:
         book = OpenJobs(1)
         job_id = book.open(Direction.STORE, "r", [block(0)])
-        book.spoil_all()
+        book.discard_all()
         later = book.open(Direction.STORE, "r", [block(1)])
-        spoilt, good = book.take(StepResults([answer(job_id), answer(later)]))
-        assert (spoilt.failed, good.failed) == (True, False)
+        discarded, good = book.take(StepResults([answer(job_id), answer(later)]))
+        assert (discarded.failed, good.failed) == (True, False)
 
     def test_an_answer_to_no_job_changes_nothing(self) -> None:
         assert OpenJobs(1).take(StepResults([answer(5)])) == []
@@ -238,14 +238,14 @@ class TestEngines:
 
 
 def test_a_tally_is_empty_after_it_was_taken() -> None:
-    tally = Tally()
-    tally.transfer(TransferResult(1, Direction.LOAD, True, 0.3, {0: 100, 5: 200}))
-    tally.add("nothing", 0)
-    sums = tally.take()
+    counters = Counts()
+    counters.transfer(TransferResult(1, Direction.LOAD, True, 0.3, {0: 100, 5: 200}))
+    counters.add("nothing", 0)
+    sums = counters.take()
     assert sums.pop("seconds/load/0") == pytest.approx(0.1)
     assert sums.pop("seconds/load/5") == pytest.approx(0.2)
     assert sums == {"jobs/load/ok": 1, "bytes/load/0": 100, "bytes/load/5": 200}
-    assert tally.take() == {}
+    assert counters.take() == {}
 
 
 def test_a_preempted_request_stores_again_what_the_tier_lost_meanwhile() -> None:

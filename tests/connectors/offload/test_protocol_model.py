@@ -128,7 +128,7 @@ def test_a_tier_that_does_not_answer_costs_its_deadline_and_no_more() -> None:
     engine.now += 0.2
     engine.step(32)
     assert [request.state for request in engine.requests] == ["running"]
-    assert engine.half.tally.take()["lookups/late"] >= 1
+    assert engine.half.counters.take()["lookups/late"] >= 1
 
 
 def test_without_a_block_pool_stores_are_refused_loudly() -> None:

@@ -50,7 +50,7 @@ class Rig:
     def ask(self, *keys: bytes, request: str = "r") -> frozenset[bytes]:
         """Until there is an answer, as the scheduler does in later steps."""
         while (held := self.tier.held(request, keys)) is None:
-            self.tier._open[request].question.done.wait(WAIT_S)
+            self.tier._open[request].query.done.wait(WAIT_S)
         return held
 
     def store_done(self, *keys: bytes) -> None:
@@ -86,7 +86,7 @@ def test_the_first_answer_is_not_known_yet_and_the_next_is_right(rigs: Any) -> N
     assert rig.store.calls == [("exists", 5)]
 
 
-def test_answers_are_believed_for_a_while_and_no_longer(rigs: Any) -> None:
+def test_answers_are_cached_for_a_while_and_no_longer(rigs: Any) -> None:
     rig = rigs()
     rig.write(key(1))
     assert rig.ask(key(1), key(2)) == {key(1)}
@@ -119,7 +119,7 @@ def test_after_the_deadline_what_was_not_answered_is_absent(rigs: Any) -> None:
     assert rig.tier.counters["questions_late"] == 1
     # It stays so for this request; what the store says late helps whoever asks then.
     assert rig.tier.held("r", [key(1)]) == frozenset()
-    late = rig.tier._late[0].question
+    late = rig.tier._late[0].query
     rig.store.gate.set()
     assert late.done.wait(WAIT_S)
     assert rig.tier.held("next", [key(1)]) == {key(1)}
@@ -139,7 +139,7 @@ def test_a_late_answer_counts_as_far_as_it_goes(rigs: Any) -> None:
 
     rig.store.exists = slow
     assert rig.tier.held("r", keys) is None
-    question = rig.tier._open["r"].question
+    question = rig.tier._open["r"].query
     for _ in range(3):
         assert rig.store.entered.acquire(timeout=WAIT_S)
     assert len(question.answers()) == 2048
@@ -158,7 +158,7 @@ def test_a_store_may_take_longer_to_connect_than_a_question_may_take(rigs: Any) 
 
     rig.store.exists = exists
     assert rig.tier.held("r", [key(1)]) is None
-    assert rig.tier._open["r"].question.done.wait(WAIT_S)
+    assert rig.tier._open["r"].query.done.wait(WAIT_S)
     assert given == [1.0]
 
 
@@ -299,7 +299,7 @@ def test_events_tell_of_this_engines_stores_only(rigs: Any) -> None:
 def test_an_answer_from_before_a_store_does_not_undo_it(rigs: Any) -> None:
     rig = rigs()
     assert rig.tier.held("r", [key(1)]) is None
-    assert rig.tier._open["r"].question.done.wait(WAIT_S)
+    assert rig.tier._open["r"].query.done.wait(WAIT_S)
     rig.clock.now += 0.1
     rig.store_done(key(1))
     assert rig.tier.held("r", [key(1)]) == {key(1)}
