@@ -79,7 +79,7 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
     "modules under 60 lines": 9,
-    "banned phrases": 525,
+    "banned phrases": 506,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""

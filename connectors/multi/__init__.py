@@ -5,10 +5,12 @@
 {"connectors": [{"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": "connectors.offload",
 "kv_connector_extra_config": {"host_bytes": "8GiB"}}, ...]}}'``
 
-Every child sees every call; the one that offers the most tokens loads (the first of equals), and one that
-does not know yet makes the request wait. What always holds: a request whose load failed is computed next,
-whichever child could load it; blocks that children save after a request ended stay until the last of them is
-done; nothing that a child counts, announces or answers is lost or reaches another child.
+Every child receives every call. The child that offers the most tokens loads (the first of equals); a child
+without an answer makes the request wait.
+
+Invariants: a request whose load failed is computed next, even if another child could load it. Blocks that
+children save after a request's end stay until the last of them is done. Statistics, events and answers of a
+child are never lost and never reach another child.
 """
 
 from __future__ import annotations
@@ -18,5 +20,7 @@ from connectors.multi.worker import MultiWorkerPart
 
 
 class HybridMultiConnector(MultiSchedulerPart, MultiWorkerPart):
-    """vLLM's ``MultiConnector`` that loads from the best. ``ConfigError`` where a child cannot work in this
-    engine."""
+    """vLLM's ``MultiConnector``, loading from the best child.
+
+    ``ConfigError`` if a child does not support this engine.
+    """

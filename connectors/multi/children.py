@@ -1,8 +1,8 @@
-"""The connectors inside a ``HybridMultiConnector``: read from its settings and checked before any is made.
+"""The connectors inside a ``HybridMultiConnector``: parsed from its settings and checked before any is made.
 
-Each entry of ``connectors`` is what would stand in ``--kv-transfer-config`` for that connector alone; what it
-leaves out (role, engine id) is the outer one's. Whatever cannot work is a ``ConfigError`` that names the
-entry, raised without an ``assert``, so that ``python -O`` changes nothing.
+Each entry of ``connectors`` has the form of ``--kv-transfer-config`` for that connector alone; it inherits
+missing fields (role, engine id) from the outer one. Every fault is a ``ConfigError`` that names the entry,
+not an ``assert``, so that ``python -O`` does not disable the checks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ WHERE = f"{EXTRA_CONFIG}.connectors"
 _ENGINE_WIDE = {
     "kv_load_failure_policy": "an engine has one policy; set it beside connectors, not inside",
 }
+# vLLM configures the engine for these by name, and looks for the names in its own MultiConnector only.
 _KNOWN_BY_NAME = (
     "HiSparseConnector",
     "MoRIIOConnector",
@@ -30,7 +31,6 @@ _KNOWN_BY_NAME = (
     "NixlPullConnector",
     "NixlPushConnector",
 )
-"""vLLM sets the engine up for these when it finds their names, in its own MultiConnector at most."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Child:
     """One connector, before it is made."""
 
     name: str
-    """In statistics, and in errors; unique among the children."""
+    """Name in statistics and errors; unique among the children."""
     where: str
-    """Its place in the settings."""
+    """Its path in the settings."""
     connector_class: Any
     transfer_config: Any
     tell_apart: bool
-    """Others are of the same class, so its KV events carry ``name`` as their ownership."""
+    """Another child has the same class, so its KV events carry ``name`` as ownership."""
 
     def vllm_config(self, outer: Any) -> Any:
-        """The engine's configuration as this child shall see it."""
+        """The engine's configuration for this child."""
         config = copy.copy(outer)
         config.kv_transfer_config = self.transfer_config
         return config
@@ -60,9 +60,9 @@ def read_children(
     engine_id: str | None = None,
     load_failure_policy: str = "recompute",
 ) -> list[Child]:
-    """Read ``kv_connector_extra_config``; classes are imported, none is instantiated.
+    """Parse ``kv_connector_extra_config``; classes are imported, none is instantiated.
 
-    ``ConfigError``: no connectors, an entry that cannot be read or imported, or a name used twice.
+    ``ConfigError`` for no connectors, an entry that cannot be parsed or imported, or a duplicate name.
     """
     for key in extra:
         if key != "connectors":
@@ -99,7 +99,7 @@ def read_children(
 
 
 def children_of(vllm_config: Any) -> list[Child]:
-    """The children that an engine's configuration asks for. ``ConfigError`` as in ``read_children``."""
+    """The children in an engine's configuration. ``ConfigError`` as in ``read_children``."""
     outer = vllm_config.kv_transfer_config
     extra = outer.kv_connector_extra_config or {}
     return read_children(
@@ -111,9 +111,9 @@ def children_of(vllm_config: Any) -> list[Child]:
 
 
 def check_hma(children: list[Child], vllm_config: Any) -> None:
-    """``ConfigError`` naming the first child that cannot work with the engine's hybrid KV cache manager.
+    """Raise ``ConfigError`` naming the first child without support for the engine's hybrid KV cache manager.
 
-    vLLM asks only whether the outer class supports it, which therefore must answer for all children.
+    vLLM checks the outer class only, which must therefore check all children.
     """
     if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
         return
@@ -128,22 +128,22 @@ def check_hma(children: list[Child], vllm_config: Any) -> None:
 
 
 def required_layout(children: list[Child], vllm_config: Any) -> str | None:
-    """The KV cache layout that suits every child; None where no child minds.
+    """The KV cache layout for all children; None if no child has a preference.
 
-    What our own connectors ask for is a wish, for they copy from any layout; others' requirements win.
-    ``ConfigError`` where two children require different ones.
+    Layouts of our own connectors are preferences, because they copy from any layout; requirements of others
+    take precedence. ``ConfigError`` if two children require different ones.
     """
     required: dict[str, str] = {}
-    wished: dict[str, str] = {}
+    preferred: dict[str, str] = {}
     for child in children:
         layout = child.connector_class.get_required_kvcache_layout(child.vllm_config(vllm_config))
         if layout is not None:
             ours = issubclass(child.connector_class, TieredConnector)
-            (wished if ours else required).setdefault(layout, child.name)
+            (preferred if ours else required).setdefault(layout, child.name)
     if len(required) > 1:
-        asked = ", ".join(f"{name} requires {layout}" for layout, name in required.items())
-        raise ConfigError(WHERE, asked, "an engine has one KV cache layout; leave out all but one of these")
-    return next(iter(required or wished), None)
+        value = ", ".join(f"{name} requires {layout}" for layout, name in required.items())
+        raise ConfigError(WHERE, value, "an engine has one KV cache layout; leave out all but one of these")
+    return next(iter(required or preferred), None)
 
 
 def _read(entry: object, where: str, outer: Mapping[str, Any]) -> tuple[Any, Any]:

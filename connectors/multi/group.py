@@ -1,8 +1,8 @@
-"""vLLM's ``MultiConnector`` with children that are checked first, and that keep what is theirs apart.
+"""vLLM's ``MultiConnector`` with checked children and separate statistics.
 
-What every child is simply told or asked is vLLM's own code. Here is what differs for both roles: settings are
-read with names and refused with words, layouts are wishes where they can be, and statistics go by the
-children's names. What always holds: either every child was made or none is left running.
+Calls that are simply forwarded to every child are vLLM's code. This module has the differences common to both
+roles: settings with names and clear errors, layouts as preferences if possible, statistics by the children's
+names. Invariant: either every child was made or none is left running.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from connectors.multi.stats import MultiPromMetrics, MultiStats
 
 
 class ConnectorGroup(MultiConnector):
-    """The children, and what is the same for both roles. vLLM makes one object per role."""
+    """The children, and methods common to both roles. vLLM makes one object per role."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """``ConfigError``: see ``connectors.multi.children``; whatever a child's constructor raises."""
+        """Raises ``ConfigError`` for invalid settings, and errors of the children's constructors."""
         require_tested_vllm(type(self).__name__)
         self._children = children_of(vllm_config)
         check_hma(self._children, vllm_config)
@@ -37,7 +37,7 @@ class ConnectorGroup(MultiConnector):
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[Any, Any]]:
-        """vLLM's own reading of the settings knows neither names nor a child's engine id."""
+        """Override: vLLM's parser supports neither names nor a child's engine id."""
         return [(child.connector_class, child.vllm_config(vllm_config)) for child in children_of(vllm_config)]
 
     @classmethod
@@ -55,7 +55,7 @@ class ConnectorGroup(MultiConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Whether every child can follow the KV cache to where it is after sleep (vLLM 0.33 asks)."""
+        """Whether every child supports the sleep mode of vLLM 0.33."""
         return all(
             child.connector_class.supports_sleep_mode(child.transfer_config)
             for child in read_children(kv_transfer_config.kv_connector_extra_config)
@@ -86,14 +86,14 @@ class ConnectorGroup(MultiConnector):
 
 
 def own_message(message: Any, expected: type[Any]) -> Any:
-    """The message itself. ``TypeError``: it is not what this connector's other half sends."""
+    """Return the message. ``TypeError`` if it is not of this connector's other half."""
     if not isinstance(message, expected):
         raise TypeError(f"expected {expected.__name__} of several connectors, got {type(message).__name__}")
     return message
 
 
 def _for_vllm(vllm_config: Any) -> Any:
-    """The configuration as vLLM's constructor can read it: children have no names, and each a role."""
+    """The configuration for vLLM's constructor: children without names, each with a role."""
     config = copy.copy(vllm_config)
     config.kv_transfer_config = settings = copy.copy(vllm_config.kv_transfer_config)
     entries = settings.kv_connector_extra_config["connectors"]

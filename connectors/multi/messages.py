@@ -1,7 +1,8 @@
-"""What a ``HybridMultiConnector``'s halves send each other: one part per child, in the order of the children.
+"""Messages between the halves of a ``HybridMultiConnector``: one part per child, in the order of the
+children.
 
-Plain data, pickled between the engine core and its workers. Parts are the children's own messages and are
-never looked into; what always holds is that each child gets back only what its other half sent.
+Plain data, pickled between the engine core and its workers. Parts are the children's own messages and opaque
+here. Invariant: each child receives only the parts that its other half sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from connectors.compat import KVConnectorHandshakeMetadata, KVConnectorKVEvents,
 
 @dataclass
 class MultiMetadata(MultiKVConnectorMetadata):
-    """A step, scheduler to worker: vLLM's, and who saves what."""
+    """A step, scheduler to worker: vLLM's metadata, and the children that save ended requests."""
 
     saves: dict[str, frozenset[int]] = field(default_factory=dict)
     """Requests that ended, and the children (by position) that still save their blocks."""
@@ -23,15 +24,15 @@ class MultiMetadata(MultiKVConnectorMetadata):
 
 @dataclass
 class MultiHandshake(KVConnectorHandshakeMetadata):
-    """What a rank's children tell other engines about themselves."""
+    """Handshake metadata of a rank's children for other engines."""
 
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 
     @staticmethod
     def parts_for(child: int, metadata: Mapping[Any, MultiHandshake]) -> dict[Any, Any]:
-        """One child's share of what all ranks told; ranks where it told nothing are left out."""
-        told = {rank: handshake.parts[child] for rank, handshake in metadata.items()}
-        return {rank: part for rank, part in told.items() if part is not None}
+        """One child's parts by rank; ranks without a part are omitted."""
+        parts = {rank: handshake.parts[child] for rank, handshake in metadata.items()}
+        return {rank: part for rank, part in parts.items() if part is not None}
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class _Part:
 
 
 class MultiKvEvents(KVConnectorKVEvents):
-    """KV events that the children's workers collected, child by child.
+    """KV events of the children's workers, by child.
 
-    vLLM merges the containers of several ranks by adding one's "events" to another's; here these are the
-    children's whole containers, so that each counts its own ranks.
+    vLLM merges the containers of several ranks by adding one's "events" to another's. Here the events are the
+    children's complete containers, so that each counts its own ranks.
     """
 
     def __init__(self, parts: Mapping[int, Any]) -> None:
@@ -78,11 +79,11 @@ class MultiKvEvents(KVConnectorKVEvents):
             events.clear_events()
 
 
-class SavesUnderWay:
-    """A rank's account of which children still save the blocks of requests that ended.
+class RunningSaves:
+    """Children of a rank that still save the blocks of ended requests.
 
-    A request's blocks may be freed only when the last of them is done. The scheduler announces a request in
-    the same step in which the children first hear that it ended.
+    A request's blocks may be freed only when the last save is done. The scheduler announces a request in the
+    same step in which the children learn of its end.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class SavesUnderWay:
             self._saving[request_id] = set(children)
 
     def ended(self, child: int, request_ids: Iterable[str]) -> set[str]:
-        """Those of these requests, whose save by this child ended, that no child saves any more."""
+        """Handle the end of a child's saves; returns the requests that no child saves any longer."""
         done: set[str] = set()
         for request_id in request_ids:
             saving = self._saving.get(request_id)

@@ -1,7 +1,8 @@
-"""The scheduler's part of several connectors: chooses who loads, and keeps what they say apart.
+"""The scheduler part of several connectors: choose the child that loads, keep the children's messages
+separate.
 
-What always holds: a request whose load failed is computed next, whichever child could load it; what a rank's
-child answers reaches that child's other half only.
+Invariants: a request whose load failed is computed next, even if another child could load it. Results of a
+rank's child reach that child's other half only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from connectors.multi.messages import MultiHandshake, MultiKvEvents, MultiMetada
 
 @dataclass(slots=True)
 class _Request:
-    """What the scheduler's half remembers of a live request."""
+    """State of a live request."""
 
     must_compute: bool = False
     """A load failed since the request was last admitted."""
@@ -26,8 +27,10 @@ class _Request:
 
 
 class MultiSchedulerPart(ConnectorGroup):
-    """What vLLM asks of the scheduler's connector, where children must be told apart. One writer, on the
-    engine core's thread."""
+    """Methods of the scheduler's connector that treat children separately.
+
+    Only the engine core's thread calls them.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -39,7 +42,7 @@ class MultiSchedulerPart(ConnectorGroup):
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The longest offer. Every child is asked every time: some keep state by it."""
+        """The longest offer. Every child is called every time, as some keep state in this call."""
         offers = [
             connector.get_num_new_matched_tokens(request, num_computed_tokens)
             for connector in self._connectors
@@ -58,7 +61,7 @@ class MultiSchedulerPart(ConnectorGroup):
         return tokens, asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The child whose offer was taken loads; to the others the request was admitted without a load."""
+        """The child whose offer was taken loads; for the others the request was admitted without a load."""
         if num_external_tokens and request.request_id not in self._requests_to_connector:
             raise RuntimeError(f"request {request.request_id} is to be loaded, but no connector offered to")
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -92,21 +95,22 @@ class MultiSchedulerPart(ConnectorGroup):
     def _aggregate_request_finished(
         self, request: Any, per_connector_fn: Callable[[Any], tuple[bool, dict[str, Any] | None]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(Whether any child still saves the blocks, what all of them answer with).
+        """(Whether any child still saves the blocks, merged parameters of all children).
 
-        Who saves is noted: vLLM's count of saves leaves out children that only took over partial blocks, and
-        takes what one of them reports for another's. ``RuntimeError``: two children answer with the same key.
+        The saving children are recorded, because vLLM's count of saves omits children that only took over
+        partial blocks, and attributes one child's report to another. ``RuntimeError`` if two children return
+        the same key.
         """
         state = self._requests.pop(request.request_id, None)
         savers = set() if state is None else state.tail_savers
 
-        def noted(connector: Any) -> tuple[bool, dict[str, Any] | None]:
+        def recorded(connector: Any) -> tuple[bool, dict[str, Any] | None]:
             saves, params = per_connector_fn(connector)
             if saves:
                 savers.add(self._connectors.index(connector))
             return saves, params
 
-        answer: tuple[bool, dict[str, Any] | None] = super()._aggregate_request_finished(request, noted)
+        answer: tuple[bool, dict[str, Any] | None] = super()._aggregate_request_finished(request, recorded)
         self._extra_async_saves.clear()
         if savers:
             self._new_saves[request.request_id] = frozenset(savers)
@@ -118,7 +122,7 @@ class MultiSchedulerPart(ConnectorGroup):
         return MultiMetadata(parts, saves=saves)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Each child gets the output with its own part in it; what it changes there reaches the scheduler."""
+        """Pass the output to each child with its own part; the children's changes reach the scheduler."""
         answered = connector_output.kv_connector_worker_meta
         events = connector_output.kv_cache_events
         parts = (
@@ -140,7 +144,7 @@ class MultiSchedulerPart(ConnectorGroup):
                 state.must_compute = True
 
     def take_events(self) -> list[Any]:
-        """All children's KV events, those of each in their order."""
+        """KV events of all children, in order per child."""
         taken: list[Any] = []
         for child, connector in self.children:
             events = list(connector.take_events())
@@ -152,7 +156,7 @@ class MultiSchedulerPart(ConnectorGroup):
         return taken
 
     def reset_cache(self) -> bool | None:
-        """Reset every child. False: one of them failed; None: none of them can."""
+        """Reset every child. False if one failed; None if none supports it."""
         results = [connector.reset_cache() for connector in self._connectors]
         if all(result is None for result in results):
             return None
@@ -160,10 +164,10 @@ class MultiSchedulerPart(ConnectorGroup):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         for child, connector in enumerate(self._connectors):
-            if told := MultiHandshake.parts_for(child, metadata):
-                connector.set_xfer_handshake_metadata(told)
+            if parts := MultiHandshake.parts_for(child, metadata):
+                connector.set_xfer_handshake_metadata(parts)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         for child, connector in enumerate(self._connectors):
-            if told := MultiHandshake.parts_for(child, metadata):
-                connector.set_xfer_handshake_metadata_pp_aware(told)
+            if parts := MultiHandshake.parts_for(child, metadata):
+                connector.set_xfer_handshake_metadata_pp_aware(parts)

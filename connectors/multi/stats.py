@@ -1,8 +1,8 @@
-"""Statistics of several connectors, kept apart by the children's names.
+"""Statistics of several connectors, separate by child name.
 
-Reports cross processes as plain dictionaries and are rebuilt by a class method that knows no configuration,
-so each part says which class it is: also connectors loaded by module path keep their statistics. In
-Prometheus every child's metrics carry its name in one more label, ``connector``.
+Reports cross processes as plain dictionaries, and a class method without access to the configuration rebuilds
+them. So each part names its class; connectors loaded by module path keep their statistics too. In Prometheus
+every child's metrics have its name in an additional label, ``connector``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class MultiStats(MultiKVConnectorStats):
 
     @classmethod
     def rebuild(cls, data: Mapping[str, Mapping[str, Any]]) -> MultiStats:
-        """From ``to_dict``."""
+        """Inverse of ``to_dict``."""
         return cls({name: _class_at(part["source"])(data=part["data"]) for name, part in data.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """With each part's class (``module:name``), by which another process finds it."""
+        """Plain data with each part's class (``module:name``), for another process."""
         return {
             name: {"source": f"{type(stats).__module__}:{type(stats).__qualname__}", "data": stats.to_dict()}
             for name, stats in self.data.items()
@@ -47,7 +47,7 @@ def _class_at(source: str) -> Any:
 
 
 class MultiPromMetrics(KVConnectorPromMetrics):
-    """Every child's own metrics, each child's with its name as a label."""
+    """Metrics of every child, with its name as a label."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class MultiPromMetrics(KVConnectorPromMetrics):
 
 
 def _made_once(metric_class: Any) -> Any:
-    """Children of one class ask for the same metrics, which Prometheus registers only once."""
+    """Cache metrics by name: children of one class make the same ones, which Prometheus registers only
+    once."""
     made: dict[str, Any] = {}
 
     def make(*args: Any, **settings: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A rank's part of several connectors: hands each its share of a step and merges what they answer.
+"""The worker part of several connectors: pass each child its part of a step and merge the results.
 
-What always holds: a request's blocks are reported as saved once, when the last child that saves them is done.
+Invariant: a request's blocks are reported as saved once, when the last child that saves them is done.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from typing import Any
 
 from connectors.compat import KVConnectorMetadata, KVConnectorTransferResults
 from connectors.multi.group import ConnectorGroup, own_message
-from connectors.multi.messages import MultiHandshake, MultiKvEvents, MultiMetadata, SavesUnderWay
+from connectors.multi.messages import MultiHandshake, MultiKvEvents, MultiMetadata, RunningSaves
 
 
 class MultiWorkerPart(ConnectorGroup):
-    """What vLLM asks of a worker's connector, where children must be told apart."""
+    """Methods of a worker's connector that treat children separately."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._saves = SavesUnderWay()
+        self._saves = RunningSaves()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._saves.announce(own_message(connector_metadata, MultiMetadata).saves)

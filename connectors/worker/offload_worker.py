@@ -1,10 +1,12 @@
-"""The worker of vLLM's ``OffloadingConnector`` over a ``TransferEngine``: chunks become rows, jobs are kept.
+"""The worker of vLLM's ``OffloadingConnector`` over a ``TransferEngine``; it maps chunks to rows.
 
-vLLM's connector has no word for a transfer that failed: it asserts that none does, which ends the engine, and
-under ``python -O`` would let wrong bytes pass. So a failed job is not reported: its blocks are copied once
-more here, row by row and before the answer, by torch alone. What always holds: every job is reported once,
-and only after its bytes arrived; a job that cannot be copied this way either ends the engine with an
-exception. That includes stores which the transfer engine refused because too many were waiting.
+vLLM's connector cannot handle a failed transfer: it asserts success, which ends the engine, and under
+``python -O`` would accept wrong bytes. So a failed job is not reported; its blocks are copied again here, row
+by row with torch, before the job is answered.
+
+Invariants: every job is reported once, and only after its bytes arrived. If the second copy fails too, an
+exception ends the engine. Failed jobs include stores that the transfer engine refused because its queue was
+full.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from connectors.transfer.host_memory import PinnedHostPool
 log = logging.getLogger(f"vllm.{__name__}")
 
 WAIT_TIMEOUT_S = 60.0
-"""How long a step may wait for stores that still read blocks it is about to overwrite."""
+"""How long a step may wait for stores that still read blocks it will overwrite."""
 
 
 class RowOffloadingWorker(OffloadingWorker):
@@ -38,9 +40,9 @@ class RowOffloadingWorker(OffloadingWorker):
         kv_caches: Any,
         blocks_per_chunk: int,
     ) -> None:
-        """``kv_caches``: as vLLM registers them."""
+        """``kv_caches``: the caches that vLLM registers."""
+        # Jobs that failed once and were copied again here.
         self.jobs_repeated = 0
-        """Failed once, and copied again here."""
         self._engine = engine
         self._pool = pool
         self._kv_caches = kv_caches
@@ -52,27 +54,33 @@ class RowOffloadingWorker(OffloadingWorker):
         return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
-        """``expedited`` (vLLM 0.33, loads that a step waits for) changes nothing: its setting is refused, and
-        loads go before stores in any case."""
+        """Submit a load.
+
+        ``expedited`` (vLLM 0.33, for loads that a step waits for) has no effect: its setting is refused, and
+        loads always precede stores.
+        """
         del expedited
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[VllmResult]:
-        """What ended since the last call. ``RuntimeError``: a job that can be done in no way."""
+        """Results since the last call. ``RuntimeError`` for a job that failed twice."""
         self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these jobs, as far as they are under way, have ended well. ``RuntimeError`` as above, or
-        where they take too long: going on would overwrite blocks that are being read."""
+        """Wait until these jobs have ended.
+
+        ``RuntimeError`` if one failed twice, or on timeout: continuing would overwrite blocks that are being
+        read.
+        """
         asked = [job_id for job_id in job_ids if job_id in self._jobs]
         if not self._engine.wait(asked, WAIT_TIMEOUT_S):
             raise RuntimeError(f"transfer jobs {asked} did not end within {WAIT_TIMEOUT_S:.0f} s")
         self._collect()
 
     def shutdown(self) -> None:
-        """Let what runs end and free everything; may be called again."""
+        """Wait for running jobs and free all resources; may be called again."""
         if self._engine.close():
             self._pool.close()
 
@@ -95,7 +103,7 @@ class RowOffloadingWorker(OffloadingWorker):
             self._ended.append(VllmResult(job.job_id, True, size, result.seconds))
 
     def _repeat(self, job: TransferJob, failed: TransferResult) -> int:
-        """Copy the job's rows here and now; returns their bytes."""
+        """Copy the job's rows synchronously; returns their bytes."""
         self.jobs_repeated += 1
         log.warning("%s job %d failed and is repeated: %s", job.direction.value, job.job_id, failed.error)
         try:
@@ -124,7 +132,7 @@ class RowOffloadingWorker(OffloadingWorker):
 
 
 def check_canonical(kv_caches: Any) -> None:
-    """Refuse caches that rows cannot be made of. ``LayoutError``.
+    """Check that rows can be made of the caches. Raises ``LayoutError``.
 
     vLLM registers one int8 tensor of (blocks, bytes of a page) per piece of memory (``CanonicalKVCaches`` of
     vllm/v1/kv_offload/base.py, 0.32 and 0.33): page sizes count bytes, and a block is one run of them.
@@ -157,11 +165,11 @@ def chunk_moves(
     chunk_ids: Any,
     blocks_per_chunk: int,
 ) -> tuple[GroupMoves, ...]:
-    """Blocks and rows of a job, as vLLM's connector spells it out.
+    """Blocks and rows of a job, from the form of vLLM's connector.
 
-    ``group_sizes[g]`` of ``block_ids`` are group g's, neighbours in their request, the first of them its
-    ``block_indices[g]``-th; ``chunk_ids`` are the chunks they lie in, in the same order. Null blocks are left
-    out. ``ValueError``: the numbers do not fit each other.
+    ``group_sizes[g]`` of ``block_ids`` belong to group g; they are consecutive in their request, the first at
+    index ``block_indices[g]``. ``chunk_ids`` are their chunks, in the same order. Null blocks are skipped.
+    ``ValueError`` if the numbers do not match.
     """
     blocks = np.asarray(block_ids, np.int64)
     chunks = np.asarray(chunk_ids, np.int64)

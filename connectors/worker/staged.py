@@ -1,12 +1,14 @@
-"""A transfer engine that goes on to a shared store: device <-> staging row <-> store.
+"""A transfer engine to a shared store: device <-> staging row <-> store.
 
-A job is cut into chunks, and each takes free staging rows when there are some: a store copies blocks into its
-rows and hands them to the store's threads, a load has them fetched and copies what arrived, checked, to the
-device. Rows keep what passed through them until they are needed: it is loaded from host memory the next time.
-The copies are another ``TransferEngine``'s, asked only from the thread that calls this one, so that
-its order with the device's work holds. What always holds: nothing that did not pass its frame's check is
-copied to the device; a job ends by its deadline (a copy under way is waited for), once, and its blocks are
-not written to afterwards; rows are reused only when nobody touches them any more.
+A job is cut into chunks, and each takes free staging rows. A store copies blocks into its rows and passes
+them to the store's threads. A load fetches values into its rows, checks them and copies them to the device.
+Rows keep their values until the rows are needed, so the next load of a value comes from host memory. Another
+``TransferEngine`` makes the copies; it is called only from the thread that calls this one, which preserves
+its order with the device's work.
+
+Invariants: only values that passed their frame's check are copied to the device. A job ends once, by its
+deadline (plus a running copy), and its blocks are not written to afterwards. Rows are reused only after their
+last use.
 """
 
 from __future__ import annotations
@@ -37,8 +39,6 @@ from connectors.transfer.base import (
 )
 from connectors.worker.staging_rows import RowCache, StagedValue, StoreTask, StoreThreads
 
-# The jobs of ``worker.staged``, cut into chunks that fit the staging rows, and what a sound job is.
-
 
 @dataclass(frozen=True)
 class StagingSettings:
@@ -46,9 +46,9 @@ class StagingSettings:
 
     rows: int
     threads: int = 4
-    """That get values; half as many put them, so that neither waits for the other."""
+    """Threads that get values; half as many others put them, so that neither direction blocks the other."""
     keep: bool = True
-    """Whether rows keep what passed through them, until they are needed."""
+    """Whether rows keep their values until the rows are needed."""
     load_deadline_s: float = 10.0
     store_deadline_s: float = 10.0
 
@@ -73,9 +73,9 @@ class StagedJob:
     started: float
     deadline: Deadline
     waiting: deque[list[Block]]
-    """Chunks that have no rows yet."""
+    """Chunks without rows."""
     after: StreamMark | None = None
-    """What the device computed before it was submitted; every chunk is copied after that."""
+    """Mark of the device's work at submission; every chunk is copied after it."""
     running: int = 0
     overdue: bool = False
     failed: set[bytes] = field(default_factory=set)
@@ -91,7 +91,7 @@ class StagedJob:
         limit_s: float,
         after: StreamMark | None = None,
     ) -> StagedJob:
-        """Cut a sound job into chunks."""
+        """Cut a valid job into chunks."""
         blocks = [
             Block(moves.group_idx, int(block_id), key)
             for moves in job.groups
@@ -101,7 +101,7 @@ class StagedJob:
         return cls(job.job_id, job.direction, epoch, time.monotonic(), Deadline(limit_s), chunks, after)
 
     def result(self) -> TransferResult:
-        """How it ended; it did when nothing waits or runs."""
+        """Result of a job without waiting or running chunks."""
         seconds, ok = time.monotonic() - self.started, not self.failed
         if ok:
             return TransferResult(self.job_id, self.direction, True, seconds, self.bytes_by_group)
@@ -115,13 +115,13 @@ class Chunk:
     blocks: list[Block]
     rows: list[int]
     kept: bool = False
-    """A load of values that their rows kept: it does not visit the store."""
+    """A load of kept values, which needs no store access."""
     abandoned: bool = False
-    """Its job was answered without it; only its rows are still to come back."""
+    """Its job was answered without it; only its rows are still in use."""
 
 
 class StagedView:
-    """What staging must know of a cache: how long each group's values are, and what they are called."""
+    """Value sizes and key prefixes of a cache, and checks of jobs against it."""
 
     def __init__(self, view: CacheView, namespace: Namespace, rank: int) -> None:
         self._namespace = namespace
@@ -129,11 +129,11 @@ class StagedView:
         self._num_blocks = view.num_blocks
         self._format = repr([(g.group_idx, g.row_bytes, g.row_format) for g in view.groups]).encode()
         self._digests: dict[int, tuple[bytes, bytes]] = {}
+        # By group: size of a row and its frame.
         self.value_bytes = {group.group_idx: group.row_bytes + FRAME_BYTES for group in view.groups}
-        """By group: a row and its frame."""
 
     def digests(self, epoch: int) -> tuple[bytes, bytes]:
-        """(what store keys begin with, what frames are sealed with: also the meaning of a row's bytes)."""
+        """(prefix of store keys, digest for sealing frames, which also covers the row format)."""
         if epoch not in self._digests:
             digest = self._namespace.digest(self._rank, epoch)
             seal = hashlib.blake2b(self._format, key=digest, digest_size=DIGEST_BYTES).digest()
@@ -141,7 +141,7 @@ class StagedView:
         return self._digests[epoch]
 
     def check(self, job: TransferJob) -> int:
-        """The epoch of a job that can be done. ValueError: it cannot."""
+        """The epoch of a valid job. ValueError for an invalid one."""
         tickets: set[int] = set()
         for moves in job.groups:
             count, where = len(moves.block_ids), f"group {moves.group_idx}"
@@ -162,17 +162,17 @@ class StagedView:
 
 
 def staging_row_bytes(row_bytes: int) -> int:
-    """Size of a staging row for rows of ``row_bytes``: with its frame, a multiple of 64."""
+    """Size of a staging row for rows of ``row_bytes``, with its frame, rounded up to a multiple of 64."""
     return -(-(row_bytes + FRAME_BYTES) // 64) * 64
 
 
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
+# Time after a deadline in which the store may still report its own error.
 _GRACE_S = 0.5
-"""How long after a deadline the store may say itself what went wrong."""
 _STORE_CLOSE_S = 5.0
-_NAP_S = 0.005
+_POLL_S = 0.005
 
 
 class RowPool(Protocol):
@@ -186,8 +186,8 @@ class RowPool(Protocol):
 class StagedTransfers:
     """``connectors.transfer.base.TransferEngine`` to a store. Every method is called from one thread.
 
-    ``copies``: moves rows of ``pool``; this object closes ``copies``, ``pool`` and ``store``. ``rank``: whose
-    blocks these are. Slots of jobs are tickets of the namespace (``connectors.tier.store``).
+    ``copies`` moves rows of ``pool``; this object closes ``copies``, ``pool`` and ``store``. ``rank`` owns
+    the blocks. Slots of jobs are tickets of the namespace (``connectors.tier.store``).
     """
 
     def __init__(
@@ -207,17 +207,17 @@ class StagedTransfers:
         self._pool = pool
         self._store = store
         self._settings = settings
-        # Two chunks per direction and thread at least, so that copies and calls overlap.
+        # At least two chunks per direction and thread, so that copies and calls overlap.
         most = max(1, settings.rows // (2 * settings.threads))
         self._chunk_blocks = min(most, max(1, _CHUNK_BYTES // staging_row_bytes(view.row_bytes)))
-        self._errands = StoreThreads(store, settings.threads)
+        self._tasks = StoreThreads(store, settings.threads)
         self._rows = RowCache(settings.rows)
         self._jobs: dict[int, StagedJob] = {}
+        # Jobs with chunks that wait for rows: (loads, stores).
         self._queues: tuple[deque[StagedJob], deque[StagedJob]] = (deque(), deque())
-        """Jobs with chunks that wait for rows: loads, then stores."""
         self._copying: dict[int, Chunk] = {}
-        self._visiting: dict[int, tuple[StoreTask, Chunk]] = {}
-        """Chunks that are with the store, by the identity of their errand."""
+        # Chunks in a store task, by the task's ``id()``.
+        self._in_store: dict[int, tuple[StoreTask, Chunk]] = {}
         self._copy_ids = itertools.count(1)
         self._results: list[TransferResult] = []
         self._closed = False
@@ -239,8 +239,8 @@ class StagedTransfers:
         except ValueError as error:
             self._results.append(TransferResult(job.job_id, job.direction, False, 0.0, {}, str(error)))
             return
-        # Its blocks are its own from here on, so one mark serves all its chunks, however late they are
-        # copied: none waits for a forward pass that was launched meanwhile.
+        # No one else uses the job's blocks from here on, so one mark serves all its chunks, even late ones:
+        # none waits for a forward pass that was launched in the meantime.
         after = self._copies.mark() if after is None else after
         taken = StagedJob.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction), after)
         self._jobs[job.job_id] = taken
@@ -260,21 +260,21 @@ class StagedTransfers:
                 return True
             if deadline.passed():
                 return False
-            nap_s = min(_NAP_S, deadline.left_s())
+            poll_s = min(_POLL_S, deadline.left_s())
             if self._copying:
-                self._copies.wait(list(self._copying), nap_s)
+                self._copies.wait(list(self._copying), poll_s)
             else:
-                self._errands.wait_done(nap_s)
+                self._tasks.wait_done(poll_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Finish what was taken, but not longer than that for a store, or copies, that hang."""
+        """Finish the submitted jobs, within ``timeout_s`` if the store or copies hang."""
         if self._closed:
             return self._at_rest
         self._closed = True
         if not self.wait(list(self._jobs), timeout_s):
             for job in list(self._jobs.values()):
                 self._abandon(job, "the store did not answer before the engine was closed")
-        idle = self._errands.close(timeout_s=1.0)
+        idle = self._tasks.close(timeout_s=1.0)
         copied = self._copies.close(timeout_s)
         self._advance()
         closed = close_within(self._store, _STORE_CLOSE_S)
@@ -284,24 +284,24 @@ class StagedTransfers:
         return self._at_rest
 
     def counters(self) -> dict[str, int]:
-        """What went otherwise than hoped with the store, by reason; grows only."""
-        return self._store.counters() | self._errands.counters.snapshot()
+        """Counts of store errors and other events by reason; they only grow."""
+        return self._store.counters() | self._tasks.counters.snapshot()
 
-    # -- moving on ---------------------------------------------------------------------------------------
+    # -- progress ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         for result in self._copies.poll():
             chunk = self._copying.pop(result.job_id)
             if chunk.job.direction is Direction.STORE and result.ok and not chunk.abandoned:
-                self._visit_store(chunk)
+                self._run_store_task(chunk)
             else:
                 self._end_chunk(chunk, result.ok, result.error)
-        for errand in self._errands.take_done():
-            _, chunk = self._visiting.pop(id(errand))
-            if chunk.job.direction is Direction.LOAD and not errand.failed and not chunk.abandoned:
+        for task in self._tasks.take_done():
+            _, chunk = self._in_store.pop(id(task))
+            if chunk.job.direction is Direction.LOAD and not task.failed and not chunk.abandoned:
                 self._copy(chunk)
             else:
-                self._end_chunk(chunk, not errand.failed, errand.error, errand.failed)
+                self._end_chunk(chunk, not task.failed, task.error, task.failed)
         for job in list(self._jobs.values()):
             limit_s = self._settings.limit_s(job.direction)
             if not job.overdue and time.monotonic() - job.started > limit_s + _GRACE_S:
@@ -315,10 +315,10 @@ class StagedTransfers:
                 self._results.append(job.result())
 
     def _start(self, job: StagedJob) -> bool:
-        """Begin as many chunks as there are rows for. True: none of them waits any more."""
+        """Begin as many chunks as there are rows for. True if none of them waits any longer."""
         if job.failed and job.direction is Direction.LOAD:
             job.waiting.clear()
-        # Stores leave half of the rows to loads: requests wait for those.
+        # Stores leave half of the rows to loads, because requests wait for loads.
         spared = 0 if job.direction is Direction.LOAD else self._settings.rows // 2
         while job.waiting:
             if job.direction is Direction.LOAD and self._settings.keep and not self._copy_kept(job):
@@ -331,18 +331,18 @@ class StagedTransfers:
             if job.direction is Direction.STORE:
                 self._copy(chunk)
             else:
-                self._visit_store(chunk)
+                self._run_store_task(chunk)
         return True
 
     def _copy_kept(self, job: StagedJob) -> bool:
-        """Begin what the rows still keep of the next chunk to load. False: that was all of it."""
+        """Begin to load the kept values of the next chunk. False if those were all of it."""
         prefix, _ = self._view.digests(job.epoch)
         blocks = job.waiting.popleft()
         found = [(block, self._rows.read(prefix + block.key)) for block in blocks]
         kept = [(block, row) for block, row in found if row is not None]
         missing = [block for block, row in found if row is None]
         if kept:
-            self._errands.counters.add("load_kept_in_host_memory", len(kept))
+            self._tasks.counters.add("load_kept_in_host_memory", len(kept))
             job.running += 1
             self._copy(Chunk(job, [block for block, _ in kept], [row for _, row in kept], kept=True))
         if missing:
@@ -369,7 +369,7 @@ class StagedTransfers:
             chunk.job.after,
         )
 
-    def _visit_store(self, chunk: Chunk) -> None:
+    def _run_store_task(self, chunk: Chunk) -> None:
         prefix, seal = self._view.digests(chunk.job.epoch)
         values = [
             StagedValue(
@@ -377,14 +377,14 @@ class StagedTransfers:
             )
             for block, row in zip(chunk.blocks, chunk.rows, strict=True)
         ]
-        errand = StoreTask(chunk.job.direction, values, seal, chunk.job.deadline)
-        self._visiting[id(errand)] = errand, chunk
-        self._errands.begin(errand)
+        task = StoreTask(chunk.job.direction, values, seal, chunk.job.deadline)
+        self._in_store[id(task)] = task, chunk
+        self._tasks.begin(task)
 
     # -- endings -----------------------------------------------------------------------------------------
 
     def _end_chunk(self, chunk: Chunk, ok: bool, error: str, failed: set[bytes] | None = None) -> None:
-        self._let_go(chunk, ok, failed or set())
+        self._release_rows(chunk, ok, failed or set())
         if chunk.abandoned:
             return
         job = chunk.job
@@ -397,57 +397,56 @@ class StagedTransfers:
                 size = self._view.value_bytes[block.group_idx] - FRAME_BYTES
                 job.bytes_by_group[block.group_idx] = job.bytes_by_group.get(block.group_idx, 0) + size
 
-    def _let_go(self, chunk: Chunk, ok: bool, failed: set[bytes]) -> None:
-        """Rows of a chunk that ended; whole values stay in them until the rows are needed."""
+    def _release_rows(self, chunk: Chunk, ok: bool, failed: set[bytes]) -> None:
+        """Release the rows of an ended chunk; complete values stay in them until the rows are needed."""
         prefix, _ = self._view.digests(chunk.job.epoch)
         if chunk.kept:
             for block in chunk.blocks:
                 self._rows.end_read(prefix + block.key, keep=ok)
             return
-        # Where nothing is blamed, nothing is known of any.
+        # A failure that names no block leaves the state of all of them unknown.
         whole = self._settings.keep and not chunk.abandoned and (ok or bool(failed))
         keys = [prefix + block.key if whole and block.key not in failed else None for block in chunk.blocks]
         self._rows.give_back(chunk.rows, keys)
 
     def _abandon(self, job: StagedJob, reason: str) -> None:
-        """Answer without what is still with the store; its rows come back when the store lets go of them."""
+        """Answer a job without its chunks in the store; their rows return when the store calls end."""
         job.overdue = True
         for blocks in job.waiting:
             job.failed.update(block.key for block in blocks)
         job.waiting.clear()
-        for _, chunk in self._visiting.values():
+        for _, chunk in self._in_store.values():
             if chunk.job is job and not chunk.abandoned:
                 chunk.abandoned = True
                 job.running -= 1
                 job.failed.update(block.key for block in chunk.blocks)
         if job.failed:
             job.error = job.error or reason
-            self._errands.counters.add(f"{job.direction.value}_overdue")
+            self._tasks.counters.add(f"{job.direction.value}_overdue")
 
 
-# The stores of a step as one job for the transfer engine, and its result as one result for each of them.
+# Joining of a step's stores into one job for the transfer engine, and splitting of its result.
 #
-# A decode step fills a block in some of its requests: a dozen jobs of one block each, of which an engine
-# would check, order and answer every one by itself, on the step's own thread. What always holds: every
-# store is answered once, and ends as the joined job ended; failed blocks named by the engine are blamed on
-# the store that holds them.
+# A decode step fills a block in some of its requests: a dozen jobs of one block each. The engine would check,
+# order and answer each of them separately, on the step's thread. Invariants: every store is answered once,
+# with the result of the joined job. A failed block named by the engine fails the store that holds it.
 
 
 class JoinedStores:
-    """Which stores went to the engine as one."""
+    """Stores that were submitted to the engine as one job."""
 
     def __init__(self) -> None:
+        # Id of the joined job (its first store's) -> its stores, if there are several.
         self._stores: dict[int, list[TransferJob]] = {}
-        """Id of the joined job (that of its first store) -> its stores, if they are several."""
 
     def join(self, stores: list[TransferJob]) -> TransferJob:
-        """One job for all of them; at least one is given."""
+        """Join one or more stores into one job."""
         if len(stores) > 1:
             self._stores[stores[0].job_id] = stores
         return joined(stores)
 
-    def apart(self, results: Iterable[TransferResult]) -> list[TransferResult]:
-        """The same results, those of joined jobs as one for each store, with its share of the seconds."""
+    def split(self, results: Iterable[TransferResult]) -> list[TransferResult]:
+        """Split results of joined jobs into one per store, with its share of the seconds."""
         found: list[TransferResult] = []
         for result in results:
             stores = self._stores.pop(result.job_id, None)
@@ -473,7 +472,7 @@ def _shares(stores: list[TransferJob], result: TransferResult) -> list[TransferR
                 share = whole * len(moves.slots) // rows[moves.group_idx]
                 moved[moves.group_idx] = moved.get(moves.group_idx, 0) + share
         own = tuple(key for moves in store.groups for key in moves.keys if key in failed)
-        # A failure that names blocks of other stores only is not this one's.
+        # A failure that names only blocks of other stores does not concern this one.
         ok = result.ok or (bool(failed) and not own)
         # Seconds of one job would otherwise count once for each of its stores.
         part = sum(moved.values()) / max(sum(result.bytes_by_group.values()), 1)

@@ -1,8 +1,8 @@
-"""Staging rows that remember what they hold: a value fetched once is loaded from host memory the next time.
+"""Staging rows that cache their values, and the threads that copy values to and from a shared store.
 
-A row is empty, in use by a transfer, or keeps a value under its store key; values go, the least recently used
-first, when rows are needed. Store keys name content, so what is kept can never be out of date. What always
-holds: a row in use is given to nobody else, except that several loads may read one kept value at once.
+A row is empty, in use by a transfer, or keeps a value under its store key. When rows are needed, the least
+recently used values are dropped. Store keys name content, so a kept value is never stale. Invariant: a row in
+use is not given to another transfer, except that several loads may read one kept value.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class RowCache:
 
     def __init__(self, rows: int) -> None:
         self._empty = list(range(rows))
+        # Kept values without readers; the least recently used first.
         self._idle: OrderedDict[bytes, int] = OrderedDict()
-        """Kept values that nobody reads; the least recently used first."""
+        # Kept values that loads are reading.
         self._read: dict[bytes, int] = {}
-        """Kept values that loads read."""
         self._readers: Counter[bytes] = Counter()
-        self._spoilt: set[bytes] = set()
-        """Of those being read, the ones that nobody else shall read."""
+        # Values being read that must not be read again.
+        self._dropped: set[bytes] = set()
 
     @property
     def available(self) -> int:
-        """Rows that ``take`` could give."""
+        """Number of rows that ``take`` can return."""
         return len(self._empty) + len(self._idle)
 
     def take(self, count: int) -> list[int]:
-        """Rows to write to, at most ``available``; ends what some of them keep."""
+        """Take ``count`` rows to write to, at most ``available``; drops kept values if needed."""
         return [self._empty.pop() if self._empty else self._idle.popitem(last=False)[1] for _ in range(count)]
 
     def give_back(self, rows: Sequence[int], keys: Sequence[bytes | None]) -> None:
-        """Rows that ``take`` gave. With a key: the row holds its value; None: it holds nothing of use."""
+        """Return rows from ``take``. With a key the row keeps its value; None: it is empty."""
         for row, key in zip(rows, keys, strict=True):
             if key is None or key in self._idle or key in self._read:
                 self._empty.append(row)
@@ -49,8 +49,8 @@ class RowCache:
                 self._idle[key] = row
 
     def read(self, key: bytes) -> int | None:
-        """The row that keeps this value, until ``end_read``; None: no row does."""
-        if key in self._spoilt:
+        """The row that keeps this value, valid until ``end_read``; None if no row does."""
+        if key in self._dropped:
             return None
         row = self._read.get(key)
         if row is None:
@@ -62,27 +62,26 @@ class RowCache:
         return row
 
     def end_read(self, key: bytes, *, keep: bool = True) -> None:
-        """``keep=False``: nobody shall read it again."""
+        """End a read. ``keep=False``: drop the value."""
         if not keep:
-            self._spoilt.add(key)
+            self._dropped.add(key)
         self._readers[key] -= 1
         if self._readers[key]:
             return
         del self._readers[key]
         row = self._read.pop(key)
-        if key in self._spoilt:
-            self._spoilt.discard(key)
+        if key in self._dropped:
+            self._dropped.discard(key)
             self._empty.append(row)
         else:
             self._idle[key] = row
 
 
-# Copies values between staging rows and a shared store, on a few threads.
+# Threads that copy values between staging rows and a shared store.
 #
-# An errand is a batch of values one way, under one deadline. Putting seals each value and leaves out those
-# the store has; getting checks each frame and removes values that are not what they should be. What always
-# holds: an errand comes back once, and its rows are touched by nobody else until it does, however long that
-# takes.
+# A task is a batch of values in one direction with one deadline. Storing seals each value and skips those
+# that the store has; loading checks each frame and removes invalid values. Invariant: a task ends once, and
+# no other code touches its rows until then.
 
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StagedValue:
-    """``value``: the row and room for its frame; ``store_key``: what the store calls it."""
+    """A value in a staging row: ``value`` is the row with room for its frame, ``store_key`` its key there."""
 
     key: bytes
     store_key: bytes
@@ -99,22 +98,22 @@ class StagedValue:
 
 @dataclass(slots=True)
 class StoreTask:
-    """``STORE`` puts values, ``LOAD`` gets them. ``failed``: block keys that were not, when it is back."""
+    """A batch: ``STORE`` puts values, ``LOAD`` gets them. ``failed``: block keys that failed, at its end."""
 
     direction: Direction
     values: list[StagedValue]
     namespace: bytes
-    """What frames are sealed with."""
+    """Digest for sealing frames."""
     deadline: Deadline
     failed: set[bytes] = field(default_factory=set)
     error: str = ""
 
 
 class StoreThreads:
-    """``begin`` errands, ``take_done`` them. Nothing waits in ``begin``: callers bound what they begin."""
+    """Threads that run tasks. ``begin`` never blocks; callers bound the number of tasks."""
 
     def __init__(self, store: BlockStore, threads: int) -> None:
-        """``threads`` that get values, and half as many that put them."""
+        """Start ``threads`` threads that get values, and half as many that put them."""
         self.counters = Counters()
         self._store = store
         self._queues: dict[Direction, queue.SimpleQueue[StoreTask | None]] = {
@@ -132,23 +131,23 @@ class StoreThreads:
         for thread in self._threads:
             thread.start()
 
-    def begin(self, errand: StoreTask) -> None:
-        self._queues[errand.direction].put(errand)
+    def begin(self, task: StoreTask) -> None:
+        self._queues[task.direction].put(task)
 
     def take_done(self) -> list[StoreTask]:
-        """Errands that came back since the last call."""
+        """Tasks that ended since the last call."""
         with self._changed:
             done = list(self._done)
             self._done.clear()
         return done
 
     def wait_done(self, timeout_s: float) -> None:
-        """Until some errand is back and not taken, or the time is over."""
+        """Wait until some task has ended and is not taken, or until the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._done, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End the threads. False: some are still in a call, and use their rows."""
+        """End the threads. False: some are still in a call and use their rows."""
         for mine in self._queues.values():
             for _ in self._threads:
                 mine.put(None)
@@ -158,53 +157,53 @@ class StoreThreads:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, mine: queue.SimpleQueue[StoreTask | None]) -> None:
-        while (errand := mine.get()) is not None:
+        while (task := mine.get()) is not None:
             try:
-                if errand.deadline.passed():
+                if task.deadline.passed():
                     raise TimeoutError("the deadline passed before the store was asked")
-                if errand.direction is Direction.STORE:
-                    self._put(errand)
+                if task.direction is Direction.STORE:
+                    self._put(task)
                 else:
-                    self._get(errand)
-            except Exception as error:  # noqa: BLE001 - whatever a store raises, the errand must come back
-                errand.error = f"{type(error).__name__}: {error}"
-                errand.failed = {staged.key for staged in errand.values}
-                self.counters.add(f"{errand.direction.value}_unavailable")
+                    self._get(task)
+            except Exception as error:  # noqa: BLE001 - the task must end after any store error
+                task.error = f"{type(error).__name__}: {error}"
+                task.failed = {staged.key for staged in task.values}
+                self.counters.add(f"{task.direction.value}_unavailable")
             with self._changed:
-                self._done.append(errand)
+                self._done.append(task)
                 self._changed.notify_all()
 
-    def _put(self, errand: StoreTask) -> None:
-        there = self._store.exists([staged.store_key for staged in errand.values], errand.deadline.left_s())
-        missing = [staged for staged, found in zip(errand.values, there, strict=True) if not found]
-        self.counters.add("store_there_already", len(errand.values) - len(missing))
+    def _put(self, task: StoreTask) -> None:
+        there = self._store.exists([staged.store_key for staged in task.values], task.deadline.left_s())
+        missing = [staged for staged, found in zip(task.values, there, strict=True) if not found]
+        self.counters.add("store_there_already", len(task.values) - len(missing))
         for staged in missing:
-            seal(staged.value, errand.namespace, staged.key)
+            seal(staged.value, task.namespace, staged.key)
         put = self._store.put(
-            [(staged.store_key, staged.value) for staged in missing], errand.deadline.left_s()
+            [(staged.store_key, staged.value) for staged in missing], task.deadline.left_s()
         )
-        errand.failed = {staged.key for staged, done in zip(missing, put, strict=True) if not done}
-        if errand.failed:
-            errand.error = f"store {self._store.name} did not take {len(errand.failed)} values"
-            self.counters.add("store_refused", len(errand.failed))
+        task.failed = {staged.key for staged, done in zip(missing, put, strict=True) if not done}
+        if task.failed:
+            task.error = f"store {self._store.name} did not take {len(task.failed)} values"
+            self.counters.add("store_refused", len(task.failed))
 
-    def _get(self, errand: StoreTask) -> None:
+    def _get(self, task: StoreTask) -> None:
         got = self._store.get_into(
-            [(staged.store_key, staged.value) for staged in errand.values], errand.deadline.left_s()
+            [(staged.store_key, staged.value) for staged in task.values], task.deadline.left_s()
         )
         bad: list[bytes] = []
-        for staged, done in zip(errand.values, got, strict=True):
+        for staged, done in zip(task.values, got, strict=True):
             if not done:
-                errand.failed.add(staged.key)
+                task.failed.add(staged.key)
                 self.counters.add("load_missing")
-            elif (fault := find_fault(staged.value, errand.namespace, staged.key)) is not None:
-                errand.failed.add(staged.key)
+            elif (fault := find_fault(staged.value, task.namespace, staged.key)) is not None:
+                task.failed.add(staged.key)
                 self.counters.add(f"load_fault_{fault.value}")
                 bad.append(staged.store_key)
-        if not errand.failed:
+        if not task.failed:
             return
-        missing = len(errand.failed) - len(bad)
-        errand.error = f"store {self._store.name}: {missing} values missing or short, {len(bad)} bad"
+        missing = len(task.failed) - len(bad)
+        task.error = f"store {self._store.name}: {missing} values missing or short, {len(bad)} bad"
         if bad:
-            log.warning("%s; removing the bad ones", errand.error)
-            self._store.remove(bad, errand.deadline.left_s())
+            log.warning("%s; removing the bad ones", task.error)
+            self._store.remove(bad, task.deadline.left_s())

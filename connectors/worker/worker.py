@@ -1,8 +1,9 @@
-"""The worker's half: hands the jobs of each step to a transfer engine and reports how they ended.
+"""The worker half of a connector: submits the jobs of each step to a transfer engine and reports their
+results.
 
-One object per rank. Methods carry vLLM's names. What always holds: a request is reported as received once,
-when its load job ended here, failed or not, and together with the job's result; loads begin before stores of
-the same step.
+One object per rank. Methods have vLLM's names. Invariants: a request is reported as received once, when its
+load job has ended here, failed or not, together with the job's result. Loads begin before stores of the same
+step.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ EngineFactory = Callable[[CacheView, str], TransferEngine]
 
 
 class OffloadWorker:
-    """Moves one rank's blocks. ``register_kv_caches`` comes before everything else."""
+    """Moves one rank's blocks. Call ``register_kv_caches`` first."""
 
     def __init__(
         self, kv_cache_config: Any, make_engine: EngineFactory, *, join_stores: bool = False
     ) -> None:
-        """``join_stores``: give the engine all stores of a step as one job, where one deadline fits all."""
+        """``join_stores``: submit all stores of a step as one job; possible if one deadline fits all."""
         self.counters = Counts()
         self._joined = JoinedStores() if join_stores else None
         self._kv_cache_config = kv_cache_config
         self._make_engine = make_engine
         self._engine: TransferEngine | None = None
-        # Load jobs under way and the requests that wait for them.
+        # Running load jobs and the requests that wait for them.
         self._waiting: dict[int, str] = {}
         self._ended: list[TransferResult] = []
-        # Taken before the step's forward pass was launched, if the step has loads.
+        # Mark from before the launch of the step's forward pass, if the step has loads.
         self._before_forward: StreamMark | None = None
 
     @property
@@ -64,7 +65,7 @@ class OffloadWorker:
         return self._engine
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Take the rank's KV cache: layer name -> tensor, or list of state tensors.
+        """Register the rank's KV cache: layer name -> tensor, or list of state tensors.
 
         Raises ``LayoutError`` for a cache that cannot be copied safely.
         """
@@ -78,20 +79,20 @@ class OffloadWorker:
         )  # fmt: skip
 
     def use_engine(self, engine: TransferEngine) -> None:
-        """Move blocks with this engine, for caches that are not registered as tensors."""
+        """Use this engine, for caches that are not registered as tensors."""
         self._engine = engine
 
     def bind(self, step: StepJobs) -> None:
-        """Hear of a step before its forward pass is launched.
+        """Receive a step before its forward pass is launched.
 
-        vLLM asks for loads only after that, to launch the pass early. Whatever their blocks still need (being
-        zeroed, or copied from) is enqueued already, and no request of this pass reads or writes them: loads
-        wait for this point of the computing stream and run beside the pass, not after it.
+        vLLM starts loads only after the launch, to launch the pass early. Earlier work on the loads' blocks
+        (zeroing, or copying from them) is enqueued already, and no request of this pass uses them. So loads
+        wait for this point of the compute stream and run beside the pass, not after it.
         """
         self._before_forward = self.engine.mark() if step.loads else None
 
     def start_load_kv(self, step: StepJobs) -> None:
-        """Begin the step's loads. A job without blocks is one that the scheduler knows cannot be done."""
+        """Begin the step's loads. A job without blocks is one that the scheduler wants to fail."""
         after, self._before_forward = self._before_forward, None
         for job in step.loads:
             self._waiting[job.job_id] = step.load_requests[job.job_id]
@@ -101,7 +102,7 @@ class OffloadWorker:
                 self._ended.append(_impossible(job))
 
     def wait_for_save(self, step: StepJobs) -> None:
-        """Begin the step's stores, after its forward pass was launched; waits for nothing."""
+        """Begin the step's stores after the launch of its forward pass, without waiting."""
         if not step.stores:
             return
         after = self.engine.mark()
@@ -109,10 +110,10 @@ class OffloadWorker:
             self.engine.submit(job, after)
 
     def poll(self) -> tuple[set[str], set[str]]:
-        """(Requests whose load ended since the last call, those of them that failed)."""
+        """(Requests whose load ended since the last call, the failed ones among them)."""
         if self._engine is not None:
             results = self._engine.poll()
-            self._ended += results if self._joined is None else self._joined.apart(results)
+            self._ended += results if self._joined is None else self._joined.split(results)
         finished: set[str] = set()
         failed: set[str] = set()
         for result in self._ended:
@@ -124,7 +125,7 @@ class OffloadWorker:
         return finished, failed
 
     def take_results(self) -> StepResults | None:
-        """Results of all jobs that the last ``poll`` saw ended; None: there are none."""
+        """Results of the jobs that ended by the last ``poll``; None if there are none."""
         if not self._ended:
             return None
         results, self._ended = self._ended, []
@@ -133,13 +134,13 @@ class OffloadWorker:
         return StepResults(results)
 
     def shutdown(self) -> None:
-        """Let what runs end and free everything; may be called again."""
+        """Wait for running jobs and free all resources; may be called again."""
         if self._engine is not None:
             self._engine.close()
 
 
 def device_of(kv_caches: Mapping[str, Any]) -> str:
-    """``cpu``, ``cuda:0``, ...: where the first registered tensor lies."""
+    """Device of the first registered tensor: ``cpu``, ``cuda:0``, ..."""
     for cache in kv_caches.values():
         tensor = cache[0] if isinstance(cache, list | tuple) else cache
         return str(tensor.device)
@@ -151,21 +152,20 @@ def _impossible(job: TransferJob) -> TransferResult:
     return TransferResult(job.job_id, job.direction, ok=False, seconds=0.0, bytes_by_group={}, error=reason)
 
 
-# Ranks that hold the same KV: what one of them stores, all of them load.
+# Ranks that hold the same KV share one copy outside the GPU.
 #
-# With MLA, and where there are fewer KV heads than tensor-parallel ranks, vLLM keeps equal blocks on
-# several ranks (``kv_tp_replicas``). Then one copy outside the GPU does for all: each rank stores its share
-# of every job, and loads all of it. What always holds: every block of a job is stored by exactly one of the
-# replicas, and a job is answered by each.
+# With MLA, or with fewer KV heads than tensor-parallel ranks, vLLM keeps equal blocks on several ranks
+# (``kv_tp_replicas``). Each rank then stores its share of every job and loads all of it. Invariants: exactly
+# one replica stores each block of a job; every replica answers the job.
 
 
 Share = Callable[[GroupMoves], npt.NDArray[np.bool_]]
-"""Which of these moves are this rank's to store."""
+"""Mask of the moves that this rank stores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """This rank is the ``index``-th of ``count`` that hold the same; ``group``: which such group it is in."""
+    """This rank is number ``index`` of ``count`` ranks with the same KV, in replica group ``group``."""
 
     count: int = 1
     index: int = 0
@@ -173,7 +173,7 @@ class Replicas:
 
     @classmethod
     def of(cls, kv_cache_config: Any, parallel: Any) -> Replicas:
-        """As vLLM says. On several machines nothing is shared."""
+        """The replicas in vLLM's configuration. On several machines nothing is shared."""
         count = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
         if count < 2 or int(getattr(parallel, "nnodes_within_dp", 1)) > 1:
             return cls()
@@ -181,37 +181,37 @@ class Replicas:
         return cls(count, rank % parallel.tensor_parallel_size % count, rank // count)
 
     def by_slot(self, moves: GroupMoves) -> npt.NDArray[np.bool_]:
-        """Shares by host row."""
+        """Mask of this rank's share by host row."""
         mine: npt.NDArray[np.bool_] = moves.slots % self.count == self.index
         return mine
 
     def by_key(self, moves: GroupMoves) -> npt.NDArray[np.bool_]:
-        """Shares by block key, where blocks have no row that all ranks know."""
+        """Mask of this rank's share by block key, for blocks without a row that is common to all ranks."""
         return np.array([zlib.crc32(key) % self.count == self.index for key in moves.keys], np.bool_)
 
 
 class ShareOfStores:
-    """A ``TransferEngine`` before another, which is asked to store this rank's share only."""
+    """A ``TransferEngine`` in front of another that stores only this rank's share."""
 
     def __init__(self, engine: TransferEngine, share: Share) -> None:
         self._engine = engine
         self._share = share
-        self._nothing_to_do: list[TransferResult] = []
+        self._empty: list[TransferResult] = []
 
     def mark(self) -> StreamMark | None:
         return self._engine.mark()
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
         if job.direction is Direction.STORE:
-            mine = [_those(moves, self._share(moves)) for moves in job.groups]
+            mine = [_selected(moves, self._share(moves)) for moves in job.groups]
             job = replace(job, groups=tuple(moves for moves in mine if len(moves.slots)))
             if not job.groups:
-                self._nothing_to_do.append(TransferResult(job.job_id, job.direction, True, 0.0, {}))
+                self._empty.append(TransferResult(job.job_id, job.direction, True, 0.0, {}))
                 return
         self._engine.submit(job, after)
 
     def poll(self) -> list[TransferResult]:
-        ended, self._nothing_to_do = self._nothing_to_do, []
+        ended, self._empty = self._empty, []
         return ended + self._engine.poll()
 
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
@@ -221,21 +221,21 @@ class ShareOfStores:
         return self._engine.close(timeout_s)
 
 
-def _those(moves: GroupMoves, mine: npt.NDArray[np.bool_]) -> GroupMoves:
+def _selected(moves: GroupMoves, mine: npt.NDArray[np.bool_]) -> GroupMoves:
     keys = (
         tuple(key for key, kept in zip(moves.keys, mine.tolist(), strict=True) if kept) if moves.keys else ()
     )
     return GroupMoves(moves.group_idx, moves.block_ids[mine], moves.slots[mine], keys)
 
 
-# The transfer engine for the device a KV cache lies on, with host memory for its rows.
+# Transfer engines for the device of a KV cache, with host memory for their rows.
 
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a memory file system, not for files that stay
 
 
 class EngineWithPool:
-    """A ``TransferEngine`` that owns its host memory: both end together."""
+    """A ``TransferEngine`` that owns its host memory and closes both."""
 
     def __init__(self, engine: TransferEngine, pool: PinnedHostPool) -> None:
         self._engine = engine
@@ -262,7 +262,7 @@ class EngineWithPool:
 
 
 def slots_of(kv_cache_config: Any, host_bytes: int, shares: int, where: str) -> int:
-    """Rows in each of so many shares of ``host_bytes``: the same number in scheduler and worker.
+    """Rows in each of ``shares`` shares of ``host_bytes``: the same number in scheduler and worker.
 
     ``ConfigError`` (``where`` names the setting) if there is no room for two rows.
     """
@@ -284,12 +284,12 @@ def make_engine(
     name: str = "",
     meet: Callable[[], bool] | None = None,
 ) -> TransferEngine:
-    """An engine over at least ``slots`` new rows, for a ``cpu`` or ``cuda`` cache.
+    """Make an engine over at least ``slots`` new rows, for a ``cpu`` or ``cuda`` cache.
 
-    ``row_bytes``: what a row takes by the configuration. ``LayoutError`` where a block of the cache turned
-    out larger, ``ConfigError`` for other devices, ``HostMemoryError`` where the memory cannot be had.
-    ``replicas``: these ranks use the same rows, in memory called after ``name``, the engine's own; ``meet``
-    returns when all of them have come to it, or False where they cannot meet.
+    ``row_bytes``: size of a row by the configuration. ``LayoutError`` if a block of the cache is larger,
+    ``ConfigError`` for other devices, ``HostMemoryError`` if the memory is unavailable. ``replicas``: these
+    ranks use the same rows, in shared memory named after ``name``, the engine's id. ``meet`` waits for all of
+    them; it returns False if there is no process group.
     """
     if view.row_bytes > row_bytes:
         raise LayoutError(f"a block takes {view.row_bytes} bytes; its configuration says at most {row_bytes}")
@@ -305,17 +305,17 @@ def make_engine(
                 f"share_replicas: ranks that share {path} must meet, and cannot; set it to false"
             )
     finally:
-        path.unlink(missing_ok=True)  # who has mapped it keeps it; nothing stays behind after a crash
+        path.unlink(missing_ok=True)  # existing mappings stay valid; a crash leaves no file behind
     return ShareOfStores(engine, replicas.by_slot)
 
 
 def open_rows(
     view: CacheView, device: str, rows: int, row_bytes: int, shared: SharedMapping | None = None
 ) -> tuple[TransferEngine, PinnedHostPool]:
-    """``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
+    """Make ``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
 
-    Close the engine, then the pool. As many stores may wait as there are rows: whoever has rows for them has
-    bounded them already. ConfigError for other devices, HostMemoryError where memory is short.
+    Close the engine, then the pool. As many stores may wait as there are rows, which bounds them already.
+    ConfigError for other devices, HostMemoryError if there is not enough memory.
     """
     kind, _, index = device.partition(":")
     if kind == "cpu":

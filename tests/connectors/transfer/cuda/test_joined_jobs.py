@@ -99,9 +99,9 @@ class TestJoinedStores:
         moved = {0: 200, 1: 100} if ok else {}
         other = TransferResult(9, Direction.LOAD, True, 1.0, {})
         result = TransferResult(job.job_id, Direction.STORE, ok, 3.0, moved, "" if ok else "lost", failed)
-        first, *rest = stores.apart([other, result])
+        first, *rest = stores.split([other, result])
         assert first is other
-        assert stores.apart([other]) == [other]
+        assert stores.split([other]) == [other]
         return rest
 
     def test_each_store_is_answered_with_its_share(self) -> None:
