@@ -1,12 +1,12 @@
-"""Where the bytes of one block lie in device memory, group by group.
+"""Memory layout of blocks on the device, per group.
 
 A block of a group is a fixed list of *pieces* (address, size): the pages of the group's layers, neighbours
-merged. A *row* is those pieces packed one after another in canonical order: regions in order, within a region
-the pieces in order. Everything here is plain integers, so a view can be built by hand and used without torch;
-``view_of_tensors`` derives it from the tensors that vLLM registers (``connectors.layout``).
+merged. A *row* is those pieces packed consecutively in canonical order: regions in order, within a region the
+pieces in order. Everything here is plain integers, so a view can be built by hand and used without torch.
+``view_of_tensors`` derives it from the tensors that vLLM registers.
 
-Always holds: no two pieces of one group touch the same byte, for any two blocks; and block 0 (vLLM's null
-block) is never part of a transfer. Different groups may overlay each other: a block belongs to one at a time.
+Invariants: no two pieces of one group share a byte, for any two blocks. Block 0 (vLLM's null block) is never
+part of a transfer. Different groups may overlay each other: a block belongs to one group at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 ROW_ALIGNMENT_BYTES = 64
 PIECES_PER_BLOCK_MAX = 65_536
-"""More pieces than this for one block of one group would make every copy crawl; refused."""
+"""Most pieces of one block of one group; with more, copies would be too slow."""
 
 
 class LayoutError(Exception):
-    """The KV cache is laid out in a way this version cannot copy safely; the message says which and why."""
+    """The KV cache has a layout that this version cannot copy safely; the message has layout and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Region:
     """Pieces of equal size at the same offsets from every block's start.
 
     Piece ``j`` of block ``b`` starts at ``base_address + b * block_stride_bytes + piece_offsets[j]``. Offsets
-    may exceed the stride: where layers or heads lie outside the blocks, a block's pieces are far apart.
+    may exceed the stride: if layers or heads are the outer dimensions, a block's pieces are far apart.
     """
 
     base_address: int
@@ -47,10 +47,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """All that one block of a group consists of. ``row_bytes``: its bytes in a row, large padding left out.
+    """The pieces of one block of a group. ``row_bytes``: its bytes in a row, without large padding.
 
-    ``row_format`` says what the bytes mean, in row order (layer, element type, inner order): rows of two
-    caches are interchangeable only where it is equal. Empty for views built by hand.
+    ``row_format`` describes the bytes in row order (layer, element type, inner order): rows of two caches are
+    interchangeable only if it is equal. Empty for views built by hand.
     """
 
     group_idx: int
@@ -73,7 +73,7 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous stretch of block 0 that recurs every ``block_stride_bytes`` for the blocks that follow."""
+    """A contiguous range in block 0, repeated every ``block_stride_bytes`` for the following blocks."""
 
     address: int
     block_stride_bytes: int
@@ -83,7 +83,7 @@ class Piece:
 def strided_pieces(
     address: int, block_stride_bytes: int, dims: Iterable[tuple[int, int]], element_bytes: int
 ) -> list[Piece]:
-    """The contiguous stretches of one block of a strided array, by ascending address.
+    """The contiguous ranges of one block of a strided array, by ascending address.
 
     ``dims``: (size, stride in bytes) of every dimension within the block, in any order. LayoutError: elements
     of the block share bytes.
@@ -163,7 +163,7 @@ def _regions(pieces: Sequence[Piece]) -> tuple[Region, ...]:
 
 
 def _check_disjoint(group_idx: int, pieces: Sequence[Piece], num_blocks: int) -> None:
-    """Pieces whose stretches over all blocks cross must interleave: same stride, disjoint within it."""
+    """Pieces whose ranges over all blocks overlap must interleave: same stride, disjoint within it."""
     cluster: list[Piece] = []
     end = 0
     for piece in sorted(pieces, key=lambda p: p.address):
@@ -194,16 +194,16 @@ def _check_interleaved(group_idx: int, cluster: Sequence[Piece]) -> None:
 
 
 def round_up_row(size_bytes: int) -> int:
-    """The size of a host row that holds this many bytes."""
+    """Size of a host row for this many bytes."""
     return max(-(-size_bytes // ROW_ALIGNMENT_BYTES), 1) * ROW_ALIGNMENT_BYTES
 
 
 def row_bytes_from_config(kv_cache_config: Any) -> int:
     """Size of a host row in bytes, from vLLM's KVCacheConfig alone: equal in scheduler and worker.
 
-    A block of the pool is as large as the largest group's block, and every allocation states its total size.
-    Group specs would not do: of a group whose layers differ, the scheduler's copy of the configuration keeps
-    one layer's spec. LayoutError: nothing is cached, or sizes contradict each other.
+    A block of the pool is as large as the largest group's block, and every allocation has its total size.
+    Group specs are not sufficient: for a group with different layers, the scheduler's copy of the
+    configuration keeps one layer's spec. LayoutError if nothing is cached or sizes contradict each other.
     """
     sizes = {t.size for t in kv_cache_config.kv_cache_tensors if not t.host_resident}
     if not sizes:
@@ -216,10 +216,10 @@ def row_bytes_from_config(kv_cache_config: Any) -> int:
 
 
 def layout_digest(view: CacheView) -> str:
-    """16 hex digits that are equal exactly for caches whose rows are interchangeable; addresses do not count.
+    """16 hex digits, equal exactly for caches with interchangeable rows; addresses do not matter.
 
-    What lies within one head's token (keys before values, scales) is the attention backend's affair and does
-    not show in strides: a namespace must name the backend or its cache type as well.
+    The order within one head's token (keys before values, scales) is defined by the attention backend and not
+    visible in strides: a namespace must include the backend or its cache type too.
     """
     digest = hashlib.sha256(b"kvatlas-row-1")
     for group in view.groups:
@@ -230,26 +230,25 @@ def layout_digest(view: CacheView) -> str:
     return digest.hexdigest()[:16]
 
 
-# Reads the layout of a KV cache off the tensors that vLLM registers.
+# Derivation of the layout from the tensors that vLLM registers.
 #
-# vLLM 0.32 gives every layer a view ``[blocks, heads, states, bytes]`` into one allocation, whatever the
-# order in memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC), so the strides say all there is to know:
-# dimension 0 is the block, everything else lies within it. Groups overlay each other in that allocation;
-# the pages of a group are read from its own layers only. Mamba layers may come as one tensor of bytes or as
-# a list of state tensors.
+# vLLM 0.32 gives every layer a view ``[blocks, heads, states, bytes]`` into one allocation, for every order
+# in memory (LBHNC, LBNHC, LHBNC, BLHNC, BLNHC, BHLNC). So the strides are sufficient: dimension 0 is the
+# block, all others are within it. Groups overlay each other in that allocation; the pages of a group come
+# from its own layers only. Mamba layers may be one tensor of bytes or a list of state tensors.
 #
-# Always holds: row order is address order within a block, the same for layouts with layers outermost as for
-# those with blocks outermost; what cannot be expressed so is refused with LayoutError, never guessed.
+# Invariants: row order is address order within a block, equal for layouts with layers outermost and with
+# blocks outermost. Other layouts raise LayoutError.
 
 
 BRIDGED_PADDING_BYTES_MAX = 4096
 BRIDGED_PADDING_SHARE = 8
-"""Padding up to an eighth of the piece before it is copied along: cheaper than a piece more."""
+"""Padding of up to an eighth of the preceding piece is copied too: cheaper than one more piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor of a layer: its pieces, in address order, and what they hold."""
+    """One tensor of a layer: its pieces in address order, and their format."""
 
     storage: int
     pieces: tuple[Piece, ...]
@@ -257,10 +256,10 @@ class _Part:
 
 
 def view_of_tensors(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> CacheView:
-    """The groups that a hash-addressed store may hold, as pages.
+    """View of the groups that are cached by hash.
 
-    ``kv_caches`` is what vLLM registers: layer name -> tensor, or list of state tensors. LayoutError: a layer
-    is missing, or lies in a way that cannot be copied safely.
+    ``kv_caches`` as vLLM registers them: layer name -> tensor, or list of state tensors. LayoutError if a
+    layer is missing, or has a layout that cannot be copied safely.
     """
     if kv_cache_config.hisparse_host_num_blocks is not None or any(
         group.host_resident for group in kv_cache_config.kv_cache_groups
@@ -292,7 +291,7 @@ def _group(group_idx: int, layers: list[str], kv_caches: Mapping[str, Any], num_
         for number, tensor in enumerate(tensors):
             storage = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
             part = _part(f"{layer}/{number}" if len(tensors) > 1 else layer, storage, tensor, num_blocks)
-            # Layers that share another layer's cache show the same bytes again.
+            # A layer that shares another layer's cache has the same bytes.
             parts.setdefault(part.pieces, part)
     ordered = [(part, place) for part in parts.values() for place in range(len(part.pieces))]
     ordered.sort(key=lambda entry: (entry[0].storage, entry[0].pieces[entry[1]].address))
@@ -302,9 +301,9 @@ def _group(group_idx: int, layers: list[str], kv_caches: Mapping[str, Any], num_
 
 
 def _bridge_padding(ordered: list[tuple[_Part, int]]) -> list[tuple[_Part, int]]:
-    """Add small gaps between pieces as pieces of their own, so that the pieces merge into one.
+    """Add small gaps between pieces as pieces, so that all merge into one.
 
-    Only where a block is one window of its stride: what lies in there is the block's own, and never read.
+    Only if a block is one window of its stride: then the gaps belong to the block and are never read.
     """
     pieces = [part.pieces[place] for part, place in ordered]
     strides = {(part.storage, part.pieces[place].block_stride_bytes) for part, place in ordered}
@@ -349,12 +348,12 @@ def _part(layer: str, storage: int, tensor: Any, num_blocks: int) -> _Part:
 
 
 def _names(dimensions: int) -> list[str]:
-    """Of the dimensions within a block: vLLM's letters where it is vLLM's shape, else numbers."""
+    """Names of the dimensions within a block: vLLM's letters for vLLM's shape, else numbers."""
     return ["H", "N", "C"] if dimensions == 4 else [f"d{i}_" for i in range(1, dimensions)]
 
 
 def _row_format(ordered: list[tuple[_Part, int]]) -> tuple[str, ...]:
-    """One entry per layer where its bytes are together and in order, else one per piece."""
+    """One entry per layer if its bytes are contiguous and in order, else one per piece."""
     lines: list[str] = []
     at = 0
     while at < len(ordered):

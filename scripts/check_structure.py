@@ -79,11 +79,11 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
     "modules under 60 lines": 9,
-    "banned phrases": 506,
+    "banned phrases": 468,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
-COMMENT_SHARE_MIN = 0.0167
+COMMENT_SHARE_MIN = 0.0168
 """Comment lines in all lines of the packages; may only rise."""
 
 

@@ -1,10 +1,9 @@
-"""A store of block values that several engines share.
+"""Interface of a store of block values that several engines share, and the frame of a value.
 
-Keys are opaque bytes (already under a namespace), values are whole rows framed by ``connectors.store.base``.
-Every call ends by its deadline, or as soon after it as what it waits for can be interrupted (a hung network
-file system cannot): whoever calls from a thread that must go on hands the call to another thread. A store
-never raises for a missing, corrupt or foreign value: that is a miss, and counted; it raises
-``StoreUnavailable`` when it cannot be asked at all.
+Keys are opaque bytes with a namespace prefix, values are whole rows with a frame. Every call ends by its
+deadline, or as soon after it as its wait can be interrupted (a hung network file system cannot). A thread
+that must not block leaves the call to another thread. A missing, corrupt or foreign value is a counted miss
+and never raises; a store that cannot be reached raises ``StoreUnavailable``.
 """
 
 from __future__ import annotations
@@ -26,41 +25,44 @@ from connectors.settings import ConfigError, size_bytes
 
 
 class StoreUnavailable(Exception):  # noqa: N818
-    """The store could not be reached, or did not answer by the deadline."""
+    """The store is unreachable, or did not answer by the deadline."""
 
 
 class BlockStore(Protocol):
-    """Safe to call from several threads at once."""
+    """A shared store. Thread-safe."""
 
     name: str
-    """What KV events call it (``ownership``)."""
+    """``ownership`` in KV events."""
 
     def register_buffer(self, buffer: memoryview) -> None:
-        """Values will be put from and got into this memory; it stays until ``close``. Once, before them."""
+        """Register the memory of all values; it stays valid until ``close``. Call it once, before
+        transfers."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
         """One answer per key; ``deadline_s``: seconds from now for the whole call."""
 
     def put(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
-        """Write values; one that exists is left, or replaced by an equal one. True: others can read it."""
+        """Write values; an existing one is kept or replaced by an equal one. True: other engines can read
+        it."""
 
     def get_into(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
-        """Fill each buffer with its key's value, of exactly its length. False: a miss, buffer undefined.
+        """Fill each buffer with its key's value of exactly its length. False: a miss, with the buffer
+        undefined.
 
         Buffers are written to until the call returns, never afterwards.
         """
 
     def remove(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """Drop values found bad; absent ones are no error."""
+        """Remove bad values; absent ones are no error."""
 
     def counters(self) -> dict[str, int]:
-        """What went otherwise than hoped since the start, by reason; grows only."""
+        """Counts of errors, misses and other events since the start, by reason; they only grow."""
 
     def close(self) -> None: ...
 
 
 def close_within(store: BlockStore, timeout_s: float) -> bool:
-    """Close a store whose client may wait for a server that is gone. False: it still does."""
+    """Close a store whose client may wait for a lost server. False: it still waits after ``timeout_s``."""
     thread = threading.Thread(target=store.close, name="kvatlas-store-close", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -68,13 +70,13 @@ def close_within(store: BlockStore, timeout_s: float) -> bool:
 
 
 class Deadline:
-    """A moment by which something must have ended."""
+    """A point in time, ``seconds`` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """Seconds left, 0 when there are none."""
+        """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def passed(self) -> bool:
@@ -97,11 +99,11 @@ class Counters:
             return dict(self._counts)
 
 
-# Reads the settings of a store: every key is known, every value in range, or the error names it.
-
-
 class Options:
-    """One mapping of settings; ``where`` is its name in errors. Read all keys, then call ``finish``."""
+    """A mapping of settings that is checked while it is read; ``where`` is its name in errors.
+
+    Read all keys, then call ``finish``, which raises for unknown keys.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
@@ -113,7 +115,7 @@ class Options:
         return f"{self._where}.{name}"
 
     def text(self, name: str, default: str | None = None, *, choices: tuple[str, ...] = ()) -> str:
-        """A text that is not empty, unless that is the default; ``default`` None: it must be given."""
+        """A non-empty text, or the default; without a default the key is required."""
         value = self._get(name, default)
         if not isinstance(value, str) or (not value and value != default):
             raise ConfigError(self.key(name), value, "give a text")
@@ -122,7 +124,7 @@ class Options:
         return value
 
     def file(self, name: str) -> Path | None:
-        """A path to a file that can be read, or None where it is not given."""
+        """Path of a readable file, or None if it is not given."""
         value = self.text(name, "")
         if not value:
             return None
@@ -160,7 +162,7 @@ class Options:
         return size_bytes(self._get(name, default), self.key(name))
 
     def finish(self) -> None:
-        """ConfigError for a key that nobody read."""
+        """Raise ConfigError for an unknown key."""
         for name in self._values:
             if name not in self._known:
                 known = ", ".join(sorted(self._known))
@@ -174,13 +176,12 @@ class Options:
         return value
 
 
-# How a row is written to a shared store, so that whoever reads it knows that it is the row that was meant.
+# The frame of a row in a shared store, which lets a reader verify that it is the expected row.
 #
 # A value is the row's bytes followed by 64 bytes, little-endian: magic, format version, length of the row,
-# digest of the namespace, digest of the block key, xxh3_64 of the row. The frame comes last so that row and
-# frame are one stretch of memory in which the row begins where the transfer engine put it. What always
-# holds: a value that is corrupt, cut short, of another format, namespace or key never passes
-# ``find_fault``.
+# digest of the namespace, digest of the block key, xxh3_64 of the row. The frame comes last, so that row and
+# frame are contiguous and the row begins where the transfer engine put it. Invariant: a value that is
+# corrupt, truncated, or of another format, namespace or key never passes ``find_fault``.
 
 
 FORMAT_VERSION = 1
@@ -191,7 +192,7 @@ _FRAME = struct.Struct("<4sHxxQ16s16sQ8x")
 
 
 class FrameFault(enum.Enum):
-    """Why a value is not what was asked for; the value is its name in counters."""
+    """Fault of a value; the enum value is its name in counters."""
 
     SHORT = "short"
     MAGIC = "magic"
@@ -212,9 +213,9 @@ def _key_digest(key: bytes) -> bytes:
 
 
 def seal(value: memoryview, namespace: bytes, key: bytes) -> None:
-    """Write the frame of the row in ``value`` (bytes: row, then ``FRAME_BYTES``) behind it.
+    """Write the frame into the last ``FRAME_BYTES`` of ``value``, after the row.
 
-    ``namespace``: a digest of ``DIGEST_BYTES``. ValueError where there is no room for a frame.
+    ``namespace``: a digest of ``DIGEST_BYTES``. ValueError if there is no room for a frame.
     """
     if len(value) < FRAME_BYTES or len(namespace) != DIGEST_BYTES:
         raise ValueError(f"cannot frame {len(value)} bytes under a namespace of {len(namespace)} bytes")
@@ -224,7 +225,7 @@ def seal(value: memoryview, namespace: bytes, key: bytes) -> None:
 
 
 def find_fault(value: memoryview, namespace: bytes, key: bytes) -> FrameFault | None:
-    """What is wrong with this value as the value of ``key``; None: nothing."""
+    """Fault of this value as the value of ``key``; None if it is valid."""
     if len(value) < FRAME_BYTES:
         return FrameFault.SHORT
     row, frame = _split(value)

@@ -1,9 +1,9 @@
 """Blocks as files in one directory, shared by the engines of a machine (/dev/shm, a disk) or of many (NFS).
 
-A value is written to a temporary file and renamed, so a reader sees all of it or nothing; nothing is locked
-to read or write. Files are spread over 256 folders. A thread keeps the sum of sizes under the cap by removing
-the files that were used longest ago, by modification time, which reading renews; of several processes one
-sweeps at a time. Temporary files that a crash left behind are removed by age.
+A value is written to a temporary file and renamed, so a reader sees all of it or nothing, without locks.
+Files are spread over 256 folders. A thread keeps the total size below the limit: it removes the least
+recently used files by modification time, which reading renews. One process sweeps at a time. Temporary files
+left by a crash are removed by age.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ KEY_BYTES_MAX = 100
 """Its hexadecimal digits, and what a temporary file adds, fit a file name."""
 _SUFFIX = ".kv"
 _TEMPORARY = ".tmp-"
+# Share of the cap that a sweep leaves, so that not every new file begins another.
 _SWEEP_TO = 0.9
-"""Share of the cap that a sweep leaves, so that not every new file begins another."""
 _ROOM_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """``touch_after_s``: a file's time is renewed by use once it is this old; less often is less work."""
+    """``touch_after_s``: a use renews a file's time only if it is at least this old, to limit the work."""
 
     path: Path
     max_bytes: int
@@ -48,7 +48,7 @@ class FileSettings:
 
     @classmethod
     def parse(cls, options: Options) -> FileSettings:
-        """ConfigError for what cannot work."""
+        """Parse options. ConfigError for invalid values."""
         path = Path(options.text("path"))
         if not path.is_absolute():
             raise ConfigError(
@@ -64,10 +64,11 @@ class FileSettings:
 
 
 class FileStore:
-    """A ``BlockStore`` in a directory. ``sweeps``: whether this one keeps the cap (a reader need not)."""
+    """A ``BlockStore`` in a directory. ``sweeps``: whether this one enforces the limit (a reader need
+    not)."""
 
     def __init__(self, settings: FileSettings, *, sweeps: bool = True, name: str = "file") -> None:
-        """StoreUnavailable: the directory cannot be made or written to."""
+        """StoreUnavailable if the directory cannot be created or written to."""
         self.name = name
         self._settings = settings
         self._counters = Counters()
@@ -90,10 +91,10 @@ class FileStore:
             self._thread.start()
 
     def register_buffer(self, buffer: memoryview) -> None:
-        """Nothing to do: files are read into and written from any memory."""
+        """Nothing to do: any memory can be read into and written from."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """One answer per key, and a new lease of life for what is there, as it is likely read next."""
+        """One answer per key; renews existing files, which are likely to be read next."""
         deadline = Deadline(deadline_s)
         found = []
         for key in keys:
@@ -109,7 +110,7 @@ class FileStore:
         return found
 
     def put(self, items: Sequence[tuple[bytes, memoryview]], deadline_s: float) -> list[bool]:
-        """Write what is not there yet; what is there with another length is replaced."""
+        """Write missing files; replace files of another length."""
         deadline = Deadline(deadline_s)
         return [self._put_one(key, value) for key, value in items if self._in_time(deadline)]
 
@@ -138,7 +139,8 @@ class FileStore:
             self._thread.join(timeout=5.0)
 
     def sweep(self) -> int | None:
-        """Remove leftovers, and files until the cap holds; bytes left, or None where another is sweeping."""
+        """Remove leftovers, and files until the limit holds. Returns bytes left; None if another one
+        sweeps."""
         lock = os.open(self._settings.path / ".sweep.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -163,7 +165,7 @@ class FileStore:
 
     def _renew(self, path: str, found: os.stat_result) -> None:
         if time.time() - found.st_mtime >= self._settings.touch_after_s:
-            # Swept meanwhile, or another user's file: the answer stays right.
+            # Swept in the meantime, or another user's file: the answer stays valid.
             with contextlib.suppress(OSError):
                 os.utime(path)
 
@@ -264,7 +266,7 @@ def _write(path: str, value: memoryview) -> None:
 
 
 def _read(file: int, buffer: memoryview) -> bool:
-    """Fill the buffer. False: the file ended before."""
+    """Fill the buffer. False if the file is too short."""
     while buffer:
         count = os.readv(file, [buffer])
         if not count:

@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "mooncake-transfer-engine"
 _BATCH_ITEMS_MAX = 512
+# The client's words for an object that is not there, and for one that does not fit the buffer.
 _MISSES = {-704: "absent", -600: "length"}
-"""The client's words for an object that is not there, and for one that does not fit the buffer."""
 
 
 @dataclass(frozen=True)
 class MooncakeSettings:
-    """``segment_bytes``: memory this engine lends to the store; ``buffer_bytes``: the client's own."""
+    """``segment_bytes``: memory that this engine contributes to the store; ``buffer_bytes``: client
+    buffer."""
 
     master: str
     metadata: str
@@ -39,7 +40,7 @@ class MooncakeSettings:
 
     @classmethod
     def parse(cls, options: Options) -> MooncakeSettings:
-        """ConfigError for what cannot work."""
+        """Parse options. ConfigError for invalid values."""
         return cls(
             master=options.text("master"),
             metadata=options.text("metadata", "P2PHANDSHAKE"),
@@ -52,7 +53,7 @@ class MooncakeSettings:
 
 
 def new_client() -> Any:
-    """A client that is not set up. ConfigError naming the package where it is missing or does not load."""
+    """Make a client before its setup. ConfigError naming the package if it is missing or does not load."""
     try:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415
     except ImportError as error:
@@ -62,12 +63,12 @@ def new_client() -> Any:
 
 
 class MooncakeStore:
-    """A ``BlockStore`` on Mooncake. ``lends``: whether this process gives memory to the store."""
+    """A ``BlockStore`` on Mooncake. ``lends``: whether this process contributes memory to the store."""
 
     def __init__(
         self, settings: MooncakeSettings, *, lends: bool = True, name: str = "mooncake", client: Any = None
     ) -> None:
-        """StoreUnavailable: the master or the metadata service does not answer."""
+        """StoreUnavailable if the master or the metadata service does not answer."""
         self.name = name
         self._counters = Counters()
         self._regions: list[tuple[int, int]] = []
@@ -87,7 +88,7 @@ class MooncakeStore:
             raise StoreUnavailable(f"mooncake at {settings.master}: setting up failed with {status}")
 
     def register_buffer(self, buffer: memoryview) -> None:
-        """StoreUnavailable: the client cannot use this memory."""
+        """StoreUnavailable if the client cannot register this memory."""
         address = _address(buffer)
         status = self._client.register_buffer(address, buffer.nbytes)
         if status != 0:
@@ -128,7 +129,7 @@ class MooncakeStore:
         return done
 
     def remove(self, keys: Sequence[bytes], deadline_s: float) -> None:
-        """Forced: a value found bad goes also while it is leased to a reader."""
+        """Remove by force: a bad value is removed even while a reader has a lease on it."""
         deadline = Deadline(deadline_s)
         for batch in self._batches(keys, deadline):
             self._client.batch_remove([key.hex() for key in batch], True)

@@ -1,10 +1,9 @@
-"""Which engines may read one another's blocks: those that agree on everything a block's bytes depend on.
+"""Namespaces of a shared store: engines share blocks only if all inputs of a block's bytes are equal.
 
-A block hash names tokens, nothing else. So every key in a shared store begins with the digest of a namespace:
-model, weights, element types, layout, group specs, parallel sizes and rank, hash scheme and seed, format. Two
-engines that differ in any of it have different keys and never meet; what it consists of can be read in the
-log of both. Both halves of a connector compute it from the same configuration; a ``ticket`` with every job
-proves that they came to the same.
+A block hash covers tokens only. So every key in a shared store begins with the digest of a namespace: model,
+weights, element types, layout, group specs, parallel sizes and rank, hash scheme and seed, format. Engines
+that differ in any of these have different keys; both log their fields. Both halves of a connector compute the
+namespace from the same configuration, and the ``ticket`` in every job verifies that they are equal.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from typing import Any
 
 from connectors.store.base import DIGEST_BYTES, FORMAT_VERSION
 
-# What tells one set of model weights from another, cheaply enough for every start of an engine.
+# Digest that distinguishes model weights, cheap enough for every engine start.
 #
-# Two engines may serve different weights under one name: a local path that means something else on another
-# host, a fine-tune copied over its base. Weights in a directory are therefore sampled: name, size and a few
-# kilobytes of every weight file, and of the model's configuration. Weights from a hub are named by the
-# commit that was resolved.
+# Two engines may serve different weights under one name: a local path with other content on another host, a
+# fine-tune copied over its base model. So weights in a directory are sampled: name, size and a few kilobytes
+# of every weight file and of the model's configuration. Weights from a hub are identified by the resolved
+# commit.
 
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -36,9 +35,9 @@ _SAMPLES = 4
 
 
 def weights_digest(model: str) -> str:
-    """Hexadecimal digest of the weights at this path; empty where it is no local file or directory.
+    """Hexadecimal digest of the weights at this path; empty if it is no local file or directory.
 
-    Files that cannot be read count by name and size only.
+    An unreadable file contributes its name only.
     """
     path = Path(model)
     try:
@@ -74,17 +73,18 @@ def _sample(file: Path) -> bytes:
 
 _EPOCH_BITS = 20
 EPOCHS_MAX = 1 << _EPOCH_BITS
+# Fields of a spec without effect on bytes: scheduling, owner of the layer.
 _NOT_ABOUT_BYTES = frozenset({"is_index_group_leader", "is_draft"})
-"""Fields of a spec that say how it is scheduled, or whose layer it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """``fields``: all that counts but the rank, as text by name. ``ranks``: (tp, pp, dcp) of each rank.
+    """Inputs of the keys of one engine.
 
-    ``engine``: this engine's own name, from start to end. ``private_reason``: why nobody else can have this
-    namespace; empty where it can be shared. An *epoch* is 0 at start; every later one is this engine's alone:
-    after a reset nobody can say who else has the same weights.
+    ``fields``: all inputs except the rank, as text by name. ``ranks``: (tp, pp, dcp) of each rank.
+    ``engine``: id of this engine's run. ``private_reason``: reason why no other engine can have this
+    namespace; empty if it can be shared. The *epoch* is 0 at start; later epochs are private to this engine,
+    because other engines may have other weights after a reset.
     """
 
     fields: Mapping[str, str]
@@ -93,7 +93,7 @@ class Namespace:
     private_reason: str = ""
 
     def digest(self, rank: int, epoch: int = 0) -> bytes:
-        """Name of this rank's blocks in this epoch, ``DIGEST_BYTES`` long."""
+        """Digest for this rank's blocks in this epoch, ``DIGEST_BYTES`` long."""
         tp, pp, dcp = self.ranks[rank]
         named = {**self.fields, "tp_rank": str(tp), "pp_rank": str(pp), "dcp_rank": str(dcp)}
         if epoch:
@@ -102,30 +102,30 @@ class Namespace:
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
     def digests(self, epoch: int = 0) -> tuple[bytes, ...]:
-        """Of every rank, in order; of ranks that hold the same, one."""
+        """Digests of all ranks, in order; one for ranks that hold the same KV."""
         return tuple(dict.fromkeys(self.digest(rank, epoch) for rank in range(len(self.ranks))))
 
     def ticket(self, epoch: int) -> int:
-        """One number that says the epoch and vouches for the fields; below 2**52."""
+        """One number below 2**52 with the epoch and a checksum of the fields."""
         return int.from_bytes(self.digest(0)[:4], "big") << _EPOCH_BITS | epoch
 
     def read_ticket(self, ticket: int) -> int:
-        """The epoch. ValueError: it was written under other fields than these."""
+        """The epoch of a ticket. ValueError if it was made with other fields."""
         epoch = ticket & (1 << _EPOCH_BITS) - 1
         if ticket != self.ticket(epoch):
             raise ValueError(f"the other half of this engine has another namespace; here: {self.describe()}")
         return epoch
 
     def describe(self) -> str:
-        """For logs and errors: every field, one line."""
+        """All fields in one line, for logs and errors."""
         named = "; ".join(f"{name}={value}" for name, value in sorted(self.fields.items()))
         return f"{self.digest(0).hex()} ({len(self.ranks)} ranks; {named})"
 
 
 def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "", replicas: int = 1) -> Namespace:
-    """The namespace of a vLLM engine. ``label``: chosen by the operator, to keep fleets apart.
+    """Make the namespace of a vLLM engine. ``label``: chosen by the operator to separate fleets.
 
-    ``replicas``: so many neighbouring tensor-parallel ranks hold the same, and have one name for it.
+    ``replicas``: number of neighbouring tensor-parallel ranks that hold the same KV and share one digest.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     seed, private_reason = _hash_seed(vllm_config)
@@ -133,10 +133,10 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "", rep
     files = weights_digest(str(model.model))
     fields = {
         "format": str(FORMAT_VERSION),
-        # What a page's bytes mean is the attention kernels' business, and those change between releases.
+        # The attention kernels define the meaning of a page's bytes, and they change between releases.
         "vllm": _vllm_release(),
         "label": label,
-        # The same weights may lie elsewhere on another host.
+        # The same weights may have another path on another host.
         "model": os.path.basename(str(model.model).rstrip("/")) if files else str(model.model),
         "revision": str(model.revision),
         "commit": str(commit),
@@ -162,20 +162,20 @@ def namespace_of(vllm_config: Any, kv_cache_config: Any, *, label: str = "", rep
 
 
 def _vllm_release() -> str:
-    """``major.minor``."""
+    """vLLM's ``major.minor``."""
     import vllm  # noqa: PLC0415
 
     return ".".join(vllm.__version__.split(".")[:2])
 
 
 def _hash_seed(vllm_config: Any) -> tuple[str, str]:
-    """(the hash every chain begins with, why it is nobody else's)."""
+    """(First hash of every chain, reason why it is private to this engine)."""
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed  # noqa: PLC0415
 
     name = vllm_config.cache_config.prefix_caching_hash_algo
     hash_fn = get_hash_fn_by_name(name)
-    # Where the environment gives no seed, asking twice shows whether there is a fixed one.
+    # Without a seed in the environment, two calls show whether vLLM uses a fixed one.
     seeds = resolve_none_hash_seed(hash_fn), resolve_none_hash_seed(hash_fn)
     if seeds[0] != seeds[1]:
         engine = str(vllm_config.kv_transfer_config.engine_id)
@@ -193,7 +193,8 @@ def _ranks(parallel: Any, replicas: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def _group(spec: Any) -> str:
-    """One group's spec as text. Groups of like layers count by one of them, as the engine core sees them."""
+    """One group's spec as text. A group with a spec per layer is described by its first, as in the engine
+    core."""
     inner = getattr(spec, "kv_cache_specs", None)
     if inner:
         spec = next(iter(inner.values()))
@@ -207,7 +208,7 @@ def _group(spec: Any) -> str:
 
 
 def _speculative(vllm_config: Any) -> str:
-    """A draft model's layers lie in the same groups: its name and method count."""
+    """Method and name of a draft model, whose layers are in the same groups."""
     config = vllm_config.speculative_config
     if config is None:
         return ""
@@ -216,7 +217,7 @@ def _speculative(vllm_config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it, the same in every process: no addresses, no order of sets."""
+    """Convert to JSON types, equal in every process: no addresses, sorted sets."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

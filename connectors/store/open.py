@@ -1,4 +1,5 @@
-"""From the settings under ``store`` to a store: ``{"kind": "file", "path": ...}`` and its like."""
+"""Open the store described by settings such as ``{"kind": "file", "path": ...}``, behind a circuit
+breaker."""
 
 from __future__ import annotations
 
@@ -12,11 +13,10 @@ from typing import Any, TypeVar
 from connectors.settings import ConfigError
 from connectors.store.base import BlockStore, Counters, Options, StoreUnavailable
 
-# Circuit breaker of a store: after a few failures in a row it is not asked for a while.
+# Circuit breaker of a store: after several failures in a row, calls fail immediately for a while.
 #
-# ``Circuit`` counts failures and says when to ask again: after a pause that doubles with every failed
-# attempt, by one caller at a time. ``GuardedStore`` puts one in front of any store. Both are safe among
-# threads.
+# ``Circuit`` counts failures and allows a new attempt, by one caller at a time, after a pause that doubles
+# with every failed attempt. ``GuardedStore`` puts one in front of any store. Both are thread-safe.
 
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ Answer = TypeVar("Answer")
 
 
 class Circuit:
-    """Closed (calls go through) until ``failures_max`` in a row failed; then open, and tried now and then."""
+    """Closed (calls pass) until ``failures_max`` calls in a row failed; then open, with occasional
+    attempts."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Circuit:
         self._trying = False
 
     def enter(self) -> None:
-        """Before a call. StoreUnavailable: do not make it."""
+        """Call it before a call to the store. Raises StoreUnavailable while the circuit is open."""
         with self._lock:
             if self._failures < self._failures_max:
                 return
@@ -68,16 +69,16 @@ class Circuit:
             beyond = self._failures - self._failures_max
             if beyond < 0:
                 return
-            # Capped before it is raised to a power: a store may be away for days.
+            # Cap the exponent: a store may be unavailable for days.
             pause_s = min(self._longest_pause_s, self._first_pause_s * 2 ** min(beyond, 30))
-            # Engines that lost the same store do not all come back to it at once.
+            # Jitter keeps engines that lost the same store from retrying at the same time.
             self._open_until = self._clock() + pause_s * random.uniform(0.5, 1.0)
             if beyond == 0:
                 log.warning("store %s does not answer, going on without it: %s", self._name, error)
 
 
 class GuardedStore:
-    """A ``BlockStore`` behind a circuit. Whatever it raises becomes ``StoreUnavailable``."""
+    """A ``BlockStore`` behind a circuit. Every error becomes ``StoreUnavailable``."""
 
     def __init__(self, store: BlockStore, circuit: Circuit | None = None) -> None:
         self._store = store
@@ -128,11 +129,11 @@ KINDS = ("file", "mooncake", "redis")
 
 
 def open_store(config: object, *, where: str = "store", lookup_only: bool = False) -> GuardedStore:
-    """The store these settings describe, behind a circuit.
+    """Open the store that these settings describe, behind a circuit.
 
-    ``lookup_only``: for the half that only asks what exists; it keeps no caps and lends no memory.
-    ConfigError for an unknown key or a value that cannot work; StoreUnavailable where a directory or service
-    must be there at start and is not.
+    ``lookup_only``: for the half that only calls ``exists``; it enforces no size limit and contributes no
+    memory. ConfigError for an unknown key or an invalid value; StoreUnavailable if a directory or service
+    that is needed at start is missing.
     """
     if not isinstance(config, Mapping):
         raise ConfigError(where, config, 'give a mapping, e.g. {"kind": "file", "path": "/dev/shm/kv"}')

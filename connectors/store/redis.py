@@ -1,9 +1,8 @@
 """Blocks as values of a Redis or Valkey server: simple to run, about 1 GB/s, for tests and small fleets.
 
-The server evicts (``maxmemory`` with ``allkeys-lru``); asking whether a key exists renews it. A few
-connections are kept and handed to the threads that ask; each call sends pipelines of at most 8 MiB. A
-connection with which anything went wrong is closed and a new one made for the next call; how often that is
-tried, ``connectors.store.open`` says.
+The server evicts (``maxmemory`` with ``allkeys-lru``); ``exists`` renews a key. A few connections are pooled;
+each call sends pipelines of at most 8 MiB. A connection is closed after any error, and the next call makes a
+new one; ``connectors.store.open`` limits the attempts.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from redis.retry import Retry
 from connectors.settings import ConfigError
 from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
 
-# One connection to a Redis or Valkey server, for few commands with large values and a real deadline.
+# One connection to a Redis or Valkey server, for few commands with large values and a strict deadline.
 #
-# redis-py connects, logs in, packs and parses. Its time-outs limit single reads, so that a server which
-# sends a byte now and then would hold a caller for ever; here a timer closes the connection at the deadline
-# of the whole call. Anything unexpected breaks the link for good: its owner makes another one. One thread
-# at a time.
+# redis-py connects, logs in, packs and parses. Its timeouts limit single reads, so a server that sends a byte
+# now and then could block a caller forever; here a timer closes the connection at the deadline of the whole
+# call. Any unexpected event breaks the link permanently; its owner makes another one. Used by one thread at a
+# time.
 
 
 _READ_BYTES = 1 << 20
@@ -46,7 +45,7 @@ _COPY_BYTES = 6000
 
 Command = Sequence[bytes | memoryview]
 Reply = Any
-"""int, bytes, None for nil, or the ``ResponseError`` with which the server refused the command."""
+"""int, bytes, None for nil, or the ``ResponseError`` of a refused command."""
 
 
 def _encoded(part: bytes | memoryview | str | int) -> bytes | memoryview:
@@ -55,7 +54,7 @@ def _encoded(part: bytes | memoryview | str | int) -> bytes | memoryview:
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """``host`` and ``port``, or ``unix_path``. The password file is read anew for every connection."""
+    """``host`` and ``port``, or ``unix_path``. Every new connection reads the password file."""
 
     host: str = "127.0.0.1"
     port: int = 6379
@@ -74,7 +73,7 @@ class RedisAddress:
         return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}/{self.db}"
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """None without TLS; OSError or ssl.SSLError where a file is not what it should be."""
+        """TLS context; None without TLS. OSError or ssl.SSLError for an invalid file."""
         if not self.tls:
             return None
         context = ssl.create_default_context(cafile=self.ca_file)
@@ -83,7 +82,7 @@ class RedisAddress:
         return context
 
     def connection(self, connect_timeout_s: float) -> AbstractConnection:
-        """redis-py's connection, not connected. OSError where the password file cannot be read."""
+        """redis-py's connection, not yet connected. OSError if the password file cannot be read."""
         arguments: dict[str, Any] = {
             "db": self.db,
             "username": self.username or None,
@@ -104,8 +103,7 @@ class RedisAddress:
 
 
 class TlsConnection(Connection):
-    """TLS with a given context. redis-py's own connection trusts the system's certificate authorities beside
-    the given one."""
+    """TLS with a given context; redis-py's own class also trusts the system's certificate authorities."""
 
     def __init__(self, tls: ssl.SSLContext, **arguments: Any) -> None:
         self._tls = tls
@@ -121,7 +119,8 @@ class TlsConnection(Connection):
 
 
 class RedisLink:
-    """A connection, made and logged in. StoreUnavailable: the server is not there, or does not let us in."""
+    """A connected and authenticated link. StoreUnavailable if the server is unreachable or refuses the
+    login."""
 
     def __init__(self, address: RedisAddress, deadline: Deadline) -> None:
         try:
@@ -138,7 +137,7 @@ class RedisLink:
             raise
 
     def run(self, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
-        """Send commands and take their replies, in order. StoreUnavailable: the link is broken."""
+        """Send commands and return their replies, in order. StoreUnavailable if the link is broken."""
         with self._until(deadline):
             packed = self._connection.pack_commands(commands)
             self._connection.send_packed_command(packed, check_health=False)
@@ -158,14 +157,14 @@ class RedisLink:
 
     @contextmanager
     def _until(self, deadline: Deadline) -> Iterator[None]:
-        """The connection is closed when the deadline passes, which ends whatever waits for it."""
+        """Close the connection when the deadline passes, which ends any wait on it."""
         timer = threading.Timer(deadline.left_s(), self._connection.disconnect)
         timer.daemon = True
         timer.start()
         try:
             yield
         except Exception as error:
-            if deadline.passed():  # a socket closed from outside fails in many ways
+            if deadline.passed():  # a socket closed by the timer raises various errors
                 raise StoreUnavailable("the deadline passed") from error
             if isinstance(error, RedisError | OSError):
                 raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
@@ -179,14 +178,14 @@ log = logging.getLogger(__name__)
 PIPELINE_BYTES_MAX = 8 << 20
 PIPELINE_COMMANDS_MAX = 1024
 VALUE_BYTES_MAX = 512 * 1000 * 1000
-"""What servers take by default (``proto-max-bulk-len``), with room for the command around it."""
+"""Servers' default limit (``proto-max-bulk-len``, 512 MiB), minus room for the command."""
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class RedisSettings:
-    """``ttl_s``: values nobody renews are forgotten after so many seconds; 0: only when memory runs out."""
+    """``ttl_s``: seconds after which values expire unless renewed; 0: evicted only when memory is full."""
 
     address: RedisAddress = field(default_factory=RedisAddress)
     connections: int = 4
@@ -195,7 +194,7 @@ class RedisSettings:
 
     @classmethod
     def parse(cls, options: Options) -> RedisSettings:
-        """ConfigError for what cannot work; passwords only come from files."""
+        """Parse options; passwords come from files only. ConfigError for invalid values."""
         address = _address(options)
         try:
             address.tls_context()
@@ -251,7 +250,7 @@ def _without_login(url: str) -> str:
 
 
 class RedisStore:
-    """A ``BlockStore`` on one server. Nothing is connected before the first call."""
+    """A ``BlockStore`` on one server. The first call connects."""
 
     def __init__(self, settings: RedisSettings, *, name: str = "redis") -> None:
         self.name = name
@@ -264,10 +263,10 @@ class RedisStore:
         self._closed = threading.Event()
 
     def register_buffer(self, buffer: memoryview) -> None:
-        """Nothing to do: sockets write from any memory, and values are copied from theirs."""
+        """Nothing to do: sockets write from any memory, and received values are copied."""
 
     def exists(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """One answer per key; keys that are there become the most recently used."""
+        """One answer per key; existing keys become the most recently used."""
         deadline = Deadline(deadline_s)
         found: list[bool] = []
         with self._link(deadline) as link:
@@ -324,7 +323,7 @@ class RedisStore:
 
     @contextmanager
     def _link(self, deadline: Deadline) -> Iterator[RedisLink]:
-        """One of the connections, for one call; made where there is none."""
+        """Use a pooled connection for one call; makes one if none is free."""
         if self._closed.is_set():
             raise StoreUnavailable("the store is closed")
         try:
@@ -346,7 +345,7 @@ class RedisStore:
             self._idle.put(link)
 
     def _run(self, link: RedisLink, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
-        """Replies in order; a command that the server refuses gives the error, which is counted."""
+        """Replies in order; a refused command gives its error, which is counted."""
         replies = link.run(commands, deadline)
         for reply in replies:
             if isinstance(reply, RedisError):
@@ -374,7 +373,7 @@ class RedisStore:
 
 
 def _batches(items: Sequence[Item], size_bytes: Callable[[Item], int]) -> Iterator[Sequence[Item]]:
-    """Cut into runs that fit a pipeline; one item may be larger alone."""
+    """Cut into runs that fit a pipeline; a single item may be larger."""
     start = total = 0
     for at, item in enumerate(items):
         size = size_bytes(item)

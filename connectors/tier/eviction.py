@@ -1,6 +1,6 @@
-"""The eviction policies by name: which key gives way when a tier is full.
+"""Eviction policies of a tier.
 
-``lru`` and ``arc``: by recency. ``boundary``: blocks that can no longer serve a hit first.
+``lru`` and ``arc`` evict by recency; ``boundary`` evicts blocks first that can no longer serve a hit.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ from typing import Protocol
 from connectors.hits import GroupKind, GroupShape
 from connectors.tier.prefix_tree import Node, PrefixTree
 
-# What an eviction policy is told, and what it answers.
+# Interface of an eviction policy.
 #
-# A policy knows keys only; the tier says which of them may not go now (being stored or loaded, or just
-# asked for).
+# A policy knows keys only; the tier excludes keys from eviction that are being stored or loaded, or were just
+# used.
 
 
 Spared = Callable[[bytes], bool]
-"""Whether a key must stay for now."""
+"""Whether a key must not be evicted now."""
 
 
 class EvictionPolicy(Protocol):
-    """Told about every key that occupies a slot, from its reservation to its end. No call blocks."""
+    """Chooses the keys to evict; it is notified of every key from its reservation to its end. No call
+    blocks."""
 
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
-        """A request stores these keys (``Tier.begin_store``); those already here are being used again."""
+        """Begin the store of a request's keys (``Tier.begin_store``); keys already held count as used."""
 
     def end_chain(self, added: Sequence[bytes]) -> None:
-        """These of the chain got a slot, in prompt order. Follows each ``begin_chain``."""
+        """End ``begin_chain``: these keys of the chain got a slot, in prompt order."""
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """These keys, all here, are loaded for one request."""
+        """Mark these held keys as used: they are loaded for one request."""
 
     def remove(self, key: bytes) -> None:
-        """The key is gone for another reason than ``victims``."""
+        """Remove a key that was dropped for another reason than ``victims``."""
 
     def victims(self, count: int, spared: Spared) -> list[bytes]:
-        """Choose up to ``count`` keys and forget them; fewer where the others that are here are spared."""
+        """Choose and remove up to ``count`` keys; fewer if the remaining ones are spared."""
 
 
 # Eviction by recency, with and without frequency.
 #
-# ``LruPolicy``: the key unused for longest. ``ArcPolicy``: recency against frequency, balanced by what was
-# missed (Megiddo and Modha, FAST 2003).
+# ``LruPolicy``: the least recently used key. ``ArcPolicy``: adaptive balance of recency and frequency
+# (Megiddo and Modha, FAST 2003).
 
 
 class LruPolicy:
-    """Least recently used first; of keys used together, the last of the prompt goes first."""
+    """Least recently used first; of keys used together, the last in the prompt first."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
@@ -77,9 +78,9 @@ class LruPolicy:
 
 
 class ArcPolicy:
-    """Adaptive replacement: keys seen once and keys seen again share the slots by what was missed lately.
+    """Adaptive replacement: recent misses balance the slots between keys seen once and keys seen again.
 
-    Remembers up to ``slots`` keys that went, besides those that are here.
+    It remembers up to ``slots`` evicted keys besides the held ones.
     """
 
     def __init__(self, slots: int) -> None:
@@ -88,8 +89,8 @@ class ArcPolicy:
         self._again: OrderedDict[bytes, None] = OrderedDict()
         self._gone_once: OrderedDict[bytes, None] = OrderedDict()
         self._gone_again: OrderedDict[bytes, None] = OrderedDict()
+        # Target number of slots for keys seen once.
         self._once_share = 0.0
-        """How many slots keys seen once should have."""
         self._returning: set[bytes] = set()
 
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
@@ -132,7 +133,7 @@ class ArcPolicy:
         return None
 
     def _learn(self, key: bytes) -> None:
-        """A key that went comes back: its list should have had more room."""
+        """Handle the return of an evicted key: give its list more room."""
         once, again = len(self._gone_once), len(self._gone_again)
         if key in self._gone_once:
             self._once_share = min(self._slots, self._once_share + max(1.0, again / once))
@@ -155,22 +156,21 @@ def _first(keys: Iterable[bytes], spared: Spared) -> bytes | None:
     return next((key for key in keys if not spared(key)), None)
 
 
-# Eviction that keeps whole prefixes usable: what can no longer serve a hit goes first.
+# Eviction that keeps whole prefixes usable: blocks that can no longer serve a hit go first.
 #
-# A hit needs every full-attention block of its prefix and, of each window or state group, only the tail at
-# its boundary. So in this order: (1) keys below a missing full-attention block; (2) tails at boundaries
-# where no request is expected to resume, because the prompt simply went on there; (3) the least recently
-# used end of a prompt, with all its groups' tails and the full blocks that only it uses, up to where
-# another prompt leaves or a boundary above can still be resumed. Heads of prefixes thus live longest, and
-# groups go together. A boundary counts as an end where nothing follows, where prompts part, or where loads
-# ended more than once.
+# A hit needs every full-attention block of its prefix but, of each window or state group, only the tail at
+# its boundary. So keys are evicted in this order: (1) keys below a missing full-attention block; (2) tails at
+# boundaries where no request is expected to resume, because the prompt continued there; (3) the least
+# recently used end of a prompt, with the tails of all its groups and the full blocks that only it uses, up to
+# a branch of another prompt or a boundary above that can still be resumed. So heads of prefixes live longest,
+# and groups are evicted together. A boundary is an end if nothing follows, if prompts branch there, or if
+# loads ended there more than once.
 #
-# What always holds: every key added is in exactly one node; a key is chosen at most once; the work per
-# choice is bounded by the longest window, in boundaries, amortised, and a step's by the blocks it stores.
+# Invariants: every added key is in exactly one node; a key is chosen at most once. The amortised work per
+# choice is bounded by the longest window in boundaries, and that of a step by the blocks it stores.
 #
-# What it brings: ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group,
-# shared system prompts, conversations and one-off prompts, seeded), share of prompt tokens that could be
-# loaded::
+# Measured by ``python -m tests.connectors.tier.eviction_simulation`` (5 window groups, 1 full group, shared
+# system prompts, conversations and one-off prompts, seeded): share of prompt tokens that can be loaded::
 #
 #     slots          lru       arc  boundary
 #     2000         0.351     0.449     0.498
@@ -179,14 +179,14 @@ def _first(keys: Iterable[bytes], spared: Spared) -> bytes | None:
 #     16000        0.631     0.631     0.641
 
 
+# Most spared keys visited in one queue before the next queue is used.
 _SCAN_MAX = 64
-"""Spared keys looked at in a queue before another queue is asked."""
+# Most nodes evicted at a time: a very long prompt is evicted in parts, as rows are needed.
 _RUN_MAX = 256
-"""Nodes given up at once: a very long prompt is given up in parts, each when its rows are needed."""
 
 
 class BoundaryPolicy:
-    """An ``EvictionPolicy`` over the tree of prefixes. ``nodes_max`` bounds the tree."""
+    """The policy ``boundary`` over a tree of prefixes. ``nodes_max`` bounds the tree."""
 
     def __init__(
         self, shapes: Sequence[GroupShape], hash_block_tokens: int, boundary_tokens: int, nodes_max: int
@@ -200,13 +200,13 @@ class BoundaryPolicy:
         self._order = count()
         self._placed: dict[bytes, Node] = {}
         self._made: list[Node] = []
+        # Chain being stored: the node of each key, the nodes made for it, and the union of both.
         self._named: dict[Node, None] = {}
-        """Of the chain that is being stored: the node of each key, the nodes made for it, and all of both."""
         # Ordered dicts: the head of a plain one is found slowly once many before it are gone.
         self._cut_keys: OrderedDict[bytes, None] = OrderedDict()
         self._doomed: OrderedDict[bytes, None] = OrderedDict()
+        # Boundaries that prompts continued from, not yet checked for tails to drop.
         self._passed: OrderedDict[Node, None] = OrderedDict()
-        """Boundaries the prompt went on from, not yet looked at for tails to drop."""
         self._leaves: list[tuple[int, int, Node]] = []
 
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
@@ -266,7 +266,7 @@ class BoundaryPolicy:
     # -- choosing ----------------------------------------------------------------------------------------
 
     def _doom_more(self) -> bool:
-        """Put more keys where ``victim`` finds them; False where nothing else may go."""
+        """Mark more keys for eviction; False if no others may be evicted."""
         while self._passed:
             node, _ = self._passed.popitem(last=False)
             if self._doom_tails(node):
@@ -286,7 +286,7 @@ class BoundaryPolicy:
         """Doom the tails in a node that no end below it needs."""
         tails = [(key, self._span[group]) for key, group in node.keys.items() if group in self._span]
         distance, below, span_max = 0, node, self._span_max
-        # Down to an end, where requests are expected to resume: nothing follows, prompts part, or they have.
+        # Descend to an end, where requests are expected to resume.
         while distance < span_max and not (below.branched or below.loads > 1 or not below.children):
             (below,) = below.children
             distance += 1
@@ -298,14 +298,16 @@ class BoundaryPolicy:
         return bool(spare)
 
     def _doom_run(self, leaf: Node) -> None:
-        """Doom an end of a prompt and what only leads to it, but not more than ``_RUN_MAX`` nodes at once:
-        the rest ends in a leaf when these are gone."""
+        """Doom an end of a prompt and the nodes that lead only to it, at most ``_RUN_MAX`` at a time.
+
+        The remaining ones end in a leaf after these are evicted.
+        """
         doomed, tails, lacking = self._doomed, len(self._tails), 0
         for at, node in enumerate(leaf.up()):
             if at:
                 if at >= _RUN_MAX or node.stamp == self._clock or len(node.children) > 1:
                     return
-                # Every tail that can be resumed has a key in the node itself.
+                # Every resumable tail has a key in the node itself.
                 if at > lacking and not node.cut and len(node.keys) - node.full_blocks >= tails:
                     distance = self._to_missing_tail(node)
                     if distance is None:
@@ -320,8 +322,10 @@ class BoundaryPolicy:
                 doomed[key] = None
 
     def _to_missing_tail(self, node: Node) -> int | None:
-        """How many nodes above this one a tail is missing that a hit here needs: no boundary up to there can
-        be resumed either. None: every group's tail at this boundary is here."""
+        """Distance in nodes to the nearest ancestor without a tail that a hit here needs.
+
+        No boundary up to there can be resumed either. None if every group's tail at this boundary is held.
+        """
         for group, shape in self._tails.items():
             left = shape.span_tokens
             if shape.kind is GroupKind.STATE:
@@ -335,7 +339,7 @@ class BoundaryPolicy:
                     break
         return None
 
-    # -- keeping the queues right ------------------------------------------------------------------------
+    # -- maintaining the queues --------------------------------------------------------------------------
 
     def _touch(self, nodes: Iterable[Node]) -> None:
         clock = self._clock
@@ -353,7 +357,7 @@ class BoundaryPolicy:
                 self._doomed.pop(key, None)
 
     def _settle(self, nodes: Iterable[Node]) -> None:
-        """Put nodes that were just used back where they are found when room is needed."""
+        """Queue nodes again that were just used."""
         passed = self._passed
         for node in nodes:
             if not node.children:
@@ -363,7 +367,7 @@ class BoundaryPolicy:
                 passed.move_to_end(node)
 
     def _offer(self, node: Node) -> None:
-        """Let a leaf be found by its age."""
+        """Queue a leaf by its age."""
         if node.children or not node.keys or node.doomed:
             return
         heapq.heappush(self._leaves, (node.stamp, next(self._order), node))
@@ -372,7 +376,7 @@ class BoundaryPolicy:
             heapq.heapify(self._leaves)
 
     def _pass_by(self, made: Sequence[Node]) -> None:
-        """A prompt went on over these nodes: tails just above them may have become spare."""
+        """Note a prompt that continued over these nodes: tails just above them may be unneeded now."""
         if not made or made[0].parent is None:
             return
         for _, node in zip(range(self._span_max + 1), made[0].parent.up(), strict=False):
@@ -399,7 +403,7 @@ class BoundaryPolicy:
 
 
 def _oldest(queue: OrderedDict[bytes, None], count: int, spared: Spared) -> list[bytes]:
-    """Take out the oldest keys that may go, up to ``count``; those that may not move to the end."""
+    """Remove the oldest evictable keys, up to ``count``; spared keys move to the end."""
     found: list[bytes] = []
     for _ in range(min(count + _SCAN_MAX, len(queue))):
         key, _none = queue.popitem(last=False)
@@ -423,10 +427,10 @@ def make_policy(
     hash_block_tokens: int,
     boundary_tokens: int,
 ) -> EvictionPolicy:
-    """The policy of this name for a tier of ``slots`` rows.
+    """Make the policy of this name for a tier of ``slots`` rows.
 
-    ``shapes``, ``hash_block_tokens``, ``boundary_tokens`` (the engine's scheduler block): as ``HitResolver``
-    knows them; only ``boundary`` reads them. ValueError for another name.
+    ``shapes``, ``hash_block_tokens`` and ``boundary_tokens`` (the engine's scheduler block) as in
+    ``HitResolver``; only ``boundary`` uses them. ValueError for an unknown name.
     """
     if name == "lru":
         return LruPolicy()

@@ -1,6 +1,6 @@
-"""What a transfer engine is asked to move, and how it answers.
+"""Jobs and results of transfer engines, and the plans that turn jobs into memory addresses.
 
-A *row* is one slot of the host pool: all pieces of one (group, device block), packed one after another in the
+A *row* is one slot of the host pool: all pieces of one (group, device block), packed consecutively in the
 group's canonical order. A job copies whole rows in one direction; it succeeds or fails as a whole, and is
 reported exactly once. Nothing here imports torch or vLLM.
 """
@@ -21,7 +21,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class Direction(enum.Enum):
-    """Seen from the device: ``LOAD`` fills device blocks, ``STORE`` fills host rows."""
+    """Direction of a copy: ``LOAD`` fills device blocks, ``STORE`` fills host rows."""
 
     LOAD = "load"
     STORE = "store"
@@ -31,8 +31,8 @@ class Direction(enum.Enum):
 class GroupMoves:
     """``block_ids[i]`` (device, never 0: that is the null block) <-> ``slots[i]`` (host row), of one group.
 
-    ``keys[i]`` is the block key (hash bytes + group index, see ``messages.keys``); transfer engines that
-    only copy ignore it, those that go on to a shared store use it. Empty, or as long as the arrays.
+    ``keys[i]`` is the block key (``connectors.messages``); engines that only copy ignore it, engines to a
+    shared store use it. Empty, or as long as the arrays.
     """
 
     group_idx: int
@@ -51,7 +51,7 @@ class TransferJob:
 
 
 def joined(jobs: Sequence[TransferJob]) -> TransferJob:
-    """All moves of jobs of one direction as one job, under the first one's id, one entry per group."""
+    """Join jobs of one direction to one job with the first one's id, with one entry per group."""
     if len(jobs) == 1:
         return jobs[0]
     by_group: dict[int, list[GroupMoves]] = {}
@@ -75,7 +75,8 @@ def joined(jobs: Sequence[TransferJob]) -> TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a job ended. ``failed_keys`` names the blocks to blame where known; none named: all of them."""
+    """Result of a job. ``failed_keys`` names the failed blocks if known; empty for a failed job: all of
+    them."""
 
     job_id: int
     direction: Direction
@@ -87,66 +88,67 @@ class TransferResult:
 
 
 CLOSE_S = 10.0
-"""How long a shutdown waits for copies: they take milliseconds, or hang."""
+"""Timeout of a shutdown for running copies: they take milliseconds, or hang."""
 
 StreamMark = object
-"""A point in the work of a device's computing stream; only the engine that made it looks inside."""
+"""A point in the work of a device's compute stream; opaque except to the engine that made it."""
 
 
 class TransferEngine(Protocol):
     """Copies rows asynchronously. ``submit`` never blocks and never raises for a job's own fault."""
 
     def mark(self) -> StreamMark | None:
-        """The end of what is enqueued on the current device stream now. Never blocks, never raises.
+        """Mark the end of the work enqueued on the current device stream. Never blocks, never raises.
 
-        Any number of jobs may be submitted after it. None: the engine needs no marks, or can take none.
+        Any number of jobs may be submitted after it. None if the engine needs no marks, or cannot make one.
         """
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        """Take a job. It sees the work enqueued on the device stream before ``after``, and need not wait for
-        what came later; None: before this call. Jobs of one direction that are under way together name no
-        destination twice: whoever gives blocks or rows away again does it after their job ended."""
+        """Submit a job. It sees the work enqueued on the device stream before ``after`` (None: before this
+        call) and need not wait for later work.
+
+        Running jobs of one direction must not name a destination twice: reuse blocks or rows only after their
+        job has ended.
+        """
 
     def poll(self) -> list[TransferResult]:
-        """The jobs that ended since the last call, each exactly once; never blocks."""
+        """Jobs that ended since the last call, each exactly once; never blocks."""
 
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        """Block until these jobs have ended (they still come out of ``poll``). False: not within the time."""
+        """Block until these jobs have ended (``poll`` still returns them). False on timeout."""
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Let what runs end and free every resource; may be called again. Later jobs fail.
+        """Finish running jobs and free every resource; may be called again. Later jobs fail.
 
-        False: something still runs after ``timeout_s``. Its memory must stay; its jobs are never answered.
+        False if a copy still runs after ``timeout_s``: its memory must stay, and its jobs are never answered.
         """
 
 
-# From block ids and slots to addresses: what a job copies, as flat arrays, without a Python loop per block.
+# Plans from block ids and slots to addresses: a job's pieces as flat arrays, without a Python loop per block.
 #
 # A ``PiecePlan`` is made once per group when the cache is registered. It holds, for every piece of a block,
-# the address in block 0, the stride from block to block, the size and the place within a row; a job's
-# pieces then follow by broadcasting. Measured on one shared core of a server CPU, best of 30: 10,016 pieces
-# (16 blocks of 626, 162 of 62, or 2,504 of 4) are built in 0.02 to 0.06 ms, merged in 0.06 ms, and checked
-# in up to 0.16 ms.
+# the address in block 0, the stride from block to block, the size and the offset in a row; broadcasting gives
+# a job's pieces. Measured on one shared core of a server CPU, best of 30: 10,016 pieces (16 blocks of 626,
+# 162 of 62, or 2,504 of 4) are built in 0.02 to 0.06 ms, merged in 0.06 ms, and checked in up to 0.16 ms.
 #
-# Always holds: addresses and sizes are int64 arrays of equal length in row order, block after block;
-# nothing outside the named blocks and rows is ever addressed, which ``TransferPlan.refusal`` checks before
-# a job runs.
+# Invariants: addresses and sizes are int64 arrays of equal length in row order, block after block. Nothing
+# outside the named blocks and rows is addressed; ``TransferPlan.refusal`` checks that before a job runs.
 
 
 MERGED_PIECE_BYTES_MAX = 32 << 20
 """One descriptor copies at most this much, so that a merged run cannot occupy a copy engine for long."""
 
+# Up to this count, sorting numbers is as fast as counting them, for any range.
 _SORTED_MAX = 4096
-"""Up to so many numbers, sorting them is as fast as counting, whatever their range."""
+# Numbers whose range exceeds their count by this factor are sorted, at any count.
 _RANGE_MAX = 16
-"""Numbers whose range is more than so many times their count are sorted, however many there are."""
 
 Pieces = tuple[Indices, Indices, Indices]
 """(source addresses, destination addresses, sizes in bytes), of equal length."""
 
 
 class HostMemory(Protocol):
-    """Memory that holds rows, one after another from ``address``; it must outlive the engine that uses it."""
+    """Memory with consecutive rows from ``address`` on; it must outlive the engine that uses it."""
 
     @property
     def address(self) -> int: ...
@@ -168,7 +170,7 @@ class PiecePlan:
 
     @classmethod
     def of(cls, group: GroupPages) -> PiecePlan:
-        """Flatten a group's regions. LayoutError: the pieces are not what the group's row holds."""
+        """Flatten a group's regions. LayoutError if the pieces do not add up to the group's row."""
         addresses = [r.base_address + offset for r in group.regions for offset in r.piece_offsets]
         strides = [r.block_stride_bytes for r in group.regions for _ in r.piece_offsets]
         sizes = np.array([r.piece_bytes for r in group.regions for _ in r.piece_offsets], np.int64)
@@ -187,7 +189,7 @@ class PiecePlan:
         )
 
     def pieces(self, moves: GroupMoves, host_base: int, row_bytes: int, direction: Direction) -> Pieces:
-        """What to copy for these moves; ``row_bytes``: distance between two rows at ``host_base``."""
+        """Pieces of these moves; ``row_bytes``: distance between two rows at ``host_base``."""
         device = (moves.block_ids[:, None] * self.block_strides + self.device_addresses).reshape(-1)
         host = ((moves.slots * row_bytes + host_base)[:, None] + self.row_offsets).reshape(-1)
         sizes = np.tile(self.sizes, len(moves.block_ids))
@@ -195,10 +197,10 @@ class PiecePlan:
 
 
 class TransferPlan:
-    """Every group's plan over one pool of rows: refuses jobs that are wrong, spells out the others."""
+    """Plans of all groups over one pool of rows: check jobs and list their pieces."""
 
     def __init__(self, view: CacheView, pool: HostMemory, row_bytes: int | None = None) -> None:
-        """``row_bytes``: from row to row, default: the view's. LayoutError: a row cannot hold a block."""
+        """``row_bytes``: distance of rows, default the view's. LayoutError if a row cannot hold a block."""
         self.row_bytes = view.row_bytes if row_bytes is None else row_bytes
         self.num_blocks = view.num_blocks
         self.host_base = pool.address
@@ -209,7 +211,7 @@ class TransferPlan:
         self.num_slots = pool.size_bytes // self.row_bytes
 
     def refusal(self, job: TransferJob) -> str:
-        """Why this job must not run; empty: it may. Looks at every index, touches no memory."""
+        """Reason to refuse this job; empty if it may run. Checks every index, touches no memory."""
         for moves in job.groups:
             where = f"group {moves.group_idx}"
             if moves.group_idx not in self.groups:
@@ -234,7 +236,7 @@ class TransferPlan:
 
     @staticmethod
     def _clash(job: TransferJob) -> str:
-        """A destination named twice would end up with a mixture; block ids are global over groups."""
+        """Reason if a destination is named twice, which would mix data; block ids are global over groups."""
         attribute = "block_ids" if job.direction is Direction.LOAD else "slots"
         targets = [getattr(moves, attribute) for moves in job.groups]
         named = np.concatenate(targets) if targets else np.empty(0, np.int64)
@@ -253,7 +255,7 @@ class TransferPlan:
         return sources, destinations, sizes
 
     def bytes_by_group(self, job: TransferJob) -> dict[int, int]:
-        """Bytes that a job moves, by group; groups that move nothing are left out."""
+        """Bytes that a job moves, by group; groups without moves are omitted."""
         totals: dict[int, int] = {}
         for moves in job.groups:
             if len(moves.slots):
@@ -263,10 +265,11 @@ class TransferPlan:
 
 
 def _repeats(named: Indices) -> bool:
-    """Whether a number occurs twice, at a cost that depends on how many there are, not on how large they are.
+    """Whether a number occurs twice, at a cost that depends on the count of numbers, not on their size.
 
-    Runs on the step's thread for every job. Counting is linear and sorting is not (of 65,536 numbers, 0.4 to
-    20 ms), but counting makes a table of the numbers' range: of 256 among 500,000, 300 us to 4.
+    Runs on the step's thread for every job. Counting is linear and sorting is not (65,536 numbers: 0.4 ms
+    against 20 ms), but counting needs a table of the numbers' range (256 numbers among 500,000: 300 us
+    against 4 us).
     """
     if len(named) < 2:
         return False
@@ -278,10 +281,10 @@ def _repeats(named: Indices) -> bool:
 
 
 def merge_adjacent(pieces: Pieces, max_bytes: int = MERGED_PIECE_BYTES_MAX) -> Pieces:
-    """Join neighbouring entries that continue each other in source and destination.
+    """Join neighbouring entries that are contiguous in source and destination.
 
-    The same bytes are copied to the same places; no piece that comes out is longer than ``max_bytes`` (longer
-    ones are cut). The order is kept. Only entries next to each other in the arrays are joined.
+    The result copies the same bytes to the same places, in the same order, with no piece longer than
+    ``max_bytes`` (longer ones are cut). Only entries next to each other in the arrays are joined.
     """
     sources, destinations, sizes = pieces
     if not len(sizes):

@@ -1,12 +1,12 @@
-"""Which of two ways loads small pieces faster on this machine: measured when an engine starts.
+"""Calibration at engine start: choose between the copy engine and a kernel for loads of small pieces.
 
-A copy engine has a cost per piece, a kernel has a cost per launch and takes multiprocessors from the model;
-where the one overtakes the other depends on the device, the link and the driver. Both are timed on scratch
-memory for a few piece sizes, then, at the largest size found, for a few numbers of pieces. The kernel is
-chosen only where it is clearly faster, because its time is also the model's.
+A copy engine has a cost per piece. A kernel has a cost per launch and takes multiprocessors from the model.
+The crossover depends on the device, the link and the driver. Both are timed on scratch memory for a few piece
+sizes; then, at the largest size with a gain, for a few numbers of pieces. The kernel is chosen only if it is
+clearly faster.
 
-Always holds: measuring stops at its time budget, and what was not measured goes to the copy engine. A kernel
-that does not copy correctly here is never used.
+Invariants: measuring stops at its time budget; unmeasured cases use the copy engine. A kernel that does not
+copy correctly here is never used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE_COUNTS = (256, 64, 16, 4)
 SCRATCH_BYTES = 16 << 20
 ROUNDS = 3
 KERNEL_GAIN_MIN = 1.25
-"""How many times faster the kernel must be to be worth the multiprocessors it takes."""
+"""Minimum speedup of the kernel that justifies the multiprocessors it takes."""
 BUDGET_S = 0.8
 CHECKED_PIECES = 21
 
@@ -51,9 +51,10 @@ class CalibrationPoint:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A load goes by kernel from ``kernel_min_pieces`` pieces of at most ``kernel_max_piece_bytes`` bytes on.
+    """Loads of at least ``kernel_min_pieces`` pieces of at most ``kernel_max_piece_bytes`` bytes use the
+    kernel.
 
-    ``kernel_max_piece_bytes`` 0: it never does, and ``note`` says why.
+    ``kernel_max_piece_bytes`` 0: the kernel is never used, for the reason in ``note``.
     """
 
     kernel_max_piece_bytes: int = 0
@@ -73,16 +74,16 @@ class Calibration:
 
 
 class Probe(Protocol):
-    """Copies ``pieces`` pieces of ``piece_bytes`` by one of the two ways and returns when they are there."""
+    """Copies ``pieces`` pieces of ``piece_bytes`` by one of the two methods and waits for them."""
 
     def __call__(self, kernel: bool, piece_bytes: int, pieces: int) -> None: ...
 
 
 def calibrate(device: Device, driver: Driver) -> Calibration:
-    """Measure on scratch memory (16 MiB on either side, let go of afterwards).
+    """Measure on scratch memory (16 MiB on either side, freed afterwards).
 
-    Compiling the kernel, on a machine's first start, comes on top of the time budget. A machine on which the
-    kernel cannot run gets a calibration that says so. Raises DriverError, HostMemoryError.
+    Compiling the kernel, at a machine's first start, is not part of the time budget. If the kernel cannot
+    run, the calibration has the reason. Raises DriverError, HostMemoryError.
     """
     if not driver.batched:
         log.info("this CUDA driver has no batched copies (12.8 has): pieces are copied one call each")
@@ -116,7 +117,7 @@ def choose(
         return Calibration(largest, fewest, tuple(points), clock() - started, note)
 
     def kernel_wins(piece_bytes: int, pieces: int) -> bool | None:
-        """None: no time left to find out."""
+        """Measure one case; None if no time is left."""
         if clock() - started >= budget_s:
             return None
         total = piece_bytes * pieces
@@ -163,13 +164,13 @@ class _ScratchProbe:
         self._host = host
         self._target, self._kept = device.scratch(SCRATCH_BYTES)
         self._stream = device.low_priority_stream()
-        # The scratch memory may be left from work that is still under way on the current stream.
+        # The allocator may reuse memory of work still running on the current stream.
         allocated = device.new_event()
         device.record(allocated, device.current_stream())
         device.wait(self._stream, allocated)
 
     def kernel_copies_correctly(self) -> bool:
-        """Whether random bytes arrive, in every form of the kernel; compiles them all."""
+        """Whether random bytes are copied correctly by every form of the kernel; compiles them all."""
         memory = np.frombuffer(self._host.row(0), np.uint8)
         half = SCRATCH_BYTES // 2
         for seed, piece_bytes in enumerate(PIECE_BYTES):
@@ -196,7 +197,7 @@ class _ScratchProbe:
 
     def _pieces(self, piece_bytes: int, pieces: int) -> tuple[Indices, Indices, Indices]:
         order = np.arange(pieces, dtype=np.int64)
-        # Neighbours in the list are no neighbours in memory: nobody below can join them.
+        # Neighbours in the list are not neighbours in memory, so that no lower layer can join them.
         shuffled = np.random.default_rng(0).permutation(order)
         sizes = np.full(pieces, piece_bytes, np.int64)
         return self._host.address + shuffled * piece_bytes, self._target + order[::-1] * piece_bytes, sizes

@@ -1,14 +1,15 @@
-"""Copies rows between a GPU's KV cache and pinned host memory, beside the model and without waiting for it.
+"""Transfer engine between a GPU's KV cache and pinned host memory, asynchronous to the model.
 
-``mark`` records an event on the computing stream, ``submit`` queues a job behind one; a thread spells jobs
-out and enqueues them on one stream per direction (both of the lowest priority, which is that of vLLM's own
-streams too: nothing yields to the model unless its stream was raised), behind that event: a store
-reads what was computed before it, a load overwrites nothing that earlier work still has to zero. Loads go
-before stores, because requests wait for them. ``poll`` asks the events behind each part.
+``mark`` records an event on the compute stream; ``submit`` queues a job behind such an event. A thread makes
+the pieces of jobs and enqueues them behind the event, on one stream per direction. So a store reads data
+computed before it, and a load overwrites nothing that earlier work still has to zero. Both streams have the
+lowest priority, which is also that of vLLM's streams: copies yield to the model only if its stream has a
+higher one. Loads precede stores, because requests wait for loads. ``poll`` queries the events behind each
+part.
 
-Always holds: a job is reported once, and well only after its last byte arrived; ``submit`` and ``poll`` never
-wait for the device. After an error of CUDA's nothing can be trusted: every job under way fails, once the
-streams are at rest, and so does every later one.
+Invariants: a job is reported once, as successful only after its last byte arrived. ``submit`` and ``poll``
+never wait for the device. After a CUDA error, all running jobs fail once the streams are idle, and so do all
+later ones.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_driver import CudaDriver, Device, Driver, EventHandle, StreamHandle, TorchDevice
 from connectors.transfer.host_memory import PinnedHostPool, SharedMapping
 
-# How the pieces of one part of a job are copied: by copy engine or, for small pieces of loads, by kernel.
+# The copy of one part of a job: by copy engine or, for small pieces of loads, by kernel.
 #
-# Stores always go by copy engine: it takes nothing from the model that is computing meanwhile.
+# Stores always use the copy engine, which takes no compute from the running model.
 
 
 _WORD_MASK = 7
@@ -56,7 +57,7 @@ class MoveCounts:
 
 
 class Mover:
-    """Enqueues copies on a stream, by what was measured at the start."""
+    """Enqueue copies on a stream with the method chosen by the calibration."""
 
     def __init__(self, device: Device, driver: Driver, calibration: Calibration) -> None:
         self._device = device
@@ -65,7 +66,7 @@ class Mover:
         self.counts = MoveCounts()
 
     def move(self, direction: Direction, pieces: Pieces, stream: StreamHandle) -> object:
-        """Enqueue one part; what is returned must be kept until it has run. Raises DriverError."""
+        """Enqueue one part; keep the returned object until it has run. Raises DriverError."""
         src, dst, sizes = pieces
         kept: object = None
         if direction is Direction.LOAD and self._calibration.kernel_max_piece_bytes:
@@ -84,10 +85,10 @@ class Mover:
 
 
 def cut_at_chunks(pieces: Pieces, host_side: int, base: int, chunk_bytes: int) -> Pieces:
-    """Cut the pieces that reach over a boundary of registered chunks: no copy may span two of them.
+    """Cut pieces at boundaries of registered chunks: no copy may span two chunks.
 
-    ``host_side``: which of the arrays holds host addresses, 0 (source) or 1 (destination). Chunks lie one
-    after another from ``base``. Order and bytes are kept.
+    ``host_side``: index of the array with host addresses, 0 (source) or 1 (destination). Chunks are
+    consecutive from ``base`` on. The result copies the same bytes in the same order.
     """
     sizes = pieces[2]
     if not len(sizes):
@@ -105,23 +106,23 @@ def cut_at_chunks(pieces: Pieces, host_side: int, base: int, chunk_bytes: int) -
     return pieces[0][whole] + inside, pieces[1][whole] + inside, ends - starts
 
 
-# One direction of transfers: the jobs that wait, the one being enqueued, the parts on their way.
+# One direction of transfers: waiting jobs, the job being enqueued, the parts in flight.
 #
-# A large job is enqueued in parts, each with an event after it, so that it neither fills the device's
-# queues nor keeps the other direction waiting; small jobs that wait are enqueued as one part, because calls
-# and launches cost as much as their bytes. All parts of a lane go to one stream in order: the event of a
-# job's last part is reached after all of the job.
+# A large job is enqueued in parts, each followed by an event, so that it neither fills the device's queues
+# nor delays the other direction. Small waiting jobs are enqueued as one part, because calls and launches cost
+# as much as their bytes. All parts of a lane go to one stream in order: the event of a job's last part
+# follows the whole job.
 #
 # Not locked: the engine's lock guards every method except ``prepare``, which only its submit thread calls.
 
 
 PART_PIECES_MAX = 16_384
 PART_BYTES_MAX = 32 << 20
-"""A part holds at most this much, or one piece."""
+"""Most bytes in a part, unless it is a single piece."""
 
 
 class EventPool:
-    """Events that are used again: creating one costs more than recording it. Any thread may take and give."""
+    """Pool of reusable events: creating one costs more than recording it. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -129,7 +130,7 @@ class EventPool:
         self.created = 0
 
     def take(self) -> EventHandle:
-        """An event nobody waits for."""
+        """Take an event without waiters."""
         try:
             return self._free.pop()
         except IndexError:
@@ -137,15 +138,15 @@ class EventPool:
             return self._device.new_event()
 
     def give(self, event: EventHandle) -> None:
-        """Back: its last record has been reached, or every wait for it has been enqueued."""
+        """Return an event whose last record was reached, or whose waits are all enqueued."""
         self._free.append(event)
 
 
 class Mark:
-    """An event recorded on the computing stream; goes back to its pool when no job refers to it any more."""
+    """An event recorded on the compute stream; returns to its pool with its last reference."""
 
     def __init__(self, events: EventPool, device: Device) -> None:
-        """Raises what the device raises."""
+        """Record the event. Raises the device's errors."""
         self._events = events
         self.event = events.take()
         device.record(self.event, device.current_stream())
@@ -157,7 +158,7 @@ class Mark:
 
 @dataclass(slots=True)
 class QueuedJob:
-    """A job that waits to be enqueued. ``ready``: what it has to wait for; None: the wait is enqueued."""
+    """A job to be enqueued. ``ready``: the mark it waits for; None after the wait was enqueued."""
 
     job: TransferJob
     ready: Mark | None
@@ -171,7 +172,7 @@ class QueuedJob:
 
 @dataclass(slots=True)
 class Part:
-    """Some pieces on their way. ``ends``: the jobs whose last they are; ``kept``: what the copy needs."""
+    """Pieces in flight. ``ends``: jobs that end with them; ``kept``: objects that the copy needs."""
 
     done: EventHandle
     size_bytes: int
@@ -180,7 +181,7 @@ class Part:
 
 
 class PreparedJobs:
-    """Jobs spelled out together as pieces, handed over part by part; they end with the last part."""
+    """Pieces of jobs that are enqueued together, part by part; the jobs end with the last part."""
 
     def __init__(self, queued: list[QueuedJob], pieces: Pieces) -> None:
         self.queued = queued
@@ -204,7 +205,7 @@ class PreparedJobs:
 
 
 class Lane:
-    """See the module. ``throttled`` counts the times that the bytes on their way were too many."""
+    """One direction. ``throttled`` counts how often the bytes in flight reached their limit."""
 
     def __init__(self, direction: Direction, stream: StreamHandle, inflight_bytes_max: int) -> None:
         self.direction = direction
@@ -227,19 +228,19 @@ class Lane:
 
     @property
     def throttling(self) -> bool:
-        """Whether something has to wait for room; one part may always be on its way."""
+        """Whether parts wait for the limit of bytes in flight; one part is always allowed."""
         return self.wanting and bool(self.inflight) and self.inflight_bytes >= self._inflight_bytes_max
 
     def may_enqueue(self) -> bool:
-        """Whether the next part may go now."""
+        """Whether the next part may be enqueued now."""
         return self.wanting and not self.throttling
 
     def take_queued(self, device: Device) -> list[QueuedJob]:
-        """The jobs whose enqueueing begins now; none: that of earlier ones goes on.
+        """Jobs to begin enqueueing now; empty while earlier ones continue.
 
-        Several only while something is on its way, so that nobody waits for their joining, and as many as fit
-        into one part: the first loses no more than that part's time. None that would make the others wait
-        for the computing stream longer than they must.
+        Several are taken only while parts are in flight, so that joining them delays nothing, and only as
+        many as fit one part, so that the first is delayed by at most one part. A job whose mark would delay
+        the others is not joined.
         """
         if self.current is not None:
             return []
@@ -257,7 +258,7 @@ class Lane:
 
     @staticmethod
     def prepare(queued: list[QueuedJob], plan: TransferPlan, chunk_bytes: int) -> PreparedJobs:
-        """Spell jobs out; the costly part, done without the lock."""
+        """Make the pieces of jobs; the expensive step, done without the lock."""
         job = joined([entry.job for entry in queued])
         pieces = merge_adjacent(plan.pieces(job))
         if chunk_bytes:
@@ -266,7 +267,7 @@ class Lane:
         return PreparedJobs(queued, pieces)
 
     def sent(self, part: Part) -> None:
-        """A part has been enqueued."""
+        """Record that a part has been enqueued."""
         self.inflight.append(part)
         self.inflight_bytes += part.size_bytes
         if part.ends:
@@ -275,7 +276,7 @@ class Lane:
             self.throttled += 1
 
     def retire(self, device: Device, events: EventPool) -> list[QueuedJob]:
-        """The jobs of which everything has arrived, in the order they were enqueued."""
+        """Jobs whose parts have all arrived, in the order of enqueueing."""
         ended = []
         while self.inflight and device.done(self.inflight[0].done):
             part = self.inflight.popleft()
@@ -285,7 +286,7 @@ class Lane:
         return ended
 
     def abandon(self) -> None:
-        """Forget everything; only after the stream has come to rest."""
+        """Drop all jobs; call it only when the stream is idle."""
         self.waiting.clear()
         self.inflight.clear()
         self.current = None
@@ -296,7 +297,7 @@ log = logging.getLogger(__name__)
 
 QUEUED_STORES_MAX = 64
 INFLIGHT_BYTES_MAX = 512 << 20
-"""Per direction: some ten milliseconds of a PCIe link, so that the device always has the next part."""
+"""Most bytes in flight per direction: about ten milliseconds of a PCIe link, to keep the device busy."""
 POLL_INTERVAL_S = 0.0002
 
 
@@ -308,10 +309,10 @@ def open_cuda(
     queued_stores_max: int = QUEUED_STORES_MAX,
     shared: SharedMapping | None = None,
 ) -> tuple[CudaTransferEngine, PinnedHostPool]:
-    """The engine and the pinned pool for the GPU of this index (default: torch's current one).
+    """Make the engine and the pinned pool for the GPU of this index (default: torch's current one).
 
-    Close the engine, then the pool. Raises HostMemoryError, DriverError, LayoutError, or RuntimeError where
-    there is no CUDA device.
+    Close the engine, then the pool. Raises HostMemoryError, DriverError, LayoutError, or RuntimeError without
+    a CUDA device.
     """
     device = TorchDevice(device_index)
     driver = CudaDriver(device.index)
@@ -349,8 +350,9 @@ class CudaTransferEngine:
         inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pool`` is pinned and must outlive the engine; ``host_chunk_bytes``: length of its registered
-        chunks, 0: one. ``calibration``: default, measured now. LayoutError: a row cannot hold a block."""
+        """``pool`` is pinned and must outlive the engine; ``host_chunk_bytes`` is the length of its
+        registered chunks, 0 for a single one. ``calibration`` is measured now by default. LayoutError if a
+        row cannot hold a block."""
         if queued_stores_max < 1 or inflight_bytes_max < 1 or host_chunk_bytes < 0:
             raise ValueError(
                 f"queued_stores_max={queued_stores_max}, inflight_bytes_max={inflight_bytes_max} and "
@@ -369,7 +371,7 @@ class CudaTransferEngine:
             )
         self._mover = Mover(device, driver, self.calibration)
         self._events = EventPool(device)
-        # In the order of preference: a request waits for a load, nobody for a store.
+        # In order of priority: requests wait for loads, nothing waits for stores.
         self._lanes = {
             direction: Lane(direction, device.low_priority_stream(), inflight_bytes_max)
             for direction in (Direction.LOAD, Direction.STORE)
@@ -380,28 +382,28 @@ class CudaTransferEngine:
         self._results: list[TransferResult] = []
         self._closing = False
         self._failure = ""
+        # Stores that failed because too many were waiting.
         self.stores_dropped = 0
-        """Stores that failed because too many were waiting."""
         self._thread = threading.Thread(target=self._run, name="kvatlas-cuda-copy", daemon=True)
         self._thread.start()
 
     @property
     def failure(self) -> str:
-        """Why the engine is dead; empty: it is not."""
+        """Reason of the engine's failure; empty while it works."""
         return self._failure
 
     @property
     def counts(self) -> MoveCounts:
-        """How many pieces went which way."""
+        """Number of pieces by copy method."""
         return self._mover.counts
 
     @property
     def throttled(self) -> int:
-        """How often enqueueing stopped because ``inflight_bytes_max`` were on their way."""
+        """How often enqueueing stopped at ``inflight_bytes_max``."""
         return sum(lane.throttled for lane in self._lanes.values())
 
     def mark(self) -> StreamMark | None:
-        """An event on the computing stream; None: the device is dead, and so is the engine now."""
+        """Record an event on the compute stream; None if the device has failed, which fails the engine."""
         return self._mark()
 
     def _mark(self) -> Mark | None:
@@ -416,11 +418,11 @@ class CudaTransferEngine:
             return None
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        """Take a job; whatever is wrong with it, or with the device, shows in its result."""
+        """Submit a job; its result has any error of the job or the device."""
         refusal = self._plan.refusal(job)
         with self._changed:
             if job.job_id in self._unfinished:
-                # Answering both would end the first one before its time.
+                # An answer to the second would end the first one early.
                 log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
                 return
             lane = self._lanes[job.direction]
@@ -443,14 +445,14 @@ class CudaTransferEngine:
             self._changed.notify_all()
 
     def poll(self) -> list[TransferResult]:
-        """The jobs that ended since the last call; of each direction, in the order they were submitted."""
+        """Jobs that ended since the last call; per direction in the order of submission."""
         with self._changed:
             self._retire()
             results, self._results = self._results, []
         return results
 
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        """Block until these jobs have ended; ids that are not under way count as ended."""
+        """Block until these jobs have ended; unknown ids count as ended."""
         deadline = self._clock() + timeout_s
         with self._changed:
             while True:
@@ -463,7 +465,7 @@ class CudaTransferEngine:
                 self._changed.wait(min(left, POLL_INTERVAL_S))
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Finish every job that was taken, then stop; may be called again. False: a copy hangs."""
+        """Finish every submitted job, then stop; may be called again. False if a copy hangs."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -476,9 +478,9 @@ class CudaTransferEngine:
         return len(lane.waiting) >= self._queued_stores_max
 
     def _retire(self) -> None:
-        """Report what has arrived. The lock is held."""
+        """Report completed parts. The lock is held."""
         if self._failure:
-            return  # the submit thread answers what is left, once nothing can be written any more
+            return  # the submit thread answers the remaining jobs when the streams are idle
         try:
             ended = [
                 queued for lane in self._lanes.values() for queued in lane.retire(self._device, self._events)
@@ -499,7 +501,7 @@ class CudaTransferEngine:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> str:
-        """The engine dies; the first reason counts. The lock is held."""
+        """Fail the engine; the first reason is kept. The lock is held."""
         if not self._failure:
             self._failure = f"the transfer engine is dead after {type(error).__name__}: {error}"
             log.error("%s; blocks are neither saved nor loaded any more", self._failure)
@@ -520,7 +522,7 @@ class CudaTransferEngine:
             self._answer_all()
 
     def _next_lane(self) -> Lane | None:
-        """Wait for something to enqueue; None: there will be nothing more."""
+        """Wait for work to enqueue; None at the end."""
         with self._changed:
             while not self._failure:
                 if any(lane.throttling for lane in self._lanes.values()) or self._closing:
@@ -530,7 +532,7 @@ class CudaTransferEngine:
                         return lane
                 if self._closing and all(lane.idle for lane in self._lanes.values()):
                     return None
-                # Without somebody who waits for room or for the end, completions are poll's business.
+                # Completions are processed by ``poll``, unless this thread waits for room or for the end.
                 watching = self._closing or any(lane.throttling for lane in self._lanes.values())
                 self._changed.wait(POLL_INTERVAL_S if watching else None)
             return None
@@ -561,7 +563,7 @@ class CudaTransferEngine:
             lane.sent(Part(done, size_bytes, prepared.queued if prepared.exhausted else [], kept))
 
     def _answer_all(self) -> None:
-        """Fail what is under way, after the streams have come to rest: nobody may reuse memory before."""
+        """Fail the running jobs after the streams are idle; before that, their memory must not be reused."""
         for lane in self._lanes.values():
             try:
                 self._device.synchronize(lane.stream)

@@ -1,11 +1,11 @@
-"""The few calls of the CUDA driver that moving blocks needs, through ctypes.
+"""CUDA driver calls for block transfers, through ctypes.
 
-torch offers neither a batched copy of many small pieces nor the pinning of memory that is already there; the
-driver offers both, and numpy arrays of addresses go to it by pointer, without a Python object per piece. The
-batched copy is asked for by the interface version it is called with (12.8: a later version of the function
-takes other arguments), and where the driver has none, pieces are copied one call each.
+torch has neither a batched copy of many small pieces nor the pinning of existing memory; the driver has both,
+and takes numpy arrays of addresses by pointer, without a Python object per piece. The batched copy is
+resolved for interface version 12.8, because a later version of the function takes other arguments. Without
+it, each piece is copied by its own call.
 
-Always holds: ``copy`` only enqueues; the descriptor arrays may be reused when it returns, the memory may not.
+Invariant: ``copy`` only enqueues; the descriptor arrays may be reused when it returns, the memory may not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from connectors.transfer.base import Direction, Indices
 
 BATCH_COPY_VERSION = 12080
-"""Version of ``cuMemcpyBatchAsync`` whose arguments are used here: the one that reports the failing index."""
+"""Interface version of ``cuMemcpyBatchAsync`` used here: the one that reports the failing index."""
 
 _SRC_ORDER_STREAM = 1  # the source is read in stream order: it may still be written by earlier work
 _SRC_ORDER_ANY = 3  # the source is stable from the call on
@@ -37,11 +37,11 @@ class DriverError(Exception):
 
 
 class Driver(Protocol):
-    """What a transfer engine and the host pool ask of the driver; a fake one can stand in on any machine."""
+    """Driver interface of the transfer engine and the host pool; tests use a fake without a GPU."""
 
     @property
     def batched(self) -> bool:
-        """Whether many pieces go in one call."""
+        """Whether one call copies many pieces."""
 
     def bind_thread(self) -> None:
         """Make the device current in the calling thread; every thread that copies calls it once."""
@@ -63,7 +63,7 @@ class Driver(Protocol):
         """Whether a kernel can read registered memory by its host address."""
 
     def pci_bus_id(self) -> str:
-        """The device's place on the bus, ``dddd:bb:dd.f``."""
+        """PCI address of the device, ``dddd:bb:dd.f``."""
 
 
 class _Location(ctypes.Structure):
@@ -120,8 +120,8 @@ _BATCH_COPY = ctypes.CFUNCTYPE(
 class CudaDriver:
     """``Driver`` on libcuda for one device (``device_index`` as torch counts, after CUDA_VISIBLE_DEVICES).
 
-    ``library`` replaces libcuda, ``allow_batched=False`` leaves the batched copy out. Raises DriverError
-    where there is no driver or no such device.
+    ``library`` replaces libcuda; ``allow_batched=False`` disables the batched copy. Raises DriverError
+    without a driver or such a device.
     """
 
     def __init__(self, device_index: int = 0, *, library: Any = None, allow_batched: bool = True) -> None:
@@ -131,7 +131,7 @@ class CudaDriver:
         self._device = ctypes.c_int()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(self._device), device_index)
-        # The primary context is the one torch uses, for as long as the process lives: never let go of.
+        # torch uses the primary context until the process ends, so it is never released.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device.value)
         self.bind_thread()
         self._batch_copy = self._resolve_batch_copy() if allow_batched else None
@@ -200,7 +200,7 @@ class CudaDriver:
         code = self._calls["cuGetProcAddress_v2"](
             b"cuMemcpyBatchAsync", ctypes.byref(address), BATCH_COPY_VERSION, 0, ctypes.byref(status)
         )
-        # A driver before 12.8 answers with an error or with no address; both mean: one call per piece.
+        # A driver before 12.8 returns an error or no address; then each piece takes one call.
         return _BATCH_COPY(address.value) if not code and address.value else None
 
     def _function(self, name: str, types: tuple[Any, ...]) -> Any:
@@ -231,45 +231,45 @@ def _load_libcuda() -> Any:
         raise DriverError("loading libcuda.so.1", "no driver", f"no NVIDIA machine? {error}") from error
 
 
-# Streams and events of one device, as far as transfers need them.
+# Streams and events of one device for transfers.
 #
-# ``Device`` lies between the transfer engine and torch: ``TorchDevice`` is the real one, a fake one can
-# record or reorder what is enqueued, so that ordering is tested on machines without a GPU. torch is
-# imported when a ``TorchDevice`` is made.
+# ``Device`` is the interface between the transfer engine and torch: ``TorchDevice`` is the real one; a fake
+# can record or reorder enqueued work, so that tests check the ordering without a GPU. torch is imported when
+# a ``TorchDevice`` is made.
 
 
 StreamHandle = Any
-"""A stream of the device; only the device that made it looks inside."""
+"""A stream of the device; opaque except to the device that made it."""
 EventHandle = Any
 
 
 class Device(Protocol):
-    """One device. Every method but ``synchronize`` only enqueues. All raise when the device has failed."""
+    """One device. Every method except ``synchronize`` only enqueues. All raise after a device error."""
 
     @property
     def name(self) -> str:
-        """What the device calls itself."""
+        """Name of the device."""
 
     def bind_thread(self) -> None:
         """Make the device current in the calling thread."""
 
     def current_stream(self) -> StreamHandle:
-        """The stream on which the calling thread's computation is enqueued."""
+        """The compute stream of the calling thread."""
 
     def low_priority_stream(self) -> StreamHandle:
-        """A new stream that yields to computation wherever the device can choose."""
+        """Make a stream of the lowest priority."""
 
     def raw(self, stream: StreamHandle) -> int:
         """The driver's handle of the stream."""
 
     def new_event(self) -> EventHandle:
-        """An event without timing; may be recorded again once nothing waits for its last record."""
+        """Make an event without timing; it may be recorded again when nothing waits for its last record."""
 
     def record(self, event: EventHandle, stream: StreamHandle) -> None:
-        """Mark the work enqueued on the stream so far."""
+        """Record the work enqueued on the stream so far."""
 
     def wait(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Hold back what is enqueued on the stream from now on until the event's last record is reached."""
+        """Delay later work on the stream until the event's last record is reached."""
 
     def done(self, event: EventHandle) -> bool:
         """Whether the event's last record has been reached."""
@@ -280,11 +280,11 @@ class Device(Protocol):
     def kernel_copy(self, src: Indices, dst: Indices, sizes: Indices, stream: StreamHandle) -> object:
         """Copy by a kernel that reads ``src`` (mapped host memory) itself.
 
-        Sizes and addresses are multiples of 8. What is returned must be kept until the copy has run.
+        Sizes and addresses are multiples of 8. Keep the returned object until the copy has run.
         """
 
     def scratch(self, size_bytes: int) -> tuple[int, object]:
-        """Device memory for a short time: its address, and what keeps it."""
+        """Temporary device memory: its address, and the object that owns it."""
 
 
 class TorchDevice:

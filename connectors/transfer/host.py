@@ -1,11 +1,11 @@
-"""Copies rows on the CPU: the engine for CPU platforms, and the reference that other engines must equal.
+"""Transfer engine on the CPU, for CPU platforms and as the reference for other engines.
 
-One worker thread takes jobs in the order they came and copies their pieces with ``memmove``; the interpreter
-lock is free during each copy. Results wait until ``poll``.
+One worker thread runs jobs in order and copies their pieces with ``memmove``; the interpreter lock is
+released during each copy. ``poll`` returns the results.
 
-Always holds: a job is reported exactly once; a job that names a wrong block or row is refused before any byte
-is touched; ``submit`` never waits. Stores are best effort: beyond ``queued_stores_max`` waiting ones, more of
-them fail at once and are counted. Loads are always taken: a request waits for each, so they are bounded.
+Invariants: a job is reported exactly once. A job with a wrong block or row is refused before any byte is
+copied. ``submit`` never waits. Stores are best effort: beyond ``queued_stores_max`` waiting ones, further
+stores fail immediately and are counted. Loads are always accepted; waiting requests bound their number.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ QUEUED_STORES_MAX = 64
 
 
 class CopyFault(Protocol):
-    """Wraps a job's copy, on the worker thread: may wait, raise instead, or change bytes after ``copy()``."""
+    """Test hook around a job's copy, on the worker thread: may wait, raise, or change bytes after
+    ``copy()``."""
 
     def __call__(self, job: TransferJob, copy: Callable[[], None]) -> None: ...
 
 
 class BufferMemory:
-    """Rows in any writable buffer (of a bytearray, an mmap, a numpy array), which it keeps alive."""
+    """Rows in any writable buffer (bytearray, mmap, numpy array), which it keeps alive."""
 
     def __init__(self, buffer: memoryview) -> None:
-        """ValueError: the buffer cannot be written, or is not one contiguous stretch."""
+        """ValueError if the buffer is read-only or not contiguous."""
         if buffer.readonly or not buffer.c_contiguous:
             raise ValueError("rows need a writable, contiguous buffer")
         self._bytes = np.frombuffer(buffer.cast("B"), np.uint8)
@@ -73,7 +74,7 @@ class HostTransferEngine:
         queued_stores_max: int = QUEUED_STORES_MAX,
         fault: CopyFault | None = None,
     ) -> None:
-        """``pool`` must outlive the engine. LayoutError: a row cannot hold a block."""
+        """``pool`` must outlive the engine. LayoutError if a row cannot hold a block."""
         if queued_stores_max < 1:
             raise ValueError(f"queued_stores_max={queued_stores_max}: at least one store must fit")
         self._plan = TransferPlan(view, pool, row_bytes)
@@ -86,22 +87,22 @@ class HostTransferEngine:
         self._unfinished: set[int] = set()
         self._results: list[TransferResult] = []
         self._closing = False
+        # Stores that failed because too many were waiting.
         self.stores_dropped = 0
-        """Stores that failed because too many were waiting."""
         self._thread = threading.Thread(target=self._run, name="kvatlas-host-copy", daemon=True)
         self._thread.start()
 
     def mark(self) -> StreamMark | None:
-        """None: what computes in host memory has ended when a job is submitted."""
+        """None: computation in host memory has ended when a job is submitted."""
         return None
 
     def submit(self, job: TransferJob, after: StreamMark | None = None) -> None:
-        """Take a job; whatever is wrong with it shows in its result."""
+        """Submit a job; its result has any error."""
         del after
         refusal = self._plan.refusal(job)
         with self._changed:
             if job.job_id in self._unfinished:
-                # Answering both would end the first one before its time.
+                # An answer to the second would end the first one early.
                 log.error("transfer job %d was submitted twice; the second is ignored", job.job_id)
                 return
             if self._closing:
@@ -126,13 +127,13 @@ class HostTransferEngine:
         return results
 
     def wait(self, job_ids: Sequence[int], timeout_s: float) -> bool:
-        """Block until these jobs have ended; ids that are not under way count as ended."""
+        """Block until these jobs have ended; unknown ids count as ended."""
         wanted = set(job_ids)
         with self._changed:
             return self._changed.wait_for(lambda: self._unfinished.isdisjoint(wanted), timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> bool:
-        """Finish every job that was taken, then stop; may be called again. False: a copy hangs."""
+        """Finish every submitted job, then stop; may be called again. False if a copy hangs."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -163,7 +164,7 @@ class HostTransferEngine:
                 self._copy(job)
             else:
                 self._fault(job, lambda: self._copy(job))
-        except Exception as error:  # whatever went wrong, the job must still be answered
+        except Exception as error:  # the job must be answered after any error
             log.warning("transfer job %d failed", job.job_id, exc_info=True)
             reason = f"{type(error).__name__}: {error}"
             seconds = time.monotonic() - started

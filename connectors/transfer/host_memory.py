@@ -1,10 +1,10 @@
-"""The host memory that rows live in: one mapping, near the GPU, in place and pinned before it is used.
+"""Host memory for rows: one mapping near the GPU, populated and pinned before use.
 
-Anonymous memory aligned to huge pages is bound to the GPU's memory node, populated, and registered with the
-driver in chunks, so that no page is fetched, moved or pinned while a transfer waits. Without a driver (CPU
-platforms) it is the same memory unpinned.
+Anonymous memory aligned to huge pages is bound to the GPU's NUMA node, populated, and registered with the
+driver in chunks, so that no page is allocated, moved or pinned during a transfer. Without a driver (CPU
+platforms) the memory is not pinned.
 
-Always holds: a row lies within one registered chunk, and no page is shared by two chunks.
+Invariants: a row lies within one registered chunk, and no page is shared by two chunks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from connectors.transfer.cuda_driver import Driver
 
 
-# What the operating system says about memory, and what it does to a stretch of it on request.
+# Memory interfaces of the operating system.
 #
-# Reads /proc and /sys; asks by madvise and mbind through ctypes, which leaves the interpreter lock to
-# others meanwhile. Everything but populating is advice: where the system refuses, the caller is told and
-# goes on.
+# Reads /proc and /sys; calls madvise and mbind through ctypes, which releases the interpreter lock during the
+# call. All calls except populating are advice: if the system refuses, the caller gets the reason and
+# continues.
 
 
 _MADV_DONTFORK = 10
@@ -44,8 +44,8 @@ _POPULATE_STEP_BYTES = 256 << 20
 _POPULATE_THREADS_MAX = 8
 _UNLIMITED_BYTES = 1 << 60
 _GROUP_FILES = ("memory.max", "memory.current", "inactive_file ")
+# Files of a control group, version 2 and 1: limit, usage, and the line of memory.stat for cached file pages.
 _GROUP_FILES_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-"""Of a control group, version 2 and 1: limit, what is used, and in memory.stat cached file pages of that."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -53,7 +53,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still take: the machine's or its control groups', whichever is less."""
+    """Bytes that this process can still allocate: the minimum of the machine and its control groups."""
     available = _UNLIMITED_BYTES
     for line in _lines(proc / "meminfo"):
         if line.startswith("MemAvailable:"):
@@ -68,13 +68,14 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def _group_available(root: Path, place: str, names: tuple[str, str, str]) -> int:
-    """What a group and those around it leave. In a container its own place may be outside of what it sees."""
+    """Bytes left by a group and its ancestors. In a container the group itself may be outside the visible
+    tree."""
     available = _UNLIMITED_BYTES
     group = root / place.strip("/")
     while group.is_relative_to(root):
         limit, used = _lines(group / names[0]), _lines(group / names[1])
         if limit and used and limit[0] != "max":
-            # Cached file pages count as used but make room when asked to.
+            # Cached file pages count as used but are reclaimable.
             stat = _lines(group / "memory.stat")
             cached = sum(int(line.split()[1]) for line in stat if line.startswith(names[2]))
             available = min(available, int(limit[0]) - int(used[0]) + cached)
@@ -83,14 +84,14 @@ def _group_available(root: Path, place: str, names: tuple[str, str, str]) -> int
 
 
 def numa_node_of(pci_bus_id: str, sys: Path = Path("/sys")) -> int | None:
-    """The memory node next to a device; None: the machine has one node, or does not say."""
+    """NUMA node of a device; None if the machine has one node or does not report it."""
     found = _lines(sys / "bus/pci/devices" / pci_bus_id.lower() / "numa_node")
     node = int(found[0]) if found else -1
     return node if node >= 0 and (sys / f"devices/system/node/node{node}").exists() else None
 
 
 def cpus_of_node(node: int, sys: Path = Path("/sys")) -> frozenset[int]:
-    """The processors next to a memory node that this process may use; empty: none, or nobody says."""
+    """CPUs of a NUMA node that this process may use; empty if there are none or it is unknown."""
     found = _lines(sys / f"devices/system/node/node{node}/cpulist")
     cpus: set[int] = set()
     for stretch in found[0].split(",") if found else ():
@@ -101,9 +102,9 @@ def cpus_of_node(node: int, sys: Path = Path("/sys")) -> frozenset[int]:
 
 
 def prefer_node(address: int, size_bytes: int, node: int) -> str:
-    """Ask that pages touched from now on come from a node; empty, or why the system refused.
+    """Prefer a node for pages touched from now on; returns the reason of a refusal, else an empty text.
 
-    Preferred, not bound: when the node is full, pages come from another one instead of killing the process.
+    Preferred, not bound: when the node is full, pages come from another one instead of ending the process.
     """
     call = _MBIND_CALLS.get(platform.machine())
     if call is None:
@@ -123,29 +124,31 @@ def prefer_node(address: int, size_bytes: int, node: int) -> str:
 
 
 def advise_huge_pages(address: int, size_bytes: int) -> bool:
-    """Ask for pages of 2 MiB; False: this system has none to give."""
+    """Request pages of 2 MiB; False if this system does not support them."""
     return _madvise(address, size_bytes, _MADV_HUGEPAGE) == 0
 
 
 def keep_from_children(address: int, size_bytes: int) -> bool:
-    """Leave memory out of forked processes: a copy-on-write of pinned pages would part the process from the
-    pages that the device writes to."""
+    """Exclude memory from forked processes.
+
+    A copy-on-write of pinned pages would separate the process from the pages that the device writes to.
+    """
     return _madvise(address, size_bytes, _MADV_DONTFORK) == 0
 
 
 def populate(address: int, size_bytes: int, cpus: frozenset[int] = frozenset()) -> None:
-    """Have every page in place now. MemoryError: there is not enough; ``address`` is a multiple of a page.
+    """Allocate every page now; ``address`` is page-aligned. MemoryError if there is not enough memory.
 
-    ``cpus``: the only processors to do it on, unless empty: a page of which nothing else is said comes from
-    the memory next to the processor that touches it first.
+    ``cpus``: if not empty, only these processors touch the pages. By default the kernel places a page on the
+    node of the processor that touches it first.
     """
     steps = range(0, size_bytes, _POPULATE_STEP_BYTES)
 
     def settle() -> None:
         if cpus:
-            os.sched_setaffinity(0, cpus)  # of the calling thread alone
+            os.sched_setaffinity(0, cpus)  # affects the calling thread only
 
-    # Zeroing pages is what takes the time, and several cores do it several times faster.
+    # Most of the time is spent on zeroing pages, which scales with the number of cores.
     workers = min(_POPULATE_THREADS_MAX, len(cpus) or os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, initializer=settle) as threads:
         list(
@@ -162,13 +165,13 @@ def _populate(address: int, size_bytes: int) -> None:
 
 
 def touch(address: int, size_bytes: int) -> None:
-    """Write to one byte of every page, without changing what it holds."""
+    """Write to one byte of every page without changing its content."""
     pages = np.ctypeslib.as_array((ctypes.c_uint8 * size_bytes).from_address(address))[:: mmap.PAGESIZE]
     pages |= 0
 
 
 def _madvise(address: int, size_bytes: int, advice: int) -> int:
-    """0, or the error's number. The kernel may be interrupted while it populates: then it is asked again."""
+    """Call madvise; returns 0 or the errno. A call interrupted while it populates is repeated."""
     while _libc.madvise(address, size_bytes, advice):
         code = ctypes.get_errno()
         if code not in {errno.EINTR, errno.EAGAIN}:
@@ -187,14 +190,15 @@ log = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
 REGISTER_CHUNK_BYTES = 64 << 30
-"""Most that is registered at once: drivers refuse much larger stretches on some machines."""
+"""Most bytes registered in one call: drivers on some machines refuse much larger ranges."""
 
 
 @dataclass(frozen=True)
 class SharedMapping:
-    """Memory of several processes by the name of a file in a memory file system, which goes when all have it.
+    """Memory shared by several processes through a file in a memory file system, removed once all have mapped
+    it.
 
-    ``first``: the one that puts its pages in place.
+    ``first``: this process populates the pages.
     """
 
     path: Path
@@ -202,14 +206,14 @@ class SharedMapping:
 
 
 class HostMemoryError(Exception):
-    """The host memory asked for cannot be had; the message names the setting and what is available."""
+    """The requested host memory is unavailable; the message names the setting and the available amount."""
 
 
 class PinnedHostPool:
-    """``size_bytes // row_bytes`` rows, packed from ``address`` on. Close it after every engine that uses it.
+    """``size_bytes // row_bytes`` rows, packed from ``address`` on. Close it after all engines that use it.
 
-    ``numa_node`` overrides the node found for the driver's device. ``notes`` says what was done with the
-    memory and what the system refused, for the log.
+    ``numa_node`` overrides the node of the driver's device. ``notes`` has the memory's properties and the
+    system's refusals, for the log.
     """
 
     def __init__(
@@ -222,8 +226,10 @@ class PinnedHostPool:
         register_chunk_bytes: int = REGISTER_CHUNK_BYTES,
         shared: SharedMapping | None = None,
     ) -> None:
-        """``shared``: memory that pools of other processes map too. HostMemoryError: not enough memory, or it
-        cannot be pinned."""
+        """``shared``: memory that pools of other processes map too.
+
+        HostMemoryError if there is not enough memory or it cannot be pinned.
+        """
         if row_bytes <= 0 or size_bytes < row_bytes:
             raise HostMemoryError(
                 f"host_bytes leaves this rank {size_bytes} bytes, less than one row of {row_bytes}: raise it"
@@ -238,7 +244,7 @@ class PinnedHostPool:
         self._closed = False
         self._map = self._reserve() if shared is None else self._map_shared(shared)
         whole = np.frombuffer(self._map, np.uint8)
-        # Of shared memory, row 0 must be the same bytes in every process, wherever it is mapped.
+        # In shared memory, row 0 must be the same bytes in every process, so no alignment by address.
         skip = -whole.ctypes.data % HUGE_PAGE_BYTES if shared is None else 0
         self._bytes = whole[skip : skip + self.size_bytes]
         self.address = int(self._bytes.ctypes.data)
@@ -256,7 +262,7 @@ class PinnedHostPool:
         return self._driver is not None and not self._closed
 
     def row(self, slot: int) -> memoryview:
-        """The bytes of one row, writable; use it no longer than the pool. IndexError: no such row."""
+        """The writable bytes of one row, valid while the pool is open. IndexError if there is no such row."""
         if not 0 <= slot < self.num_rows:
             raise IndexError(f"row {slot} is not in [0, {self.num_rows})")
         if self._closed:
@@ -264,20 +270,20 @@ class PinnedHostPool:
         return self._bytes[slot * self.row_bytes : (slot + 1) * self.row_bytes].data
 
     def close(self) -> None:
-        """Unpin and let go of the memory (once the last row handed out is let go of too); may be repeated."""
+        """Unpin and free the memory (after the last row view is released); may be called again."""
         self._closed = True
         while self._registered and self._driver is not None:
             address = self._registered.pop()
             try:
                 self._driver.unregister_host(address)
-            except Exception:  # the device may be gone; the memory must go back all the same
+            except Exception:  # the device may be gone; the memory must still be freed
                 log.warning("unpinning host memory failed", exc_info=True)
         self._bytes = np.empty(0, np.uint8)
 
     def _reserve(self) -> mmap.mmap:
         available = available_bytes()
         if self.size_bytes > available:
-            # Taking more than a container's limit ends the process without an error message.
+            # The kernel kills a process that exceeds its container's limit, without an error message.
             raise self._short(available)
         try:
             return mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -295,7 +301,7 @@ class PinnedHostPool:
             try:
                 os.ftruncate(file, size)
                 if shared.first:
-                    # What is not there now would end the process when it is touched.
+                    # Touching a page that cannot be allocated later would kill the process (SIGBUS).
                     os.posix_fallocate(file, 0, size)
                 self.notes.append(f"shared as {shared.path}")
                 return mmap.mmap(file, size, mmap.MAP_SHARED)
@@ -323,7 +329,7 @@ class PinnedHostPool:
             raise self._short(available_bytes()) from error
 
     def _bind(self, span: int, numa_node: int | None) -> frozenset[int]:
-        """Put the pages near the device; the processors that must touch them first for that, if any must."""
+        """Place the pages near the device; returns the processors that must touch them first, if any."""
         if numa_node is None:
             self.notes.append("not bound to a memory node: the system names none near the device")
             return frozenset()
@@ -370,7 +376,7 @@ class PinnedHostPool:
 
 
 def _chunk_bytes(row_bytes: int, most: int) -> int:
-    """The longest chunk of whole rows and whole pages within ``most``; at least one such stretch."""
+    """The longest chunk of whole rows and whole pages within ``most`` bytes; at least one such unit."""
     unit = math.lcm(row_bytes, mmap.PAGESIZE)
     return max(most // unit, 1) * unit
 

@@ -1,8 +1,9 @@
 """A kernel that copies many small pieces between addresses, for loads whose pieces are too small for DMA.
 
-Below some ten KiB a copy engine spends its time on starting pieces; a kernel that reads mapped host memory
-keeps enough reads on the way to fill the link. It occupies multiprocessors, so few programs run, each moving
-a tile of several pieces at once. Addresses are plain integers, so one launch serves any number of tensors.
+Below about ten KiB per piece a copy engine spends most of its time on starting pieces. A kernel that reads
+mapped host memory keeps enough reads in flight to fill the link. It occupies multiprocessors, so few programs
+run, each moving a tile of several pieces at once. Addresses are plain integers, so one launch serves any
+number of tensors.
 
 With TRITON_INTERPRET=1 in the environment the same code runs on the CPU, for tests. Importing this module
 imports torch and triton, and touches no device.
@@ -22,15 +23,15 @@ from connectors.transfer.base import Indices
 
 WORD_BYTES = 8
 PROGRAMS_MAX = 12
-"""Programs of one launch: enough to fill a PCIe link, few enough to leave the device to the model."""
+"""Programs per launch: enough to fill a PCIe link, few enough to leave most of the device to the model."""
 DESCRIPTORS_MIN = 1024
-"""Of one launch: room for fewer is not made."""
+"""Minimum capacity of a launch's descriptor buffer."""
+# (longest piece in words, pieces in a tile, words in a tile): 32 KiB in flight in every program, so that 12
+# programs cover a PCIe link's latency. Few shapes, so that all are compiled before the first load.
 _TILES = ((1024, 8, 512), (2048, 2, 2048), (None, 1, 4096))
-"""(longest piece in words, pieces in a tile, words in a tile): 32 KiB on the way at once in every program, so
-that 12 programs cover a PCIe link's latency. Few shapes, so that all are compiled before the first load."""
 
 
-# Triton reads the signature when it compiles and knows no other annotation than its own constexpr.
+# Triton reads the signature when it compiles; its constexpr is the only annotation that it supports.
 @triton.jit(do_not_specialize=["count", "words_max"])  # type: ignore[untyped-decorator,unused-ignore]
 def _move_kernel(  # type: ignore[no-untyped-def]
     descriptors, count, words_max, pieces_in_tile: tl.constexpr, words_in_tile: tl.constexpr
@@ -57,10 +58,11 @@ def fits_kernel(src: Indices, dst: Indices, sizes: Indices) -> bool:
 
 
 class DescriptorPool:
-    """Pinned host memory, and as much on the device, for the descriptors of launches; used again and again.
+    """Reusable buffers for the descriptors of launches, in pinned host memory and on the device.
 
-    Allocating pinned memory for each launch costs more than filling it. ``take`` gives a loan that goes back
-    when nobody refers to it any more: whoever launched keeps it until the kernel has run. Any thread.
+    Allocating pinned memory for each launch costs more than filling it. ``take`` returns a buffer that goes
+    back to the pool when its last reference is dropped; the caller keeps it until the kernel has run.
+    Thread-safe.
     """
 
     def __init__(self, device: Any) -> None:
@@ -69,7 +71,7 @@ class DescriptorPool:
         self.made = 0
 
     def take(self, count: int) -> DescriptorLoan:
-        """Room for ``count`` descriptors."""
+        """Take a buffer for ``count`` descriptors."""
         capacity = max(DESCRIPTORS_MIN, 1 << (count - 1).bit_length())
         free = self._free.setdefault(capacity, deque())
         try:
@@ -90,7 +92,7 @@ class DescriptorLoan:
         self._memory, self._free = memory, free
 
     def fill(self, src: Indices, dst: Indices, sizes: Indices) -> Any:
-        """Write the descriptors and enqueue their way to the device; gives the device's tensor."""
+        """Write the descriptors and enqueue their copy to the device; returns the device tensor."""
         host, on_device = self._memory
         count = len(src)
         rows = host.numpy()[: 3 * count].reshape(3, count)
@@ -114,7 +116,7 @@ def move_pieces(
 ) -> object:
     """Copy ``sizes[i]`` bytes from ``src[i]`` to ``dst[i]`` on the current stream of ``device``.
 
-    Returns what must be kept until the kernel has run. Raises ValueError unless ``fits_kernel``.
+    Returns an object to keep until the kernel has run. Raises ValueError unless ``fits_kernel``.
     """
     if not fits_kernel(src, dst, sizes):
         msg = f"addresses and sizes must be multiples of {WORD_BYTES} bytes"
@@ -122,7 +124,7 @@ def move_pieces(
     count = len(src)
     if count == 0:
         return None
-    # Kept by the caller until the kernel has run: the copy to the device is asynchronous too.
+    # The caller keeps it until the kernel has run: the copy to the device is asynchronous too.
     loan = (pool or DescriptorPool(device)).take(count)
     descriptors = loan.fill(src, dst, sizes)
     words_max = int(sizes.max()) // WORD_BYTES
