@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile
+from router.admission.isolation import Isolation
+from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import create_control, create_ops
 from router.api.insight import sample_history
@@ -243,12 +244,15 @@ class Router:
             return None
         fields = [(name.encode(), value.encode()) for name, value in self.config.fleet.headers().items()]
         file = KeyFile(Path(keys.file), clock=self.clock)
+        stats = KeyStats()
         return KeyGate(
             file,
             clock=self.clock,
             forward=keys.forward,
             engine_priorities=keys.engine_priorities and not self.config.policy.engine_priority,
             engine_fields=fields,
+            stats=stats,
+            isolation=None if keys.isolate == "off" else Isolation(keys, stats, clock=self.clock),
         )
 
     def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> Awaitable[None]:

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import islice
-from typing import Annotated
 
-import msgspec
-
-from router.admission.key_file import KeyFile
+from router.admission.isolation import Isolation
+from router.admission.key_file import KeyFile, KeyStats
 from router.admission.peers import Use
 from router.admission.tenants import Tenant, TenantRequest, TenantStats
 from router.openai.errors import invalid_key
 
 _Fields = list[tuple[bytes, bytes]]
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key"))
-
-
-class KeyStats(msgspec.Struct):
-    """Counters for metrics."""
-
-    unknown: Annotated[int, "kvatlas_keys_unknown_total"] = 0
-    """Requests refused with 401: without a key, or with one that is not in the key file."""
 
 
 class KeyGate:
@@ -39,13 +30,16 @@ class KeyGate:
         forward: bool = False,
         engine_priorities: bool = False,
         engine_fields: Sequence[tuple[bytes, bytes]] = (),
+        stats: KeyStats | None = None,
+        isolation: Isolation | None = None,
     ) -> None:
         self.configure(keys, forward=forward, engine_priorities=engine_priorities)
+        self.isolation = isolation
         self._clock = clock
         self._engine_fields = tuple(engine_fields)
         self._tenants: dict[str, Tenant] = {}
         self._changed: dict[str, None] = {}
-        self.stats = KeyStats()
+        self.stats = stats or KeyStats()
 
     def configure(self, keys: KeyFile, *, forward: bool, engine_priorities: bool) -> None:
         """The keys of this file count from now on; what tenants of the same name used stays used."""

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
-from router.admission.wait_targets import WaitTargets
+from router.admission.settings import WaitTargets
 from router.http.reasons import reason_of
 from router.http.tls import WatchedFile
 
@@ -44,6 +44,8 @@ class TenantRules(WaitTargets, frozen=True, kw_only=True, forbid_unknown_fields=
     """Rights and limits of a tenant; a limit that is not set does not apply. Its targets for waits count
     before those of ``[queue]``; ``inf``: never refused."""
 
+    cache_group: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
+    """With `keys.isolate = "group"`: tenants of the same group share cached prefixes."""
     models: tuple[str, ...] = ("*",)
     """Models it may name; ``*`` stands for any characters."""
     requests_per_minute: _Positive | None = None
@@ -71,6 +73,19 @@ class KeyTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     tenants: dict[str, TenantRules] = {}
     keys: tuple[KeyEntry, ...] = ()
+
+
+class KeyStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    unknown: Annotated[int, "kvatlas_keys_unknown_total"] = 0
+    """Requests refused with 401: without a key, or with one that is not in the key file."""
+    salted: Annotated[int, "kvatlas_keys_salted_total"] = 0
+    """Requests that were given a `cache_salt` of their tenant or group (`keys.isolate`)."""
+    salts_refused: Annotated[int, "kvatlas_keys_salts_refused_total"] = 0
+    """Requests refused for a `cache_salt` of their own, or since their API takes none (`keys.isolate`)."""
+    isolate_secret_failures: Annotated[int, "kvatlas_keys_isolate_secret_failures_total"] = 0
+    """Failed attempts to read the changed `keys.isolate_secret_file`; the last secret stays in use."""
 
 
 class KeyFile:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from router.admission.wait_targets import WaitTargets
+from router.admission.fair_queue import Priority
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,9 +19,58 @@ class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
     engine_priorities: bool = False
     """Engines schedule by priority (vLLM's `--scheduling-policy priority`): requests of tenants of the class
     `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so."""
+    isolate: Literal["off", "tenant", "group"] = "off"
+    """Isolate caches: the router sets `cache_salt` in every prompt, one for each tenant, or one for each
+    `cache_group` of the key file (a tenant without one is its own group). Needs `keys.file` and
+    `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation))."""
+    isolate_secret_file: str | None = None
+    """File with the secret that salts are derived from, at least 32 bytes; the same for all routers of a
+    fleet. Read again when it changes: prompts are then cached under new salts."""
+    client_salts: Literal["combine", "refuse"] = "combine"
+    """With `keys.isolate`: a client's own `cache_salt` separates its prompts further, or is refused (400)."""
     forward: bool = False
     """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
     that is set."""
+
+    def __post_init__(self) -> None:
+        if self.isolate == "off":
+            return
+        if self.file is None:
+            raise ValueError(f"isolate = {self.isolate}: needs keys.file, which says whose request it is")
+        if self.isolate_secret_file is None:
+            raise ValueError(f"isolate = {self.isolate}: needs keys.isolate_secret_file")
+
+
+class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Longest predicted waits, in seconds: of all in ``[queue]``, of a tenant in the key file, whose targets
+    count first. Raises ``ValueError`` for 0 or less."""
+
+    wait_target_s: float | None = None
+    """A request is refused (429 `predicted_wait`) where every engine that could take it is predicted to let
+    it wait longer than this many seconds, its own prefill not counted. Not set: none is refused
+    ([tenants.md](tenants.md#admission-by-predicted-wait))."""
+    wait_target_high_s: float | None = None
+    """The same for requests of class `high`. Not set: `wait_target_s`."""
+    wait_target_low_s: float | None = None
+    """The same for requests of class `low`. Not set: `wait_target_s`."""
+
+    def __post_init__(self) -> None:
+        for name in WaitTargets.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value}: expected seconds, more than 0")
+
+    def wait_target(self, priority: int) -> float | None:
+        """Target of a class (``QueueTicketRequest.priority``)."""
+        own = {Priority.HIGH: self.wait_target_high_s, Priority.LOW: self.wait_target_low_s}.get(
+            Priority(priority)
+        )
+        return self.wait_target_s if own is None else own
+
+    @property
+    def has_wait_targets(self) -> bool:
+        """Whether requests of any class may be refused."""
+        return any(getattr(self, name) is not None for name in WaitTargets.__struct_fields__)
 
 
 # When requests wait in the router, and how many for how long; all defaults live here.

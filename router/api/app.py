@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -57,7 +58,14 @@ from router.openai.errors import (
     unknown_path,
     usage_off,
 )
-from router.openai.members import STEPS_MAX, MalformedError, Scan, TooManyStepsError, run_cooperatively
+from router.openai.members import (
+    STEPS_MAX,
+    MalformedError,
+    Scan,
+    TooManyStepsError,
+    run_cooperatively,
+    with_value,
+)
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
 from router.placement.decide import Planner
 
@@ -277,9 +285,14 @@ def _add_insight(
     )
     async def explain_request(request: Request) -> Response:
         """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by
-        default that of a chat (messages), a completion (prompt) or a response (input)."""
+        default that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` whose
+        request it is, where caches are isolated."""
         _check_json(request)
         body = await read_body(request, body_bytes_max)
+        tenant, gate = request.query_params.get("tenant"), sources.gate
+        if tenant is not None and gate is not None and gate.isolation is not None:
+            salt = partial(gate.isolation.salt, tenant, gate.keys.rules(tenant))
+            body = await run_cooperatively(with_value(body, b"cache_salt", salt, adds=True))
         peeked = await peek_any_size(body)
         path = request.query_params.get("path") or await run_cooperatively(_likely_path(body))
         if path not in PROMPT_APIS:

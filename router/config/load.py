@@ -338,8 +338,10 @@ def _section(
 
 
 def _stays(key: str, running: Config, wanted: Config) -> bool:
-    """Keys are asked for everywhere or nowhere, from the first request on; and what replicas share about
-    models was written as they were."""
+    """Keys are asked for everywhere or nowhere, and caches isolated or not, from the first request on; and
+    what replicas share about models was written as they were."""
+    if key.startswith("keys.isolate") or key == "keys.client_salts":
+        return True
     if key == "keys.file":
         return (running.keys.file is None) != (wanted.keys.file is None)
     return key == "models" and running.index.is_shared

@@ -172,6 +172,7 @@ RULES: dict[str, Rule] = {
     "epp.tls_key_file": _path,
     "epp.client_ca_file": _path,
     "keys.file": _path,
+    "keys.isolate_secret_file": _path,
     "sidecar.engine": _web_url,
     "sidecar.prefills": _prefill,
     "traces.endpoint": _collector,

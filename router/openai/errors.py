@@ -165,6 +165,11 @@ def path_not_kept_apart() -> ApiError:
     return ApiError(403, "path_not_kept_apart", message, kind="permission_error", headers=_NO_RETRY)
 
 
+def salt_not_accepted(why: str) -> ApiError:
+    """400: caches of tenants are kept apart by a salt that the router sets."""
+    return bad_request("cache_salt_not_accepted", f"{why}.", param="cache_salt")
+
+
 def path_not_proxied() -> ApiError:
     """403: an engine would answer, and every client of it would feel that."""
     message = "This path affects every client of an engine and is not forwarded."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -211,6 +211,37 @@ def has_any(text: bytes, needles: Sequence[bytes]) -> Generator[None, None, bool
             return True
         yield
     return False
+
+
+def with_value(
+    body: bytes, name: bytes, value: str | int | Callable[[bytes], str], *, adds: bool = False
+) -> Generator[None, None, bytes]:
+    """Steps to the body with this value of a member of its own: of the last one, which is what engines read.
+
+    ``value`` may be made of the JSON value that is there (empty: none). ``adds``: also where there is none.
+    Returns the same object where the text is no JSON object, or the member is absent.
+    """
+    scan = Scan(body)
+    start = scan.start()
+    found, empty = None, True
+    try:
+        for member in scan.members(start) if start is not None else ():
+            empty = False
+            if member is None:
+                yield
+            elif member.name == name:
+                found = member
+    except MalformedError:
+        return body
+    if start is None or (found is None and not adds):
+        return body
+    if callable(value):
+        value = value(b"" if found is None else bytes(body[found.value : found.end]))
+    view, text = memoryview(body), msgspec.json.encode(value)
+    if found is not None:
+        return (yield from joined((view[: found.value], text, view[found.end :])))
+    comma = b"" if empty else b","
+    return (yield from joined((view[: start + 1], b'"%b":%b%b' % (name, text, comma), view[start + 1 :])))
 
 
 def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]:

@@ -78,6 +78,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     carried: Carried = ""
     tenant: str = ""
     """Whose key it came with; "" where clients have none."""
+    isolated: bool = False
+    """Its ``cache_salt`` is of its tenant or group, set by the router."""
     session: Session | None = None
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""

@@ -110,27 +110,6 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
         return joined((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
 
 
-def salted(body: bytes, salt: str) -> Generator[None, None, bytes]:
-    """Steps to this body with another ``cache_salt``: with it no engine takes anything from its cache."""
-    quoted = b'"%b"' % salt.encode()
-    scan = Scan(body)
-    start = scan.start()
-    if start is None:
-        return body
-    pieces: list[bytes] = []
-    done = 0
-    for member in scan.members(start):
-        if member is None:
-            yield
-        elif member.name == b"cache_salt":
-            pieces += (body[done : member.value], quoted)
-            done = member.end
-    if not pieces:
-        comma = b"" if _END.match(body, start + 1) else b","
-        pieces, done = [body[: start + 1], b'"cache_salt":%b%b' % (quoted, comma)], start + 1
-    return b"".join((*pieces, body[done:]))
-
-
 def split_body(
     path: str, body: bytes, messages: Sequence[msgspec.Raw] = ()
 ) -> Generator[None, None, SplitBody]:

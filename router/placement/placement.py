@@ -503,7 +503,11 @@ class Placement(Attempt):
             missed=missed,
             elsewhere_s=decision.candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
             seen_tokens=self._seen_tokens,
-            salted=isinstance(read, Prompt) and read.extras.cache_salt is not None,
+            salted=(
+                isinstance(read, Prompt)
+                and read.extras.cache_salt is not None
+                and not self.request.isolated  # as all prompts of its tenant are
+            ),
         )
 
 

@@ -8,12 +8,9 @@ top-level ``model`` changes, every other byte stays.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 
-import msgspec
 import xxhash
-
-from router.openai.members import MalformedError, Scan, joined
 
 SESSION = b"x-session-id"
 _Fields = list[tuple[bytes, bytes]]
@@ -61,29 +58,3 @@ def _point(fields: _Fields) -> float:
         if name == SESSION:
             return xxhash.xxh3_64_intdigest(value) / 2**64
     return random.random()
-
-
-def with_value(
-    body: bytes, name: bytes, value: str | int, *, adds: bool = False
-) -> Generator[None, None, bytes]:
-    """Steps (see ``members``) to the body with this value of a member of its own: of the last one, which is
-    what engines read; ``adds``: also where there is none. As it was where it is no object."""
-    scan = Scan(body)
-    start = scan.start()
-    found, empty = None, True
-    try:
-        for member in scan.members(start) if start is not None else ():
-            empty = False
-            if member is None:
-                yield
-            elif member.name == name:
-                found = member
-    except MalformedError:
-        return body
-    view, text = memoryview(body), msgspec.json.encode(value)
-    if found is not None:
-        return (yield from joined((view[: found.value], text, view[found.end :])))
-    if not adds or start is None:
-        return body
-    comma = b"" if empty else b","
-    return (yield from joined((view[: start + 1], b'"%b":%b%b' % (name, text, comma), view[start + 1 :])))

@@ -11,17 +11,19 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from router.admission.admission_queue import Targets, capped, lowest_priority, read_claim
 from router.admission.gate import KeyGate
+from router.admission.isolation import Isolation
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
 from router.fleet.status import ResponseHolders
 from router.http.client import UpstreamClient
 from router.http.server.request_cycle import OWN, TOLD, DisconnectWatch, Receive, RequestCycle, Scope, Send
 from router.observe.requests import RequestRecord, RequestTracker
-from router.openai.body import Peek, peek_any_size
+from router.openai.body import Peek, invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
     bad_request,
@@ -36,11 +38,11 @@ from router.openai.errors import (
     unknown_path,
 )
 from router.openai.forms import Form, form_type, read_form
-from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively
+from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
 from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_body
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
-from router.proxy.aliases import Aliases, with_value
+from router.proxy.aliases import Aliases
 from router.proxy.attempt import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import (
@@ -238,6 +240,9 @@ class ProxyApp:
             body = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
+        isolation = None if self._gate is None else self._gate.isolation
+        if isolation is not None and entry is not None and form is None and method == "POST" and body:
+            body = await self._isolated(isolation, path, body, entry)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
@@ -250,6 +255,7 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
+        request.isolated = isolation is not None
         request.session = record.session = head.session or look.session
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
@@ -304,6 +310,16 @@ class ProxyApp:
             return body
         own = -1 if lowest is None else lowest
         return await self._changed(with_value(body, b"priority", own, adds=True))
+
+    async def _isolated(self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest) -> bytes:
+        """The body with the salt of its tenant or group. Raises ``ApiError`` (400)."""
+        isolation.check_path(path)
+        tenant = entry.tenant
+        salt = partial(isolation.salt, tenant.name, tenant.rules)
+        salted = await self._changed(with_value(body, b"cache_salt", salt, adds=True))
+        if salted is body:  # not read here, but perhaps by an engine: it would go there without a salt
+            raise invalid_json(ValueError("its members cannot be read"))
+        return salted
 
     async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""

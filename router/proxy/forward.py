@@ -31,9 +31,8 @@ from router.openai.errors import (
     no_ready_engine,
     retry_after_s,
 )
-from router.openai.members import run_cooperatively
+from router.openai.members import run_cooperatively, with_value
 from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
-from router.pd.bodies import salted
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
 from router.pd.transfer import connector_of
@@ -398,7 +397,9 @@ class Forwarder:
 
     async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:
         """With a salt that no other request has."""
-        body = await run_cooperatively(salted(out.request.body, new_transfer_id()))
+        body = await run_cooperatively(
+            with_value(out.request.body, b"cache_salt", new_transfer_id(), adds=True)
+        )
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 

@@ -63,6 +63,7 @@ WRONG: dict[str, str] = {
     "epp.tls_key_file": "",
     "epp.client_ca_file": "",
     "keys.file": "",
+    "keys.isolate_secret_file": "",
     "sidecar.engine": "http://h:8000/v1",
     "sidecar.prefills": "10.0.0.0/8",
     "traces.endpoint": "http://h:4318/v1/traces",

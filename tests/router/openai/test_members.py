@@ -22,10 +22,10 @@ from router.openai.members import (
     has_any,
     joined,
     run_cooperatively,
+    with_value,
 )
 from router.openai.request import CHAT
 from router.pd.bodies import split_body
-from router.proxy.aliases import with_value
 from router.proxy.screen import Rules, screen
 from tests.support.examples import examples
 from tests.support.loop_pauses import PAUSE_S_MAX, TRIES, slowness

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.openai.members import at_once
 from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, GENERATE, MESSAGES, RESPONSES
-from router.pd.bodies import SplitBody, salted, split_body
+from router.pd.bodies import SplitBody, split_body
 
 ASKS = b'{"do_remote_decode":true}'
 PARAMS = b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]]}'
@@ -162,22 +162,6 @@ def test_one_prompt_and_tools_of_the_client_may_be_split(
     path: str, fields: dict[str, Any], size: int
 ) -> None:
     assert split(path, json.dumps({"model": "m" * size, **fields}).encode()).whole == ""
-
-
-@pytest.mark.parametrize(
-    ("body", "salted_body"),
-    [
-        (b' { "a": 1}', b' {"cache_salt":"s", "a": 1}'),
-        (b"{ }", b'{"cache_salt":"s" }'),
-        (b'{"cache_salt":"mine","a":{"cache_salt":1}}', b'{"cache_salt":"s","a":{"cache_salt":1}}'),
-        (
-            b'{"cache_salt":1,"b":2,"cache_s\\u0061lt" : null}',
-            b'{"cache_salt":"s","b":2,"cache_s\\u0061lt" : "s"}',
-        ),
-    ],
-)
-def test_a_salt_replaces_the_clients_own(body: bytes, salted_body: bytes) -> None:
-    assert at_once(salted(body, "s")) == salted_body
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.members import at_once
-from router.proxy.aliases import Aliases, with_value
+from router.openai.members import at_once, with_value
+from router.proxy.aliases import Aliases
 
 
 def test_shares_are_kept_and_a_session_stays() -> None:

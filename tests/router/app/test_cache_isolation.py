@@ -1,0 +1,116 @@
+"""A whole router that isolates caches: tenants with the same prompt share nothing on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.admission.key_file import digest_of
+from router.admission.settings import KeySettings
+from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, Rig, configure, routing, running
+
+TEXT = "the same long story about a small engine and its famous garden. " * 10
+NAMES = {"ada": "red", "bob": "red", "eve": "blue"}
+RULES = "".join(
+    f'[tenants.{name}]\ncache_group = "{group}"\n'
+    f'[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(f"key-of-{name}")}"\n'
+    for name, group in NAMES.items()
+)
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1},
+    COMPLETION: {"prompt": TEXT, "max_tokens": 1},
+    MESSAGES: {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1},
+    RESPONSES: {"input": TEXT, "max_output_tokens": 1},
+}
+
+
+@asynccontextmanager
+async def isolating(tmp_path: Path, **keys: Any) -> AsyncIterator[Rig]:
+    rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
+    rules.write_text(RULES)
+    secret.write_text("a secret of 32 bytes or more than that")
+    settings = KeySettings(file=str(rules), isolate_secret_file=str(secret), **keys)
+    async with running({}) as engines, routing(configure(*engines, keys=settings)) as rig:
+        rig.engines = engines  # type: ignore[attr-defined]
+        yield rig
+
+
+async def ask(rig: Rig, tenant: str, path: str, **fields: Any) -> tuple[int, str]:
+    body = {"model": MODEL, **BODIES.get(path, {}), **fields}
+    headers = {"authorization": f"Bearer key-of-{tenant}"}
+    async with rig.session.post(rig.url + path, json=body, headers=headers) as answer:
+        text = await answer.text()
+    await until(lambda: rig.idle, "answered")
+    await rig.caught_up(*rig.engines)  # type: ignore[attr-defined]
+    return answer.status, text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prompt_is_a_hit_for_its_own_tenant_alone(path: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with isolating(tmp_path, isolate="tenant") as rig:
+            for tenant in ("ada", "eve", "ada", "bob"):
+                status, text = await ask(rig, tenant, path)
+                assert status == 200, text
+            receipts = list(rig.router.accounts.receipts.latest)
+            assert [bool(receipt.actual_tokens) for receipt in receipts] == [False, False, True, False]
+            assert [receipt.outcome for receipt in receipts] == ["exact"] * 4
+            assert not any(receipt.salted for receipt in receipts)
+
+    run(main())
+
+
+def test_tenants_of_a_group_share_what_they_cached(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with isolating(tmp_path, isolate="group") as rig:
+            for tenant in ("ada", "bob", "eve"):
+                await ask(rig, tenant, CHAT)
+            receipts = list(rig.router.accounts.receipts.latest)
+            assert [bool(receipt.actual_tokens) for receipt in receipts] == [False, True, False]
+            assert [receipt.outcome for receipt in receipts] == ["exact"] * 3
+
+    run(main())
+
+
+def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path) -> None:
+    """Whatever salt it sends, also the one that the router made for the other."""
+
+    async def main() -> None:
+        async with isolating(tmp_path, isolate="tenant") as rig:
+            gate = rig.router.gate
+            assert gate is not None
+            assert gate.isolation is not None
+            stolen = gate.isolation.salt("ada", gate.keys.rules("ada"), b"")
+            await ask(rig, "ada", CHAT)
+            await ask(rig, "eve", CHAT, cache_salt=stolen)
+            await ask(rig, "ada", CHAT, cache_salt="own")
+            receipts = list(rig.router.accounts.receipts.latest)
+            assert [receipt.actual_tokens for receipt in receipts] == [0, 0, 0]
+            _, metrics = await rig.ask("GET", "/metrics")
+            assert "kvatlas_keys_salted_total 4.0" in metrics, "one of them by this test"
+            for shown in ("/metrics", "/kvatlas/receipts", "/kvatlas/engines", "/kvatlas/requests"):
+                assert stolen not in str(await rig.ask("GET", shown))
+
+    run(main())
+
+
+def test_what_cannot_be_isolated_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with isolating(tmp_path, isolate="tenant", client_salts="refuse") as rig:
+            status, text = await ask(rig, "ada", CHAT, cache_salt="own")
+            assert (status, "cache_salt_not_accepted" in text) == (400, True)
+            status, text = await ask(rig, "ada", COHERE, messages=[{"role": "user", "content": "a"}])
+            assert (status, "takes no cache_salt" in text) == (400, True)
+            headers = {"authorization": "Bearer key-of-ada", "content-type": "application/json"}
+            data = '{"model": "m", "prompt": "a"}'.encode("utf-16")
+            async with rig.session.post(rig.url + COMPLETION, data=data, headers=headers) as answer:
+                assert answer.status == 400
+                assert "UTF-8" in await answer.text()
+
+    run(main())
