@@ -32,7 +32,7 @@ def check_vllm_version(who: str, version: str | None = None) -> None:
         return
     tested = f"{who} was tested with vLLM {', '.join(f'{known}.x' for known in TESTED_VERSIONS)}"
     if os.environ.get(ALLOW_UNTESTED) == minor:
-        log.warning("%s, not with %s; it goes on because %s=%s", tested, found, ALLOW_UNTESTED, minor)
+        log.warning("%s, not with %s; continuing because %s=%s", tested, found, ALLOW_UNTESTED, minor)
         return
     raise RuntimeError(
         f"{tested}, this is vLLM {found}: {_REMEDY}, or set {ALLOW_UNTESTED}={minor} to try it untested"

@@ -1,1 +1,1 @@
-"""Engine side: what is said on the wire about KV blocks, and who says it."""
+"""Engine side: KV events on the wire, their publisher, and a simulated engine."""

@@ -41,7 +41,7 @@ GroupIdx = Annotated[int, msgspec.Meta(ge=0, lt=GROUPS_MAX)]
 
 
 class EventDecodeError(ValueError):
-    """The batch frame itself cannot be read; ``str()`` says why."""
+    """The frame is not a batch; ``str()`` has the reason."""
 
 
 def _none() -> None:

@@ -78,8 +78,8 @@ BANNED = re.compile(
 SMALL_LINES = 60
 BUDGETS = {
     "modules": 384,
-    "modules under 60 lines": 9,
-    "banned phrases": 468,
+    "modules under 60 lines": 8,
+    "banned phrases": 467,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""

@@ -1,1 +1,1 @@
-"""The scheduler's half of a connector: what to load and store, and what becomes of it."""
+"""The scheduler half of a connector: plans of loads and stores, and their jobs."""

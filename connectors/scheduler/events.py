@@ -69,7 +69,7 @@ class KvEventLog:
         self._blocks: dict[bytes, _Block] = {}
 
     def submitted(self, request: Any, block: PlannedBlock) -> None:
-        """Copy what the event needs: the request may be gone when the store ends."""
+        """Copy the fields of the event: the request may have ended when the store does."""
         lora = request.lora_request
         extra, _ = generate_block_hash_extra_keys(request, block.start_token, block.end_token, 0)
         before = block.start_token // self._hash_block_tokens

@@ -28,7 +28,7 @@ from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
 log = logging.getLogger(__name__)
 
 KEY_BYTES_MAX = 100
-"""Its hexadecimal digits, and what a temporary file adds, fit a file name."""
+"""Bound on a key: its hexadecimal digits and the suffix of a temporary file fit a file name."""
 _SUFFIX = ".kv"
 _TEMPORARY = ".tmp-"
 # Share of the cap that a sweep leaves, so that not every new file begins another.

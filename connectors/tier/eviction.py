@@ -202,7 +202,7 @@ class BoundaryPolicy:
         self._made: list[Node] = []
         # Chain being stored: the node of each key, the nodes made for it, and the union of both.
         self._named: dict[Node, None] = {}
-        # Ordered dicts: the head of a plain one is found slowly once many before it are gone.
+        # Ordered dicts: finding the head of a plain dict is slow after many deletions before it.
         self._cut_keys: OrderedDict[bytes, None] = OrderedDict()
         self._doomed: OrderedDict[bytes, None] = OrderedDict()
         # Boundaries that prompts continued from, not yet checked for tails to drop.

@@ -1,1 +1,1 @@
-"""The worker's half of a connector: rows, transfers, and the way to a store."""
+"""The worker half of a connector: rows, transfers, and staging for a shared store."""

@@ -111,7 +111,7 @@ class RowOffloadingWorker(OffloadingWorker):
         except Exception as error:
             raise RuntimeError(
                 f"{job.direction.value} job {job.job_id} failed ({failed.error}), and again when repeated "
-                f"({error}); vLLM's connector knows no failed transfers, so the engine cannot go on"
+                f"({error}); vLLM's connector cannot handle failed transfers, so the engine must end"
             ) from error
 
     def _copy_group(self, direction: Direction, moves: GroupMoves) -> int:

@@ -1,1 +1,1 @@
-"""The parts of the hybrid block pool; ``publisher.block_pool`` is its face."""
+"""Parts of the hybrid block pool; ``publisher.block_pool`` is the public module."""

@@ -1,1 +1,1 @@
-"""The simulated engine's parts; ``publisher.engine`` is the face the rest of the project uses."""
+"""Parts of the simulated engine; ``publisher.engine`` is the public module."""

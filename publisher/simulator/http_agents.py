@@ -207,18 +207,18 @@ class AgentEndpoints:
         await self._render(call, chat, f"resp_{uuid.uuid4().hex}")
 
     async def responses(self, call: Call) -> None:
-        asked = decode(await call.body(), ResponsesRequest)
-        if asked.background and not asked.store:
+        body = decode(await call.body(), ResponsesRequest)
+        if body.background and not body.store:
             raise invalid("background can only be used when `store` is true", param="background")
-        chat = self._chat_of(asked)
-        chat.priority = call.priority(asked.priority)
+        chat = self._chat_of(body)
+        chat.priority = call.priority(body.priority)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         name, stream = chat.model or self._model.name, bool(chat.stream)
         response_id = f"resp_{uuid.uuid4().hex}"
-        answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), asked.previous_response_id)
-        running = self._begin(answer, prepared, runs_tools=asked.runs_tools)
+        answer = ResponsesAnswer(response_id, name, len(prepared.token_ids), body.previous_response_id)
+        running = self._begin(answer, prepared, runs_tools=body.runs_tools)
         stored = StoredResponse(answer.queued(), chat.messages, running.abort, streams=stream)
-        if asked.background:
+        if body.background:
             self._store(stored)
             await _run_in_background(call, running, stored)
             return
@@ -227,7 +227,7 @@ class AgentEndpoints:
             await stored.finish(whole, text)
             self._store(stored)
 
-        await self._answer(call, running, stream=stream, store=store if asked.store else None)
+        await self._answer(call, running, stream=stream, store=store if body.store else None)
 
     async def get_response(self, call: Call, response_id: str) -> None:
         stored = self._stored_response(response_id)
@@ -261,10 +261,10 @@ class AgentEndpoints:
             raise EngineError(HTTPStatus.NOT_FOUND, text, kind="invalid_request_error", param="response_id")
         return stored
 
-    def _chat_of(self, asked: ResponsesRequest) -> ChatRequest:
-        earlier = asked.previous_response_id
+    def _chat_of(self, body: ResponsesRequest) -> ChatRequest:
+        earlier = body.previous_response_id
         messages = [] if earlier is None else self._stored_response(earlier).messages
-        return _as_chat(lambda: asked.chat(messages))
+        return _as_chat(lambda: body.chat(messages))
 
     async def _render(self, call: Call, chat: ChatRequest, request_id: str) -> None:
         prepared = await self._model.prepare_chat(chat)

@@ -145,27 +145,27 @@ class EngineApp:
         await self._generate(call, request, self._model.prepare_completion(request))
 
     async def _generate(
-        self, call: Call, asked: ChatRequest | CompletionRequest, preparing: Awaitable[list[Prepared]]
+        self, call: Call, body: ChatRequest | CompletionRequest, preparing: Awaitable[list[Prepared]]
     ) -> None:
         self._stepper.check()
-        prepared = await self._stepper.prepared(preparing, asked.kv_transfer_params)
-        is_chat = isinstance(asked, ChatRequest)
-        request_id = _request_id(call, asked, "chatcmpl" if is_chat else "cmpl")
+        prepared = await self._stepper.prepared(preparing, body.kv_transfer_params)
+        is_chat = isinstance(body, ChatRequest)
+        request_id = _request_id(call, body, "chatcmpl" if is_chat else "cmpl")
         answer = Answer(
             request_id=request_id,
             created=int(time.time()),
-            model=asked.model or self._model.name,
+            model=body.model or self._model.name,
             is_chat=is_chat,
             num_prompt_tokens=sum(len(one.token_ids) for one in prepared),
-            prompt_token_ids=prepared[0].token_ids if asked.return_token_ids else None,
+            prompt_token_ids=prepared[0].token_ids if body.return_token_ids else None,
         )
         generations = [
             self._stepper.submit(request) for request in self._model.sim_requests(request_id, prepared)
         ]
         try:
             async with call.on_disconnect(lambda: self._stepper.abort(*generations)):
-                if asked.stream:
-                    await self._stream(call, answer, asked, generations)
+                if body.stream:
+                    await self._stream(call, answer, body, generations)
                 else:
                     await self._whole(call, answer, generations)
         finally:
@@ -187,7 +187,7 @@ class EngineApp:
         self,
         call: Call,
         answer: Answer,
-        asked: ChatRequest | CompletionRequest,
+        body: ChatRequest | CompletionRequest,
         generations: list[Generation],
     ) -> None:
         """Stream the choices one after the other; clients may not rely on that order. An error is an
@@ -199,8 +199,8 @@ class EngineApp:
                 own = answer
                 if answer.prompt_token_ids is not None:
                     own = msgspec.structs.replace(answer, prompt_token_ids=generation.request.prompt)
-                total += await self._stream_choice(call, own, asked, generation, (index, total))
-            if asked.include_usage:
+                total += await self._stream_choice(call, own, body, generation, (index, total))
+            if body.include_usage:
                 closing = answer.closing(total, generations[-1].request.cached_tokens or 0)
                 await call.write(_event(closing), more=True)
         except EngineError as error:
@@ -211,7 +211,7 @@ class EngineApp:
         self,
         call: Call,
         answer: Answer,
-        asked: ChatRequest | CompletionRequest,
+        body: ChatRequest | CompletionRequest,
         generation: Generation,
         place: tuple[int, int],
     ) -> int:
@@ -224,25 +224,25 @@ class EngineApp:
             if token.finish_reason == "error":
                 raise self._stepper.failure()
             if answer.is_chat and not count:
-                await call.write(_event(_with_usage(answer.opening(index), asked, answer, before)), more=True)
+                await call.write(_event(_with_usage(answer.opening(index), body, answer, before)), more=True)
             text = "" if token.token_id is None else self._model.text([token.token_id])
-            last = token.finish_reason is not None and not asked.include_usage
+            last = token.finish_reason is not None and not body.include_usage
             chunk = answer.chunk(
                 text, token.token_id, token.finish_reason, first=not count, last=last, index=index
             )
             if token.finish_reason is not None and self._model.release >= _PARAMS_IN_STREAMS:
                 chunk["kv_transfer_params"] = generation.request.handed
             count += token.token_id is not None
-            await call.write(_event(_with_usage(chunk, asked, answer, before + count)), more=True)
+            await call.write(_event(_with_usage(chunk, body, answer, before + count)), more=True)
         return count
 
     async def _generate_tokens(self, call: Call) -> None:
         """Generate from token ids; complete bodies only."""
         self._stepper.check()
-        asked = decode(await call.body(), GenerateRequest)
-        completion = asked.completion()
+        body = decode(await call.body(), GenerateRequest)
+        completion = body.completion()
         preparing = self._model.prepare_completion(completion)
-        (prepared,) = await self._stepper.prepared(preparing, asked.kv_transfer_params)
+        (prepared,) = await self._stepper.prepared(preparing, body.kv_transfer_params)
         request_id = _request_id(call, completion, "generate-tokens")
         request = self._model.sim_request(request_id, prepared)
         generation = self._stepper.submit(request)
@@ -315,22 +315,22 @@ def _event(value: Json) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def _with_usage(chunk: Json, asked: ChatRequest | CompletionRequest, answer: Answer, count: int) -> Json:
-    return {**chunk, "usage": answer.usage(count)} if asked.continuous_usage else chunk
+def _with_usage(chunk: Json, body: ChatRequest | CompletionRequest, answer: Answer, count: int) -> Json:
+    return {**chunk, "usage": answer.usage(count)} if body.continuous_usage else chunk
 
 
-def _request_id(call: Call, asked: ChatRequest | CompletionRequest, prefix: str) -> str:
+def _request_id(call: Call, body: ChatRequest | CompletionRequest, prefix: str) -> str:
     given = call.headers.get(b"x-request-id", b"").decode("latin-1")
-    return f"{prefix}-{given or asked.request_id or uuid.uuid4().hex}"
+    return f"{prefix}-{given or body.request_id or uuid.uuid4().hex}"
 
 
-def _rendered(call: Call, asked: ChatRequest | CompletionRequest, prepared: Prepared, prefix: str) -> Json:
+def _rendered(call: Call, body: ChatRequest | CompletionRequest, prepared: Prepared, prefix: str) -> Json:
     return api_protocol.rendered(
-        _request_id(call, asked, prefix),
+        _request_id(call, body, prefix),
         prepared.token_ids,
-        model=asked.model,
+        model=body.model,
         max_tokens=prepared.max_tokens,
-        stream=bool(asked.stream),
-        stream_options=asked.stream_options,
-        cache_salt=asked.cache_salt,
+        stream=bool(body.stream),
+        stream_options=body.stream_options,
+        cache_salt=body.cache_salt,
     )

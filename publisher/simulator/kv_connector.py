@@ -126,19 +126,19 @@ class KvConnector:
         A prefill for a model with Mamba layers stops one token early, so that the state excludes the last
         token.
         """
-        asked = request.transfer
-        if asked is None:
+        params = request.transfer
+        if params is None:
             return
-        self._report(request, asked)
-        if asked.do_remote_decode and len(request.prompt) > self._backoff:
+        self._report(request, params)
+        if params.do_remote_decode and len(request.prompt) > self._backoff:
             request.prompt = request.prompt[: len(request.prompt) - self._backoff]
-        elif asked.tp_size is not None and self.can_read(asked):  # vLLM needs tp_size to send heartbeats
-            self._awaited[request] = asked
+        elif params.tp_size is not None and self.can_read(params):  # vLLM needs tp_size to send heartbeats
+            self._awaited[request] = params
 
-    def _report(self, request: SimRequest, asked: TransferParams) -> None:
+    def _report(self, request: SimRequest, params: TransferParams) -> None:
         """Report the other engine's hit (vllm/v1/engine/output_processor.py, from 0.31 on)."""
-        if asked.do_remote_prefill and self.release >= _REPORTS_REMOTE_HIT:
-            request.reported_hit = asked.remote_prefill_cached_tokens
+        if params.do_remote_prefill and self.release >= _REPORTS_REMOTE_HIT:
+            request.reported_hit = params.remote_prefill_cached_tokens
 
     def reach(self, request: SimRequest) -> int:
         """Tokens of its prompt that a request loads from another engine; 0 for none."""

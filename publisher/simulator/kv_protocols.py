@@ -38,9 +38,9 @@ class MooncakeConnector(KvConnector):
         return None
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
-        asked = request.transfer
-        if asked is not None and asked.do_remote_decode and asked.transfer_id and reason == "length":
-            self._keep(asked.transfer_id, pooled, request.prompt)
+        params = request.transfer
+        if params is not None and params.do_remote_decode and params.transfer_id and reason == "length":
+            self._keep(params.transfer_id, pooled, request.prompt)
 
     def aborted(self, request: SimRequest, *, loading: bool) -> None:
         params = request.transfer
@@ -178,10 +178,10 @@ class OffloadingConnector(KvConnector):
 
     def arrived(self, request: SimRequest) -> None:
         # Unlike with NIXL, a prefill computes the whole prompt.
-        asked = request.transfer
-        if asked is not None:
-            self._report(request, asked)
-            asked.do_remote_prefill = _source(asked) is not None
+        params = request.transfer
+        if params is not None:
+            self._report(request, params)
+            params.do_remote_prefill = _source(params) is not None
 
     def reach(self, request: SimRequest) -> int:
         # Only whole blocks before the last token are fetched.
@@ -194,9 +194,9 @@ class OffloadingConnector(KvConnector):
         self.unread.clear()
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
-        asked = None if request.transfer is None else request.transfer.remote_decoder
-        if asked and asked.get("kv_request_id"):
-            self._keep(str(asked["kv_request_id"]), pooled, request.prompt)
+        params = None if request.transfer is None else request.transfer.remote_decoder
+        if params and params.get("kv_request_id"):
+            self._keep(str(params["kv_request_id"]), pooled, request.prompt)
 
     def aborted(self, request: SimRequest, *, loading: bool) -> None:
         # No notification is sent.

@@ -187,15 +187,15 @@ class EngineModel:
         self._check_model(request.model)
         request.check()
         token_ids = await self._chat_tokens(request)
-        asked = request.max_completion_tokens
-        asked = request.max_tokens if asked is None else asked
-        return self._prepared(request, token_ids, asked)
+        limit = request.max_completion_tokens
+        limit = request.max_tokens if limit is None else limit
+        return self._prepared(request, token_ids, limit)
 
     async def prepare_completion(self, request: CompletionRequest) -> list[Prepared]:
         """Check and tokenize a completion request, prompt by prompt. Raises ``EngineError``."""
         self._check_model(request.model)
         request.check()
-        asked = COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
+        limit = COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
         prepared = []
         for prompt in request.prompts():
             if isinstance(prompt, str):
@@ -203,7 +203,7 @@ class EngineModel:
             else:
                 token_ids = prompt
                 self._check_vocabulary(token_ids)
-            prepared.append(self._prepared(request, token_ids, asked))
+            prepared.append(self._prepared(request, token_ids, limit))
         return prepared
 
     def sim_requests(self, request_id: str, prepared: list[Prepared]) -> list[SimRequest]:
@@ -311,14 +311,14 @@ class EngineModel:
             )
 
     def _prepared(
-        self, request: ChatRequest | CompletionRequest, token_ids: list[int], asked: int | None
+        self, request: ChatRequest | CompletionRequest, token_ids: list[int], limit: int | None
     ) -> Prepared:
         if not token_ids:
             raise invalid("The decoder prompt cannot be empty")
         room = self.max_model_len - len(token_ids)
         if room < 0:
             raise prompt_too_long(len(token_ids), self.max_model_len)
-        max_tokens = room if asked is None else min(asked, room)
+        max_tokens = room if limit is None else min(limit, room)
         if max_tokens < 1:
             text = f"max_tokens must be at least 1, got {max_tokens}."
             raise invalid(text, param="max_tokens", value=max_tokens)
@@ -335,9 +335,9 @@ class EngineModel:
             priority=request.priority,
         )
 
-    def _check_model(self, asked: str | None) -> None:
-        if asked and asked != self.name:
-            raise unknown_model(asked, self.name)
+    def _check_model(self, name: str | None) -> None:
+        if name and name != self.name:
+            raise unknown_model(name, self.name)
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
         highest = max(token_ids, default=0)

@@ -158,7 +158,9 @@ class _Snapshot(Collector):
             yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", 0)
         if self._transfers is not None:
             queries, hits = stats.external_prefix_cache_queries, stats.external_prefix_cache_hits
-            yield self._counter("external_prefix_cache_queries", "Tokens asked of other engines.", queries)
+            yield self._counter(
+                "external_prefix_cache_queries", "Tokens requested from other engines.", queries
+            )
             yield self._counter("external_prefix_cache_hits", "Tokens other engines have.", hits)
             yield from self._transfers.families(_LABELS, self._labels)
         yield self._counter("prompt_tokens", "Prefill tokens processed.", stats.prompt_tokens)

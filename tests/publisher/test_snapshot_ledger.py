@@ -33,7 +33,7 @@ def batch(*events: Event) -> DecodedBatch:
 
 
 def replay(chunks: list[bytes]) -> Held:
-    """What a reader that counts ends with."""
+    """Copies by block after a reader has counted the events."""
     held: Held = Counter()
     for chunk in chunks:
         for event in decode_batch(chunk).events:

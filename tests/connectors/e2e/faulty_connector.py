@@ -1,6 +1,6 @@
 """``FaultyOffloadConnector``: the offload connector with transfers that fail or lie on demand, for tests.
 
-``kv_connector_extra_config.control`` names a JSON file, read anew for every job:
+``kv_connector_extra_config.control`` names a JSON file, read again for every job:
 ``{"direction": "load", "mode": "zero", "group": 3}`` clears what was copied of one group, mode ``fail``
 raises before anything is copied, ``{}`` lets it be. Loaded by module path: it is no part of the product.
 """

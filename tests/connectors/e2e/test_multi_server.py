@@ -25,7 +25,7 @@ HOST, STORE = "HybridOffloadConnector", "SharedStoreConnector"
 LENGTHS = (70, 200, 513)
 FILLER_TOKENS = 1200
 FILLERS = 12
-"""So many prompts fill the host's memory several times over."""
+"""Number of prompts that fills the host's memory several times."""
 
 
 def prompt(seed: int, tokens: int) -> list[int]:

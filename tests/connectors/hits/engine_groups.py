@@ -120,7 +120,9 @@ MIXES = [
     Mix("EAGLE and chunks of two sizes", (full(4), chunk(4, 16), chunk(4, 32)), 4, 4, True, (0,)),
     Mix("chunks of two sizes", (chunk(4, 16), chunk(4, 32), full(4), window(4, 9)), 4, 4),
     Mix("EAGLE with Mamba", (mamba(8), full(8)), 8, 8, eagle=True, eagle_groups=(1,)),
-    Mix("a ring nobody may share", (CircularBufferSpec(block_size=4, **BASE), window(4, 9), full(4)), 4, 4),
+    Mix(
+        "a ring that is never shared", (CircularBufferSpec(block_size=4, **BASE), window(4, 9), full(4)), 4, 4
+    ),
 ]
 
 

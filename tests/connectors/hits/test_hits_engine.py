@@ -27,7 +27,7 @@ from tests.connectors.hits.engine_groups import (  # noqa: E402
 )
 
 BY_NAME = {mix.name: mix for mix in MIXES}
-UNSHARED = "a ring nobody may share"
+UNSHARED = "a ring that is never shared"
 EXAMPLES = 40
 DIFFERENTIAL_EXAMPLES = 100
 

@@ -1,4 +1,4 @@
-"""What the router predicts an engine to load, against the resolver that decides it in the connectors."""
+"""The router's prediction of an engine's loads equals the result of the connectors' resolver."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def raw(tensors: dict[str, Any]) -> Any:
 
 
 def contents(tensors: dict[str, Any], layers: list[str], block: int) -> list[Any]:
-    """What a block holds, layer by layer, read through vLLM's own tensors."""
+    """Content of a block, layer by layer, read through vLLM's tensors."""
     found = []
     for layer in layers:
         ratio = tensors[layer].shape[0] // NUM_BLOCKS

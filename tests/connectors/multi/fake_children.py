@@ -77,7 +77,7 @@ class Events(KVConnectorKVEvents):
 
 @dataclass
 class Account:
-    """What one child saw and did."""
+    """Calls to one child and its actions."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     offers: dict[str, tuple[int | None, bool]] = field(default_factory=dict)
@@ -261,7 +261,7 @@ def child(owner: str, kind: str = "Fake", name: str | None = None, **extra: Any)
 
 
 def config_of(*children: Any, hma: bool = True, **outer: Any) -> Any:
-    """What the connector reads of vLLM's configuration."""
+    """The part of vLLM's configuration that the connector reads."""
     return SimpleNamespace(
         kv_transfer_config=KVTransferConfig(
             kv_connector="HybridMultiConnector",

@@ -39,7 +39,7 @@ _JOB_IDS = range(4096)
 
 @dataclass(frozen=True)
 class Hit:
-    """What a request was admitted with, in tokens."""
+    """Loaded tokens of a request at its admission."""
 
     local: int
     external: int

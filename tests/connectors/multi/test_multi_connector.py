@@ -341,7 +341,7 @@ def test_blocks_stay_until_the_child_that_took_partial_ones_is_done_too() -> Non
 
 
 ALIKE = {"has_connector_metadata", "role"}
-"""What the base class answers itself, for any connector: nothing of it is a child's."""
+"""Members that the base class implements for any connector, without the children."""
 
 
 def test_whatever_vllm_asks_of_a_connector_is_asked_of_the_children() -> None:

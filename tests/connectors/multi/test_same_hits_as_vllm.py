@@ -34,7 +34,7 @@ from tests.vllm.tiny_model import write_tiny_model
 
 HOST_BYTES = 4000 * PAGE_BYTES
 BLOCK = 16
-"""What all block sizes are multiples of."""
+"""Common divisor of all block sizes."""
 SAME = (
     "full",
     "window",

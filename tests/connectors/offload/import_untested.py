@@ -1,4 +1,4 @@
-"""``python -m tests.connectors.offload.import_untested MODULE``: its import under a vLLM nobody tested."""
+"""``python -m tests.connectors.offload.import_untested MODULE``: import it under an untested vLLM."""
 
 import importlib
 import sys

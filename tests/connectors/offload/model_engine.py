@@ -329,7 +329,7 @@ class ModelEngine:
             taken = self.pool.take(2 * end - null)
             if taken is None or len(self.pool.free) < 4:
                 self.pool.free_blocks([self.pool.blocks[b] for b in taken or ()])
-                continue  # the allocation failed: nobody hears of it
+                continue  # the allocation failed: the connector is not called
             request.table = [[taken.pop() for _ in range(end)], [0] * null]
             request.table[1] += taken
             blocks = SimpleNamespace(get_block_ids=lambda request=request: request.table)

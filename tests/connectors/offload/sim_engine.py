@@ -130,7 +130,7 @@ class SimEngineCore:
         self.must_compute: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.reported: Counter[str] = Counter()
-        """What the workers' statistics said."""
+        """Counters from the workers' statistics."""
         self._watch_lookups()
 
     def _configs(self, setup: Setup, connector: SimConnector, model: str) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ Content = dict[int, object]
 
 @dataclass
 class SimMemory:
-    """Block id -> offset -> value. Block 0 is the null block, which nobody may touch."""
+    """Block id -> offset -> value. Block 0 is the null block, which must not be touched."""
 
     blocks: dict[int, Content] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What vLLM sees of the connector: versions, settings, statistics, the classes it makes."""
+"""The connector as vLLM uses it: versions, settings, statistics, the classes it makes."""
 
 from __future__ import annotations
 

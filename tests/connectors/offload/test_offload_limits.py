@@ -1,4 +1,4 @@
-"""What may not go on for ever: waiting for stores, and what is kept of blocks that were announced before."""
+"""Bounds of the scheduler half: waits for stores, and event content of blocks announced before."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_an_admitted_request_is_asked_about_anew(fixture: Fixture) -> None:
     fixture.lookups.forget("r")
     fixture.hit()
     assert fixture.tier.asked == 2
-    fixture.lookups.forget("of nobody")
+    fixture.lookups.forget("unknown")
 
 
 def test_the_deadline_counts_from_the_first_question(fixture: Fixture) -> None:

@@ -97,7 +97,7 @@ TestProtocol.settings = settings(max_examples=examples(60), stateful_step_count=
 
 
 def test_the_model_loads_preempts_and_fails() -> None:
-    """What the machine above explores is really there: one long seeded run sees all of it."""
+    """One long seeded run reaches every case that the state machine above can explore."""
     rng = random.Random(1)
     engine = ModelEngine(1, gpu_blocks=50, host_blocks=60, pinned_share=0.5)
     engine.engines[0].failure_rate = 0.05

@@ -1,4 +1,4 @@
-"""Our connector under vLLM's real scheduler, on random load with small pools: nobody reads wrong KV.
+"""Our connector under vLLM's real scheduler, on random load with small pools: no request reads wrong KV.
 
 Preemption, chunked prefill, failed allocation, aborts during loads, resets, slow and failing transfers, and
 two ranks that answer in different steps all happen; the sim asserts after each step, these tests at the end.

@@ -9,7 +9,7 @@ INVALID = -600
 
 
 class Cluster:
-    """What several clients share."""
+    """State shared by several clients."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

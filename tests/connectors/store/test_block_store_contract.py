@@ -1,4 +1,4 @@
-"""What every store must do, whatever it is made of."""
+"""Contract tests of every kind of store."""
 
 from __future__ import annotations
 

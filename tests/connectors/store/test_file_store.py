@@ -142,7 +142,7 @@ def test_the_background_sweep_keeps_the_cap(tmp_path: Path) -> None:
     store._sweep_locked = seen  # type: ignore[method-assign]
     for i in range(40):
         put(store, b"%03d" % i)
-    # Writing much wakes it; nobody waits for the hour.
+    # A large write wakes the sweeper before its hourly run.
     assert swept.wait(WAIT_S)
     store.close()
 

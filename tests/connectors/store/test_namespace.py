@@ -203,7 +203,7 @@ class TestOfVllm:
         config.cache_config.prefix_caching_hash_algo = "xxhash"
         mine = self._of(config)
         assert "PYTHONHASHSEED" in mine.private_reason
-        # Both halves of one engine agree all the same; another engine does not.
+        # Both halves of one engine still agree; another engine does not.
         assert self._of(config).digests() == mine.digests()
         config.kv_transfer_config.engine_id = "engine-2"
         assert self._of(config).digest(0) != mine.digest(0)

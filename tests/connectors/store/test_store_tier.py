@@ -117,7 +117,7 @@ def test_after_the_deadline_what_was_not_answered_is_absent(rigs: Any) -> None:
     rig.clock.now += SETTINGS.lookup_deadline_s
     assert rig.tier.held("r", [key(1)]) == frozenset()
     assert rig.tier.counters["questions_late"] == 1
-    # It stays so for this request; what the store says late helps whoever asks then.
+    # The result stays for this request; the late answer serves later lookups.
     assert rig.tier.held("r", [key(1)]) == frozenset()
     late = rig.tier._late[0].query
     rig.store.gate.set()

@@ -1,4 +1,4 @@
-"""What each policy lets go first, and that the tree of prefixes knows what can still be reached."""
+"""The order in which each policy evicts, and reachability in the tree of prefixes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_end_of_the_older_prompt_goes_next_with_all_that_leads_only_to_it() 
     store(tier, "uvw", FULL, WINDOW)
     assert missing(tier, keys("xy", FULL, WINDOW) + keys("uvw", FULL, WINDOW)[2:]) == []
     kept = tier.held("r", keys("abcdef", WINDOW))
-    assert not kept  # the tails, without which the blocks below serve nobody, go before the blocks
+    assert not kept  # tails go before the blocks below them, which are useless without them
 
 
 def test_a_boundary_where_prompts_part_keeps_its_tail_and_its_prefix() -> None:

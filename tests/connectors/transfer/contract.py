@@ -1,4 +1,4 @@
-"""What every transfer engine must do, as tests: inherit ``TransferEngineContract`` and say how to make one.
+"""Contract tests of transfer engines: inherit ``TransferEngineContract`` and define how to make an engine.
 
     class TestMyEngine(TransferEngineContract):
         def make_engine(self, view, pool): return MyEngine(view, pool)

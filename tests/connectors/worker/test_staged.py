@@ -42,7 +42,7 @@ class Rows:
 
 
 def closed(engine: StagedTransfers) -> bool:
-    """Whether it let go of its rows."""
+    """Whether it released its rows."""
     pool = engine._pool
     assert isinstance(pool, Rows)
     return pool.closed
@@ -372,7 +372,7 @@ def test_loads_do_not_wait_behind_stores(rig: Rig) -> None:
     assert engine.wait([stores.job_id], WAIT_S)
 
 
-def test_a_pool_in_use_by_a_hanging_store_is_not_let_go_of(rig: Rig) -> None:
+def test_a_pool_in_use_by_a_hanging_store_is_not_freed(rig: Rig) -> None:
     engine = rig.open()
     rig.store.gate = threading.Event()
     engine.submit(rig.job(Direction.LOAD, BLOCKS))

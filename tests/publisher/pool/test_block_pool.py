@@ -1,4 +1,4 @@
-"""What the pool does for one model at a time: chat, retention, copies, reuse, events."""
+"""The pool with one model at a time: chat, retention, copies, reuse, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine tests share: a running engine, a client, and polling with a deadline."""
+"""Common parts of the engine tests: a running engine, a client, and polling with a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated engine refuses, in vLLM's error shape, and that nothing else changes by it."""
+"""Requests that a simulated engine refuses with vLLM's errors, without any other effect."""
 
 from __future__ import annotations
 

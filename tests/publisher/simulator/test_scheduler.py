@@ -171,7 +171,7 @@ def test_a_preempted_request_comes_back_first_and_nobody_is_admitted_in_its_plac
     assert step.requests == (older,)
     rig.scheduler.end_step(step)
     finished = [output.request for output in rig.run() if output.finish_reason]
-    assert finished[0] is older, "the preempted one heads the queue, so nobody overtakes it"
+    assert finished[0] is older, "the preempted one heads the queue, so no request overtakes it"
     assert {newer, late} <= set(finished)
 
 

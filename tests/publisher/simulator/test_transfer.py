@@ -347,8 +347,10 @@ def test_parameters_used_twice_are_read_after_they_were_let_go() -> None:
 
 
 def test_of_two_prompts_only_the_first_is_right_and_the_other_ones_blocks_stay_wrong() -> None:
-    """Both are given the transfer parameters of the first one. Whoever asks with the second prompt later hits
-    the first one's KV, unless it brings a salt."""
+    """Both prompts get the transfer parameters of the first.
+
+    A later request with the second prompt hits the KV of the first one, unless it has a salt.
+    """
 
     async def check() -> None:
         both = [PROMPT, PROMPT[::-1]]

@@ -61,7 +61,7 @@ class Bench:
         self.engine.submit(self.job(job_id, direction, blocks, slots), after)
 
     def until_sent(self, name: str, count: int = 1) -> None:
-        """Until so many of these have been enqueued; bounded by the test's own time limit."""
+        """Wait until this many have been enqueued; the test's own time limit bounds it."""
         while sum(entry[0] == name for entry in self.device.log) < count:
             threading.Event().wait(0.001)
 
@@ -80,7 +80,7 @@ class SlowDriver(FakeDriver):
 
 
 class LongPass:
-    """A forward pass that runs on the computing stream until it is told to end; other streams go on."""
+    """A forward pass that runs on the compute stream until the test ends it; other streams continue."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.over = FakeEvent(recorded=1)

@@ -24,7 +24,7 @@ from connectors.transfer.cuda_driver import DriverError
 
 @dataclass(eq=False)
 class FakeEvent:
-    """Whoever waits for an event waits for the record it had then, also if it is recorded anew meanwhile."""
+    """A wait for an event is for the record it had then, even if it is recorded again later."""
 
     recorded: int = 0
     reached: set[int] = field(default_factory=lambda: {0})
@@ -38,7 +38,7 @@ class FakeStream:
 
 
 class Descriptors:
-    """What a copy reads while it runs; must still be there then."""
+    """Objects that a copy reads while it runs; they must exist until then."""
 
     def __init__(self, src: Indices, dst: Indices, sizes: Indices) -> None:
         self.rows = list(zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True))
@@ -132,7 +132,7 @@ class FakeDevice:
         def run() -> None:
             descriptors = alive()
             if descriptors is None:
-                self.violations.append("a kernel's descriptors were let go of before it ran")
+                self.violations.append("a kernel's descriptors were released before it ran")
             elif self._mover is None:
                 descriptors.run(self.rng)
             else:

@@ -231,7 +231,7 @@ class TestDeadEngine:
         assert "dead" in late.error
 
     def test_failed_jobs_are_reported_only_when_nothing_runs_any_more(self, benches: Any) -> None:
-        """What was enqueued before the error still writes; its memory must not be given to others."""
+        """Work enqueued before the error still writes, so its memory must not be reused."""
         device = FakeDevice()
         bench = benches(device=device, driver=FakeDriver(device, fail_at=1))
         bench.write_block(1, 9)

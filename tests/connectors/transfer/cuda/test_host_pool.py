@@ -107,7 +107,7 @@ def test_a_node_that_the_system_refuses_is_reported() -> None:
 def test_a_node_that_cannot_be_asked_for_is_had_by_its_processors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a container's default rules leave: mbind is refused, staying on processors is not."""
+    """A container's default rules: mbind is refused, CPU affinity is allowed."""
     mine = frozenset(list(os.sched_getaffinity(0))[:1])
     populated: list[set[int]] = []
     touch = host_memory._populate

@@ -16,7 +16,7 @@ from tests.connectors.transfer.cuda.fakes import FakeDevice
 
 
 def busy(benches: Any) -> tuple[Any, SlowDriver]:
-    """A bench whose first store is being enqueued, until the driver is told to go on."""
+    """A bench whose first store is being enqueued, until the test releases the driver."""
     device = FakeDevice()
     driver = SlowDriver(device)
     bench = benches(device=device, driver=driver)

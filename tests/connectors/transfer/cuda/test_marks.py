@@ -1,4 +1,4 @@
-"""What jobs wait for: the point of the computing stream at which they were due, and nothing later."""
+"""Jobs wait for the point of the compute stream at their submission, and for nothing later."""
 
 from __future__ import annotations
 

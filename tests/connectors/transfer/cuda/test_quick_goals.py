@@ -69,7 +69,7 @@ class PerfectEngine:
 
 
 class NoMemory:
-    """Addresses that nobody reads."""
+    """Addresses that are never read."""
 
     address = 1 << 40
 

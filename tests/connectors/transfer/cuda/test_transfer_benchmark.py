@@ -26,7 +26,7 @@ TINY = replace(QUICK, piece_bytes=(4096, 65536), pieces=(16,), rounds=1, round_b
 
 
 def measured(machine: HostMachine, scale: Scale = TINY) -> tuple[Findings, list[str]]:
-    """What a run finds, and its report as it was after every step."""
+    """Results of a run, and its report after every step."""
     found = Findings(machine.title, machine.facts, machine.computes)
     saved: list[str] = []
     transfer.measure(machine, scale, found, lambda findings: saved.append(report_of(findings)))
@@ -52,7 +52,7 @@ class LosingMachine(HostMachine):
 
 
 class LateMachine(HostMachine):
-    """What was computed before a job arrives too late for it."""
+    """Earlier computation arrives too late for a job."""
 
     def fill_later(self, device: Any, start: int, size_bytes: int, value: int) -> None:
         """Never, which is late enough."""
@@ -256,7 +256,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 def test_nothing_but_numpy_is_needed_to_start() -> None:
-    """What runs on a bare GPU machine: no vLLM, no msgspec, no zmq, no pytest."""
+    """Modules for a bare GPU machine import neither vLLM nor msgspec, zmq or pytest."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(('vllm', 'msgspec', 'zmq', 'pytest', 'redis')))"
     done = run("-c", f"{blocked}; import benchmarks.transfer, connectors.transfer.cuda")
     assert done.returncode == 0, done.stderr
