@@ -31,6 +31,7 @@ def _mounted(rendered: Rendered, root: Path) -> str:
         ("admin/token", "operator:" + "t" * 32),
         ("ops/token", "t" * 32),
         ("keys/keys.toml", f'[[keys]]\ntenant = "acme"\nname = "a"\nsha256 = "{"0" * 64}"\n'),
+        ("keys/isolate.secret", "s" * 64),
         ("tls/tls.crt", ""),
         ("tls/tls.key", ""),
     ):
@@ -130,6 +131,16 @@ def test_keys_and_certificates_are_where_the_router_looks(tmp_path: Path) -> Non
     volumes = {volume["name"]: volume.get("secret") for volume in rendered.pod["volumes"]}
     assert volumes["keys"] == {"secretName": "keys", "items": [{"key": "keys.toml", "path": "keys.toml"}]}
     assert volumes["tls"] == {"secretName": "cert"}
+
+
+def test_caches_are_isolated_by_a_secret_beside_the_keys(tmp_path: Path) -> None:
+    keys = {"existingSecret": "keys", "isolate": "group", "isolateKey": "salt"}
+    rendered = Rendered({**MINIMAL, "keys": keys})
+    config = _load(rendered, tmp_path)
+    assert config.keys.isolate == "group"
+    assert config.keys.isolate_secret_file == f"{tmp_path}/etc/kvatlas/keys/isolate.secret"
+    volumes = {volume["name"]: volume.get("secret") for volume in rendered.pod["volumes"]}
+    assert {"key": "salt", "path": "isolate.secret"} in volumes["keys"]["items"]
 
 
 def test_whoever_asks_the_router_speaks_as_it_does() -> None:

@@ -400,6 +400,7 @@ NEGATIVE: dict[str, tuple[dict[str, Any], str]] = {
         "targetPorts",
     ),
     "empty setting": ({**MINIMAL, "config": {"proxy": {"attempts_max": None}}}, "config.proxy.attempts_max"),
+    "isolation without keys": ({**MINIMAL, "keys": {"isolate": "tenant"}}, "keys.existingSecret"),
 }
 
 

@@ -43,6 +43,12 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
 {{- end }}
 {{- if $v.keys.existingSecret }}
 {{- $_ := set $sections "keys" (dict "file" "/etc/kvatlas/keys/keys.toml") }}
+{{- if ne $v.keys.isolate "off" }}
+{{- $_ := set $sections.keys "isolate" $v.keys.isolate }}
+{{- $_ := set $sections.keys "isolate_secret_file" "/etc/kvatlas/keys/isolate.secret" }}
+{{- end }}
+{{- else if ne $v.keys.isolate "off" }}
+{{- fail (printf "keys.isolate = %s needs keys.existingSecret, with the file of keys and the secret of isolation" $v.keys.isolate) }}
 {{- end }}
 {{- if include "kvatlas.picks" . }}
 {{- $_ := set $sections "epp" (dict "listen" "0.0.0.0:9002" "health_listen" "0.0.0.0:9003" "fallbacks" $v.gateway.fallbacks "drain_s_max" $v.drainSeconds "drain_delay_s" $v.drainDelaySeconds) }}
