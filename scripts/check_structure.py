@@ -77,8 +77,8 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 384,
-    "modules under 60 lines": 8,
+    "modules": 383,
+    "modules under 60 lines": 7,
     "banned phrases": 467,
     "noqa": 147,
 }

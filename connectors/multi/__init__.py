@@ -15,8 +15,8 @@ child are never lost and never reach another child.
 
 from __future__ import annotations
 
+from connectors.multi.group import MultiWorkerPart
 from connectors.multi.scheduler import MultiSchedulerPart
-from connectors.multi.worker import MultiWorkerPart
 
 
 class HybridMultiConnector(MultiSchedulerPart, MultiWorkerPart):
