@@ -77,7 +77,7 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 383,
+    "modules": 382,
     "modules under 60 lines": 7,
     "banned phrases": 467,
     "noqa": 147,

@@ -269,7 +269,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """By served model name; ``*`` is for any model not named."""
     aliases: dict[str, str | dict[str, float]] = {}
     """Name that clients may use for a model -> the served model, or several with the shares of requests that
-    they get. Requests with the same `x-session-id` go to the same one."""
+    they get. Requests of one session ([tenants.md](tenants.md#sessions)) go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()

@@ -115,9 +115,11 @@ class _SessionFields(NamedTuple):
     parent: bytes = b""
 
 
+SESSION: Final = b"x-session-id"
+"""Header field of vLLM (entrypoints/generate/base/serving.py, 0.33)."""
 _SESSION_FIELDS: Final = (
-    # vLLM (entrypoints/generate/base/serving.py, 0.33) and OpenCode, which has a session for each sub-agent
-    _SessionFields(b"x-session-id", parent=b"x-parent-session-id"),
+    # also OpenCode's, which has a session for each sub-agent
+    _SessionFields(SESSION, parent=b"x-parent-session-id"),
     _SessionFields(b"x-claude-code-session-id", agent=b"x-claude-code-agent-id"),
     # Codex: the main thread has the id of its session
     _SessionFields(b"session-id", agent=b"thread-id"),

@@ -1,7 +1,7 @@
 """Names that clients may use for models, and the shares of the models behind them.
 
-Where several models share a name, requests of one session (``x-session-id``) stay with one of them, so that
-their prefixes stay cached; others are spread at random by weight. Always true: only the value of the body's
+Where several models share a name, requests of one session stay with one of them, so that their prefixes stay
+cached; others are spread at random by weight. Always true: only the value of the body's
 top-level ``model`` changes, every other byte stays.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 import xxhash
 
-SESSION = b"x-session-id"
-_Fields = list[tuple[bytes, bytes]]
+from router.openai.request import Session
 
 
 class Aliases:
@@ -38,23 +37,16 @@ class Aliases:
         """Every name, and the models that it may stand for."""
         return [(name, [to for to, weight in shares if weight]) for name, shares in self._shares.items()]
 
-    def model_for(self, name: str | None, fields: _Fields) -> str | None:
-        """The model to be asked for instead of ``name``; None: it is no alias."""
+    def model_for(self, name: str | None, session: Session | None) -> str | None:
+        """The model to ask for instead of ``name``; None: it is no alias. Sub-agents follow their session."""
         shares = None if name is None else self._shares.get(name)
         if shares is None:
             return None
         total = sum(weight for _, weight in shares)
-        point = _point(fields) * total
+        share = random.random() if session is None else xxhash.xxh3_64_intdigest(session.id.encode()) / 2**64
+        point = share * total
         for model, weight in shares:
             if point < weight:
                 return model
             point -= weight
         return next(model for model, weight in reversed(shares) if weight)
-
-
-def _point(fields: _Fields) -> float:
-    """0 to 1, the same for every request of a session."""
-    for name, value in fields:
-        if name == SESSION:
-            return xxhash.xxh3_64_intdigest(value) / 2**64
-    return random.random()

@@ -39,7 +39,7 @@ from router.openai.errors import (
 )
 from router.openai.forms import Form, form_type, read_form
 from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperatively, with_value
-from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest, error_body
+from router.openai.request import PROMPT_APIS, RESPONSES, SESSION, InboundRequest, error_body
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
 from router.proxy.aliases import Aliases
@@ -232,8 +232,8 @@ class ProxyApp:
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
         await self._check_tenant(path, method, look, earlier, entry)
-        model = look.model
-        if self._aliases is not None and (behind := self._aliases.model_for(model, scope["headers"])):
+        model, session = look.model, head.session or look.session
+        if self._aliases is not None and (behind := self._aliases.model_for(model, session)):
             named = with_value(body, b"model", behind) if form is None else form.with_value("model", behind)
             model, body = behind, await self._changed(named)
         if form is None and entry is not None and (look.prioritized or self._engine_priorities):
@@ -256,7 +256,9 @@ class ProxyApp:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
         request.isolated = isolation is not None
-        request.session = record.session = head.session or look.session
+        request.session = record.session = session
+        if session is not None and SESSION not in dict(head.fields):
+            head.fields.append((SESSION, session.id.encode()))  # vLLM 0.33 shows it in its KV events
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(

@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.members import at_once, with_value
+from router.openai.request import Session
 from router.proxy.aliases import Aliases
 
 
 def test_shares_are_kept_and_a_session_stays() -> None:
     aliases = Aliases({"big": {"a": 3.0, "b": 1.0, "off": 0.0}})
-    asked = Counter(aliases.model_for("big", [(b"x-session-id", b"%d" % n)]) for n in range(4000))
+    asked = Counter(aliases.model_for("big", Session(str(n))) for n in range(4000))
     assert set(asked) == {"a", "b"}
     assert 0.70 < asked["a"] / 4000 < 0.80
-    session = [(b"x-session-id", b"one of them")]
-    assert len({aliases.model_for("big", session) for _ in range(50)}) == 1
-    assert {aliases.model_for("big", []) for _ in range(200)} == {"a", "b"}
-    assert aliases.model_for("a", []) is None
-    assert aliases.model_for(None, []) is None
+    agents = [Session("one of them", agent) for agent in ("", "a", "b", "c")]
+    assert len({aliases.model_for("big", session) for session in agents * 10}) == 1
+    assert {aliases.model_for("big", None) for _ in range(200)} == {"a", "b"}
+    assert aliases.model_for("a", None) is None
+    assert aliases.model_for(None, None) is None
     assert aliases.items() == [("big", ["a", "b"])]
 
 

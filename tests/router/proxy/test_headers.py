@@ -64,6 +64,14 @@ def test_host_is_the_engines() -> None:
     assert len([name for name, _ in call.head.fields if name == "host"]) == 1
 
 
+def test_engines_get_the_session_under_vllms_name() -> None:
+    assert "x-session-id" not in run(_seen()).head
+    call = run(_seen("x-claude-code-session-id: s", "x-claude-code-agent-id: helper"))
+    assert call.head["x-session-id"] == "s"
+    call = run(_seen("x-session-id: child", "x-parent-session-id: s"))
+    assert [value for name, value in call.head.fields if name == "x-session-id"] == ["child"]
+
+
 def test_forwarded_for_is_appended() -> None:
     assert run(_seen()).head["x-forwarded-for"] == "127.0.0.1"
     call = run(_seen("x-forwarded-for: 10.0.0.1", "x-forwarded-for: 10.0.0.2"))
