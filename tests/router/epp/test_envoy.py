@@ -16,6 +16,8 @@ import pytest
 from aiohttp import web
 
 from publisher.engine import SimulatedEngine
+from router.admission.key_file import TenantRules, digest_of
+from router.admission.settings import KeySettings
 from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import EngineAddress
@@ -311,6 +313,37 @@ def test_a_body_that_is_changed_arrives_changed(tmp_path: Path) -> None:
                 status, _, answer = await through.ask(form, "/v1/embeddings", sent)
                 assert status == 200
                 assert json.loads(answer)["echo"] == f'{{"model": "{MODEL}", "input": "a"}}'
+
+    run(main())
+
+
+def test_the_salt_of_its_tenant_reaches_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with recorder() as engine, AsyncExitStack() as stack:
+            rules, secret = tmp_path / "keys.toml", tmp_path / "secret"
+            rules.write_text(
+                "".join(
+                    f'[tenants.{name}]\n[[keys]]\ntenant = "{name}"\nsha256 = "{digest_of(name)}"\n'
+                    for name in ("ada", "eve")
+                )
+            )
+            secret.write_text("s" * 32)
+            keys = KeySettings(file=str(rules), isolate="tenant", isolate_secret_file=str(secret))
+            config = configure(EngineAddress(engine.url), epp=epp(), keys=keys)
+            rig = await stack.enter_async_context(routing(config, wait=False))
+            await until(lambda: all(status.up for status in rig.router.fleet), "the engine is up")
+            names = [engine.url.removeprefix("http://")]
+            through = await stack.enter_async_context(envoy(tmp_path, names, [port_of(rig)]))
+            isolation = rig.router.gate.isolation  # type: ignore[union-attr]
+            assert isolation is not None
+            sent = b'{"model": "%b", "input": "a", "cache_salt": "mine"}' % MODEL.encode()
+            for form in FORMS:
+                for tenant in ("ada", "eve"):
+                    headers = {"authorization": f"Bearer {tenant}"}
+                    status, _, answer = await through.ask(form, "/v1/embeddings", sent, headers=headers)
+                    assert status == 200
+                    salt = isolation.salt(tenant, TenantRules(), b'"mine"')
+                    assert json.loads(json.loads(answer)["echo"])["cache_salt"] == salt
 
     run(main())
 
