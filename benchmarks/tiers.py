@@ -1,13 +1,16 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
-        [--models gpt-oss-like,mamba-hybrid]
+        [--models gpt-oss-like,mamba-hybrid] [--pulls]
 
 Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
 and arms of a workload and seed meet the same requests at the same times. ``no limit`` is a store that holds
 everything and takes no time: what a perfect cache that all share would bring. Workloads are generated ones,
 and a trace where one is given, each with every layout. The report is written anew after every table.
+
+``--pulls`` writes the second half of the report instead: host memory of 400 %, without and with engines that
+pull prefixes from each other's host memory, against one cache of that size that all share.
 """
 
 from __future__ import annotations
@@ -46,6 +49,13 @@ TIERS: dict[str, tuple[str | None, str | None]] = {
 }
 """Host memory and store, as ``kvatlas simulate`` takes them; shares are of the GPUs'."""
 
+PULLED_HOST = "400%"
+POOLED = "one cache"
+PULLS: dict[str, float | None] = {NONE: None, "25 Gbit/s": 25.0, "100 Gbit/s": 100.0, "400 Gbit/s": 400.0}
+"""Links between the engines."""
+PULL_WORKLOADS = ("documents", "agents", "tenants", "shared")
+PULL_TITLE = "# Pulling prefixes from other engines' host memory: simulated fleets"
+
 Found = dict[tuple[str, str], list[Outcome]]
 """By tier and arm, over the seeds."""
 
@@ -67,6 +77,55 @@ def run_workload(name: str, model: str, seeds: range, count: int) -> Found:
                     flush=True,
                 )
     return found
+
+
+def run_pulls(name: str, model: str, seeds: range, count: int) -> dict[str, list[Outcome]]:
+    """Every link of one workload and layout, and the cache that all share, over the seeds."""
+    source = WorkloadSource(name=name, requests_max=count)
+    arm = arms_of(ARMS[:1])[ARMS[0]]
+    found: dict[str, list[Outcome]] = {}
+    for seed, requests in source.draws(seeds).items():
+        base = _base(requests, model, seed)
+        host = _tiers(base, PULLED_HOST, None)
+        ways = {
+            link: msgspec.structs.replace(host, pull_bytes_per_s=(gbit_s or 0.0) * 1e9 / 8)
+            for link, gbit_s in PULLS.items()
+        }
+        ways[POOLED] = _tiers(base, None, f"{PULLED_HOST}:gbit_s=1e9+latency_ms=0")
+        for way, tiers in ways.items():
+            setup = msgspec.structs.replace(base, tiers=tiers)
+            outcome = result_of(run_one(Job(name=ARMS[0], arm=arm, setup=setup), requests)).outcome
+            found.setdefault(way, []).append(outcome)
+            print(f"{name} {model} seed {seed}, {way}: {outcome.ttft_mean_s:.3f} s", file=sys.stderr)
+    return found
+
+
+def pull_row(name: str, found: dict[str, list[Outcome]]) -> str:
+    """One workload and layout: mean and p99 of each link, its change, and what was pulled of what was
+    promised."""
+    now_s = _mean(found[NONE], "ttft_mean_s")
+    cells = [f"{now_s:.3f} {_mean(found[NONE], 'ttft_p99_s'):.1f}"]
+    for link in [link for link in PULLS if link != NONE]:
+        shares = f"{_mean(found[link], 'pull_share'):.1%} of {_mean(found[link], 'promised_share'):.1%}"
+        cells.append(f"{_against(found[link], now_s)}, {shares}")
+    cells.append(_against(found[POOLED], now_s))
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+def _against(outcomes: list[Outcome], now_s: float) -> str:
+    mean_s = _mean(outcomes, "ttft_mean_s")
+    return f"{mean_s / now_s - 1:+.0%} {mean_s:.3f} {_mean(outcomes, 'ttft_p99_s'):.1f}"
+
+
+def pull_intro(seeds: range, count: int) -> str:
+    """What was run, and how to read it."""
+    return (
+        f"`python -m benchmarks.tiers --pulls --seeds {len(seeds)} --requests {count}`: fleets as above with "
+        f"host memory of {PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, by link between the engines. "
+        "Cells: change of the mean against none, mean and p99 seconds to the first token, tokens pulled of "
+        f"those that decisions promised, as shares of all prompt tokens. `{POOLED}`: {PULLED_HOST} of the "
+        "fleet in one cache that all share, loaded in no time: a bound. What is simulated: docs/simulate.md."
+    )
 
 
 def _base(requests: list[Request], model: str, seed: int) -> FleetSetup:
@@ -127,6 +186,10 @@ def _mean(outcomes: list[Outcome], field: str) -> float:
     return statistics.fmean(getattr(outcome, field) for outcome in outcomes)
 
 
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 def main() -> int:
     """Run by ``python -m benchmarks.tiers``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -134,18 +197,28 @@ def main() -> int:
     parser.add_argument("--models", default=MODELS, help="layouts, separated by commas")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests: expected 1 or more")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    before, title, after = _read(options.out).partition(PULL_TITLE)
+    if options.pulls:
+        lines = [PULL_TITLE, "", pull_intro(seeds, options.requests), ""]
+        lines += ["| workload | " + " | ".join([*PULLS, POOLED]) + " |", "|---|" + "---|" * (len(PULLS) + 1)]
+        for name in [*PULL_WORKLOADS, *([options.trace] if options.trace else [])]:
+            for model in options.models.split(","):
+                pulls = run_pulls(name, model, seeds, options.requests)
+                lines.append(pull_row(f"{Path(name).name}, {model}", pulls))
+                options.out.write_text(before + "\n".join(lines) + "\n", encoding="utf-8")
+        return 0
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
-    names = ["agents", "tenants", *([options.trace] if options.trace else [])]
-    for name in names:
+    for name in ["agents", "tenants", *([options.trace] if options.trace else [])]:
         for model in options.models.split(","):
-            found = run_workload(name, model, seeds, options.requests)
-            lines += table(f"{Path(name).name}, {model}", found)
-            options.out.write_text("\n".join(lines), encoding="utf-8")  # what is done stays
+            lines += table(f"{Path(name).name}, {model}", run_workload(name, model, seeds, options.requests))
+            # Finished tables stay if a later one fails.
+            options.out.write_text("\n".join(lines) + "\n" + title + after, encoding="utf-8")
     return 0
 
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # numpy comes with it, which the command line's help does wit
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
 """Where a hit comes from; any discount for the feed's state is already applied by the caller."""
 
-Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "policy"]
+Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "pull", "policy"]
 """Why an engine was chosen: alone; lowest cost; equal cost, settled by trunk and rendezvous; the cheapest was
-beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was cold; or by the
-rule of an arm that does not look at costs."""
+beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was cold; the prefix
+is pulled from another engine (``placement.pull``); or by the rule of an arm that does not look at costs."""
 
 EVICTION_PREMIUM_MAX = 4.0
 """Queues may differ by (1 + premium) times the longest prompt's prefill; beyond this that is no bound."""
@@ -138,6 +138,18 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     def service_s(self) -> float:
         """Cost without the wait: what the choice of this engine is worth apart from its load."""
         return self.total_s - self.queue_s
+
+
+class Pull(msgspec.Struct, frozen=True, gc=False):
+    """A prefix to pull. ``tokens`` are those that come from the source, up to token ``end`` of the prompt;
+    ``link_s`` is the predicted time of the transfer with its wait for the link."""
+
+    source: int
+    """Position among the candidates."""
+    source_id: str
+    tokens: int
+    end: int
+    link_s: float
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

@@ -66,7 +66,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Reason
+from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Pull, Reason
 
 _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
@@ -144,6 +144,8 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     cost: Cost
     """What the chosen one costs."""
     weighed: ScoredCandidates
+    pull: Pull | None = None
+    """Prefix that the engine is to pull from another one; ``cost`` counts it, ``costs`` do not."""
 
     @property
     def costs(self) -> tuple[Cost, ...]:

@@ -41,11 +41,11 @@ from router.placement.engine import (
     order_of,
 )
 from router.placement.hold import Hold
-from router.placement.holding.wait import LongWait, long_wait
 from router.placement.placement import Decision, Placement, Split, read_by
 from router.placement.policies import ArmState, policy
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
+from router.placement.wait import LongWait, long_wait
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader

@@ -25,10 +25,10 @@ from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Hit
 from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine, EngineOrder
-from router.placement.holding.wait import LongWait, predicted_wait_s
 from router.placement.inflight import InflightPrompt, keeps
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
+from router.placement.wait import LongWait, predicted_wait_s
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt, Fields

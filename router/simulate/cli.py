@@ -92,6 +92,13 @@ def simulate(
             "the store's own (unlimited)."
         ),
     ] = None,
+    pull: Annotated[
+        float | None,
+        Parameter(
+            help="With --host-memory: engines pull prefixes from each other's host memory, over links of N "
+            "Gbit/s; kvatlas:pull=0 under --policy compares without."
+        ),
+    ] = None,
     kv_kib_per_token: Annotated[
         float, Parameter(help="KiB of KV cache that one token takes in full attention, for what tiers move.")
     ] = 100.0,
@@ -147,6 +154,7 @@ def simulate(
         retention=retention,
         host_memory=host_memory,
         store=store,
+        pull=pull,
         kv_kib_per_token=kv_kib_per_token,
         seeds=seeds,
         requests=requests,

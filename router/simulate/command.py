@@ -61,6 +61,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     retention: str = "0"
     host_memory: str | None = None
     store: str | None = None
+    pull: float | None = None
     kv_kib_per_token: float = KV_KIB_PER_TOKEN
     seeds: int = 1
     requests: int | None = None
@@ -104,7 +105,13 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
             speed=options.speed or 1.0,
             closed=options.closed,
             tiers=read_tiers(
-                options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines
+                options.host_memory,
+                options.store,
+                options.kv_kib_per_token,
+                groups,
+                blocks,
+                engines,
+                pull_gbit_s=options.pull,
             ),
             pd=transfers(options.kv_kib_per_token, options.transfer_gbyte_s),
         ),
@@ -182,8 +189,10 @@ def read_tiers(
     groups: tuple[GroupSpec, ...],
     num_blocks: int,
     engines: int,
+    *,
+    pull_gbit_s: float | None = None,
 ) -> TierSetup | None:
-    """Parse ``--host-memory`` and ``--store``; None if neither is given. Raises ``ConfigError``."""
+    """Parse ``--host-memory``, ``--store`` and ``--pull``; None if none is given. Raises ``ConfigError``."""
     size = block_bytes(groups, kv_kib_per_token)
     found = TierSetup(block_bytes=size)
     if host is not None:
@@ -192,6 +201,11 @@ def read_tiers(
     if store is not None:
         with refused(f"--store {store}", ValueError):
             found = msgspec.structs.replace(found, store=read_store(store, num_blocks * engines, size))
+    if pull_gbit_s is not None:
+        with refused(f"--pull {pull_gbit_s:g}", ValueError):
+            if found.host is None:
+                raise ValueError("engines pull from host memory: add --host-memory, such as 400%")
+            found = msgspec.structs.replace(found, pull_bytes_per_s=pull_gbit_s * 1e9 / 8)
     return found if found.any else None
 
 
@@ -294,6 +308,7 @@ def _check_numbers(options: SimulateOptions) -> None:
         "decode_tokens_per_s",
         "kv_kib_per_token",
         "transfer_gbyte_s",
+        "pull",
     ):
         value = getattr(options, name)
         if value is not None and not 0 < value < 1e9:

@@ -82,6 +82,9 @@ _LEGEND_CLOSED = " Closed sessions: answer s: to the last token; total s: until 
 _TIER_COLUMNS = ("host %", "store %")
 _TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
 _LEGEND_TIERS = " host %, store %: of the prompt tokens, those of the hits that were loaded from there."
+_PULL_COLUMNS = ("pull %", "promised %")
+_PULL_SHARES = dict(zip(_PULL_COLUMNS, ("pull_share", "promised_share"), strict=True))
+_LEGEND_PULL = " pull %: of the prompt tokens, those pulled from other engines; promised %: as decided."
 _WITH_INTERVAL = ("hit %", "mean s")
 _LEGEND = (
     "Seconds to the first token. imbal.: busiest engine over the mean; error: tokens between predicted and "
@@ -180,6 +183,7 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
         )
     legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")
     legend += _LEGEND_TIERS if _tier_columns(plan) else ""
+    legend += _LEGEND_PULL if _pull_columns(plan) else ""
     legend += _LEGEND_APART if _apart_columns(plan) else ""
     legend += _LEGEND_CLOSED if plan.setup.closed else ""
     for line in _verdicts(plan, study):
@@ -263,7 +267,13 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
             )
             table.title_justify, table.title_style = "left", "bold"
             table.add_column("policy", overflow="fold")
-            for name in (*_COLUMNS, *_tier_columns(plan), *_apart_columns(plan), *_closed_columns(plan)):
+            for name in (
+                *_COLUMNS,
+                *_tier_columns(plan),
+                *_pull_columns(plan),
+                *_apart_columns(plan),
+                *_closed_columns(plan),
+            ):
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
@@ -289,6 +299,12 @@ def _tier_columns(plan: Plan) -> tuple[str, ...]:
             if spec is not None
         )
     )
+
+
+def _pull_columns(plan: Plan) -> tuple[str, ...]:
+    """Where engines pull from each other."""
+    tiers = plan.setup.tiers
+    return _PULL_COLUMNS if tiers is not None and tiers.pull_bytes_per_s else ()
 
 
 def _apart_columns(plan: Plan) -> tuple[str, ...]:
@@ -337,6 +353,7 @@ def _numbers(report: ArmReport, plan: Plan) -> list[str]:
         f"{100 * mean('exact_share'):.0f}",
         f"{mean('regret_s'):.3f}",
         *(f"{100 * mean(_TIER_SHARES[name]):.1f}" for name in _tier_columns(plan)),
+        *(f"{100 * mean(_PULL_SHARES[name]):.1f}" for name in _pull_columns(plan)),
         *(_apart_numbers(mean) if _apart_columns(plan) else ()),
         *(f"{mean(_CLOSED_NUMBERS[name]):.2f}" for name in _closed_columns(plan)),
     ]

@@ -54,6 +54,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt tokens, those of the hits that were loaded from host memory; ``store_share``: from the
     store."""
     store_share: float = 0.0
+    pull_share: float = 0.0
+    """Of the prompt tokens, those that were pulled from other engines; ``promised_share``: those that the
+    decisions expected to be."""
+    promised_share: float = 0.0
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
@@ -120,6 +124,8 @@ def result_of(run: FleetRun) -> Result:
         hit_share=_hit_share(served),
         host_share=_share(served, "cpu"),
         store_share=_share(served, "storage"),
+        pull_share=_share(served, "pulled"),
+        promised_share=_share(served, "promised"),
         ttft_mean_s=float(waits.mean()),
         ttft_p50_s=p50,
         ttft_p90_s=p90,

@@ -45,6 +45,8 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     hold: HoldSetup | None = None
     prefill: int = 0
     """Number of engines that compute prompts for the others, which decode; 0: all engines do both."""
+    pulls: bool = False
+    """Prefixes are pulled from other engines' host memory, where the fleet has links for that."""
     peer: str | None = None
     """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
     admit_s: float = math.inf
@@ -63,12 +65,14 @@ _KNOBS = {
     "crowding": ("crowding", 100.0),
     "priority": ("engine_priority", 100.0),
 }
-_COUNTS = {"prefill": 1023.0}
+_COUNTS = {"prefill": 1023.0, "pull": 1.0}
 _ADMIT = {"admit": 600.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
-    "kvatlas": Arm(policy="kvatlas", view="truth", what="place by trunk, account by the exact hit"),
+    "kvatlas": Arm(
+        policy="kvatlas", view="truth", pulls=True, what="place by trunk, account by the exact hit"
+    ),
     "exact": Arm(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
     "full-attention": Arm(
         policy="full-attention",
@@ -159,6 +163,10 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
         values[key] = value
     if "prefill" in values:
         arm = msgspec.structs.replace(arm, prefill=int(values.pop("prefill")))
+    if "pull" in values:
+        if not arm.pulls:
+            raise ValueError(f"{name}: only kvatlas pulls prefixes, so only it takes pull=")
+        arm = msgspec.structs.replace(arm, pulls=values.pop("pull") > 0)
     if "admit" in values:
         arm = msgspec.structs.replace(arm, admit_s=values.pop("admit"))
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}

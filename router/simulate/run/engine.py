@@ -148,14 +148,15 @@ class SimEngine:
         """Start the first that waits, or its load, or refuse it; False where it has to wait."""
         request, tiers = visit.pool_request, self._tiers
         medium: Medium | None = None
+        pulled = 0
 
         def reach(one: PoolRequest, known: int) -> int:
-            nonlocal medium
+            nonlocal medium, pulled
             if visit.fetch is not None:
                 return max(known, visit.fetch.end)
             end = known
             if tiers is not None:
-                end, medium = tiers.reach(one, known, now)
+                end, medium, pulled = tiers.reach(one, known, now, visit.source)
             return end
 
         holding = [load[2] for load in self._loading] + list(self._loaded)
@@ -176,11 +177,15 @@ class SimEngine:
         if visit.started_s < 0:
             visit.started_s, visit.hit = now, request.loading_to or hit
             visit.loaded, visit.medium = visit.hit - hit, medium
+            visit.pulled = pulled if request.loading_to else 0
         if request.loading_to and visit.fetch is not None:
             missing = request.loading_to - hit
             self._load_until(now + visit.fetch.fixed_s + visit.fetch.s_per_token * missing, visit)
         elif request.loading_to and medium is not None and tiers is not None:
-            ends_s, owed_s = tiers.load(request, medium, now)
+            if medium == "PEER" and visit.source is not None:
+                ends_s, owed_s = tiers.pull(request, visit.source, now)
+            else:
+                ends_s, owed_s = tiers.load(request, medium, now)
             self._owed_s += owed_s
             self._load_until(ends_s, visit)
         else:

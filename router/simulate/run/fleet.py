@@ -21,12 +21,13 @@ from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
 from router.placement.cost import Choice, chosen, weigh
 from router.placement.engine import EngineOrder, order_of
 from router.placement.hold import gap_s, joins_sibling
-from router.placement.holding.wait import long_wait, predicted_wait_s
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
+from router.placement.pull import PullLinks, PullSources, with_pull
+from router.placement.wait import long_wait, predicted_wait_s
 from router.simulate.run.arms import Arm, HoldSetup
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
@@ -134,6 +135,8 @@ class _Open(msgspec.Struct, eq=False):
     tenant: str
     leg: Leg | None = None
     """Where the prompt is computed, if elsewhere."""
+    promised: int = 0
+    """Tokens to be pulled from another engine."""
 
 
 class FleetSim:
@@ -151,6 +154,11 @@ class FleetSim:
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
         self._scheme = simulated_scheme(setup.groups)
+        self._pull_s_per_token = 0.0
+        if setup.tiers is not None and setup.tiers.pull_bytes_per_s and arm.pulls:
+            self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
+        self._links = PullLinks()
+        self._alone: list[int] = []  # of the prompt that was looked up last
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
         self._tiers = tiers_of(setup.tiers, pools)
@@ -271,13 +279,21 @@ class FleetSim:
         self._open[index] = _Open(
             place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
         )
+        if choice.pull is not None:
+            self._open[index].promised = choice.pull.tokens
         if self._holding is not None:
             self._holding.charge(request.tenant, choice.uncached_tokens)
         if leg is not None:
             self._send(leg.engine, leg.visit)
         else:
             pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
-            run = RequestRun(index, pool_request, tokens, request.output_tokens, now, rank_s=rank_s)
+            source = None
+            if choice.pull is not None:
+                self._links.charge(choice.engine_id, choice.pull, now)
+                source = self._tiers[choice.pull.source]
+            run = RequestRun(
+                index, pool_request, tokens, request.output_tokens, now, rank_s=rank_s, source=source
+            )
             self._send(place, run)
 
     def _admit(self, place: int, choice: Choice, tokens: int, rank_s: float = 0.0) -> Ticket:
@@ -305,12 +321,24 @@ class FleetSim:
         roles = self._roles
         if roles is None:
             choice = self._policy(candidates, question, self._knobs, self._state)
+            if self._pull_s_per_token:
+                choice = with_pull(choice, self._sources())
             return choice.index, choice, None
 
         def pick(some: Sequence[Candidate]) -> Choice:
             return self._policy(some, question, self._knobs, self._state)
 
         return roles.choose(candidates, question, pick, self._knobs)
+
+    def _sources(self) -> PullSources:
+        """The engines as sources of pulls, for the prompt that was looked up last."""
+        tiers = self._setup.tiers
+        return PullSources(
+            self._alone,
+            [self._links.busy_s(name, self._now) for name in self._names],
+            self._pull_s_per_token,
+            0.0 if tiers is None else tiers.pull_latency_s,
+        )
 
     def _leg(
         self,
@@ -362,6 +390,7 @@ class FleetSim:
         self, tokens: int, hashes: Sequence[BlockHash], now: float, order: EngineOrder | None = None
     ) -> list[Candidate]:
         seen = self._view.look(tokens, hashes, now)
+        self._alone = [held.alone for held in seen]
         unit, last = self._scheme.hash_block_size, tokens - 1
         common = self._inflight.common(hashes, now, last // unit) if self._arm.in_flight else None
         found = []
@@ -513,5 +542,7 @@ class FleetSim:
             if answered and visit.output_tokens > 1
             else -1.0,
             0 if opened.leg is None else visit.loaded,
+            opened.promised,
+            visit.pulled,
         )
         return opened

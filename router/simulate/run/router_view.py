@@ -29,12 +29,13 @@ from router.simulate.run.tiers import EngineTiers
 
 class PrefixHit(NamedTuple):
     """Of one prompt at one engine, in tokens: what its GPU holds, the trunk, and what it would load beyond
-    the GPU's from host memory or from the store."""
+    the GPU's from host memory or from the store; ``alone``: what its host memory holds by itself."""
 
     hit: int
     trunk: int
     cpu: int = 0
     storage: int = 0
+    alone: int = 0
 
 
 NOTHING = PrefixHit(0, 0)
@@ -68,12 +69,17 @@ class NoView:
 
 class OracleView:
     """An exact index without delay: the engines' own pools, and the memory outside them where ``tiers`` are
-    given (one per pool)."""
+    given (one per pool); with ``pulls`` what host memory holds by itself."""
 
     def __init__(
-        self, pools: Sequence[HybridBlockPool], tiers: Sequence[EngineTiers | None] | None = None
+        self,
+        pools: Sequence[HybridBlockPool],
+        tiers: Sequence[EngineTiers | None] | None = None,
+        *,
+        pulls: bool = False,
     ) -> None:
         self._pools = pools
+        self._pulls = pulls
         self._tiers: Sequence[EngineTiers | None] = tiers or [None] * len(pools)
 
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]:
@@ -81,11 +87,12 @@ class OracleView:
         found = []
         for pool, outside in zip(self._pools, self._tiers, strict=True):
             hit, trunk = pool.find_prefix(probe)
-            cpu = storage = 0
+            cpu = storage = alone = 0
             if outside is not None:
-                end, medium = outside.reach(probe, hit, now)
+                alone = outside.held_alone(probe) if self._pulls else 0
+                end, medium, _ = outside.reach(probe, hit, now)
                 cpu, storage = (end - hit, 0) if medium == "CPU" else (0, end - hit)
-            found.append(PrefixHit(hit, trunk, cpu, storage))
+            found.append(PrefixHit(hit, trunk, cpu, storage, alone))
         return found
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -191,7 +198,8 @@ def router_view(
     count, scheme = len(pools), pools[0].scheme
     match arm.view:
         case "truth":
-            return OracleView(pools, tiers if arm.tiers else None)
+            pulls = arm.pulls and setup.tiers is not None and setup.tiers.pull_bytes_per_s > 0
+            return OracleView(pools, tiers if arm.tiers else None, pulls=pulls)
         case "history":
             return History(count, scheme.hash_block_size, None)
         case "capped-history":

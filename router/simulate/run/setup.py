@@ -12,7 +12,7 @@ from publisher.events import GroupSpec, hash_unit
 from publisher.pool.host_tier import HeldKey
 from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
-from router.simulate.run.tiers import Medium, TierSetup
+from router.simulate.run.tiers import EngineTiers, Medium, TierSetup
 
 # How long an engine takes: the whole timing model, in seconds.
 #
@@ -117,6 +117,9 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     per_token_s: float = -1.0
     fetched: int = 0
     """Tokens that came from the engine that computed the prompt for this one."""
+    promised: int = 0
+    """Tokens that the decision expected to be pulled from another engine's host memory; ``pulled``: came."""
+    pulled: int = 0
 
 
 class FleetRun(msgspec.Struct):
@@ -170,7 +173,9 @@ class RequestRun:
         "output_tokens",
         "pool_request",
         "preempted",
+        "pulled",
         "rank_s",
+        "source",
         "stalled_s",
         "started_s",
     )
@@ -186,6 +191,7 @@ class RequestRun:
         keeps: bool = False,
         fetch: Fetch | None = None,
         rank_s: float = 0.0,
+        source: EngineTiers | None = None,
     ) -> None:
         self.index = index
         self.pool_request = pool_request
@@ -206,4 +212,6 @@ class RequestRun:
         self.keeps = keeps
         self.kept: list[int] = []
         self.fetch = fetch
+        self.source = source  # engine to pull from
+        self.pulled = 0  # tokens that only that one had
         self.rank_s = rank_s  # its key in the engine's order; 0 for all: that of arrival

@@ -6,6 +6,11 @@ one transfer after the other on each: host memory over one link per engine, the 
 one that all share, in both directions. A block can be loaded from the store once it has been written; what
 would have to wait behind ``WRITES_MAX`` blocks of the same engine is not written. Copies into host memory
 take no time: that direction of its link is idle otherwise.
+
+Engines that pull (``TierSetup.pull_bytes_per_s``) also fetch what another engine's host memory holds, where
+the router named that engine (``vllm/v1/kv_offload/tiering/p2p``, vLLM 0.32). The prefix is looked up when the
+prompt's turn comes and may be shorter than promised by then. It passes through the engine's own host memory,
+and occupies a link of both engines.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from publisher.pool.layout import PoolLayout
 # ``400%:gbit_s=25+latency_ms=2``.
 
 
-Medium = Literal["CPU", "STORAGE"]
+Medium = Literal["CPU", "STORAGE", "PEER"]
 # As the router's own ``policy.load_s_per_token`` supposes.
 KV_KIB_PER_TOKEN = 100.0
 _BLOCKS_MAX = 1 << 31
@@ -67,15 +72,26 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     host: TierSpec | None = None
     store: TierSpec | None = None
+    pull_bytes_per_s: float = 0.0
+    """Of each engine's link to the others; 0: engines do not pull. Needs ``host``."""
+    pull_latency_s: float = 0.002
+    """Of one pull: the probe and its answer."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pull_bytes_per_s < math.inf:
+            raise ValueError(f"pull_bytes_per_s must be finite and not negative, got {self.pull_bytes_per_s}")
+        if self.pull_bytes_per_s and self.host is None:
+            raise ValueError("pull_bytes_per_s needs host: engines pull from host memory")
 
     def load_s_per_token(self, medium: Medium, groups: tuple[GroupSpec, ...]) -> float:
         """Seconds of a long load per token: of full attention's blocks, or of the finest group's."""
         spec = self.host if medium == "CPU" else self.store
-        if spec is None:
+        if medium != "PEER" and spec is None:
             return 0.0
+        rate = self.pull_bytes_per_s if spec is None else min(spec.bytes_per_s, spec.total_bytes_per_s)
         full = [group.block_size for group in groups if group.family is Family.FULL]
         blocks = sum(1 / size for size in full) or 1 / min(group.block_size for group in groups)
-        return blocks * self.block_bytes / min(spec.bytes_per_s, spec.total_bytes_per_s)
+        return blocks * self.block_bytes / rate
 
     @property
     def any(self) -> bool:
@@ -169,6 +185,8 @@ class Reached(NamedTuple):
 
     end: int
     medium: Medium | None
+    pulled: int = 0
+    """Tokens that only the other engine has."""
 
 
 class SharedStore:
@@ -214,33 +232,44 @@ class EngineTiers:
 
     def __init__(self, setup: TierSetup, layout: PoolLayout, store: SharedStore | None) -> None:
         self._setup = setup
-        self._host = None if setup.host is None else HostTier(layout, setup.host.blocks)
+        self.host = None if setup.host is None else HostTier(layout, setup.host.blocks)
         self._store = store
         self._host_link = Link(math.inf if setup.host is None else setup.host.bytes_per_s)
         rate = math.inf if store is None else store.spec.bytes_per_s
         self._reads, self._writes = Link(rate), Link(rate)
+        self.peers = Link(setup.pull_bytes_per_s or math.inf)
         # Not written into the store, for too many waited.
         self.left_out_blocks = 0
         # Loaded.
         self.moved_bytes = 0
 
-    def reach(self, request: PoolRequest, hit: int, now: float) -> Reached:
-        """How far a prompt gets from its GPU hit on."""
+    def held_alone(self, request: PoolRequest) -> int:
+        """Tokens of a prompt that the host memory holds by itself, in every group."""
+        return 0 if self.host is None else self.host.reach(request, 0)
+
+    def reach(self, request: PoolRequest, hit: int, now: float, source: EngineTiers | None = None) -> Reached:
+        """How far a prompt gets from its GPU hit on; ``source``: the engine to pull from."""
         end: int = hit
         medium: Medium | None = None
-        if self._host is not None and (found := self._host.reach(request, hit)) > end:
+        if self.host is not None and (found := self.host.reach(request, hit)) > end:
             end, medium = found, "CPU"
         if self._store is not None:
             self._store.settle(now)
             if (found := self._store.held.reach(request, hit)) > end:
                 end, medium = found, "STORAGE"
+        if (
+            source is not None
+            and source.host is not None
+            and (found := source.host.reach(request, hit)) > end
+        ):
+            return Reached(found, "PEER", found - end)
         return Reached(end, medium)
 
     def load(self, request: PoolRequest, medium: Medium, now: float) -> tuple[float, float]:
         """Begin the load of a request that the pool has started: when it ends, and the seconds that it takes
         away from computing."""
         spec, tier = (
-            (self._setup.host, self._host)
+            (self._setup.host, self.host)
             if medium == "CPU"
             else (self._setup.store, None if self._store is None else self._store.held)
         )
@@ -256,10 +285,28 @@ class EngineTiers:
             ends_s = max(self._reads.send(size, now), self._store.reads.send(size, now))
         return ends_s + spec.latency_s, spec.busy_share * size / spec.bytes_per_s
 
+    def pull(self, request: PoolRequest, source: EngineTiers, now: float) -> tuple[float, float]:
+        """Begin to pull into this host memory what it lacks of a load, and the load from there; as ``load``.
+
+        The blocks count as held at once. Each end sends or receives one pull after the other.
+        """
+        if self.host is None or source.host is None:
+            raise ValueError("there is no host memory to pull from, or into")
+        keys = self.host.load_keys(request, request.hit, request.loading_to)
+        missing = [key for key in keys if key not in self.host]
+        source.host.use([key for key in missing if key in source.host])
+        size = len(missing) * self._setup.block_bytes
+        begins_s = max(now, self.peers.free_s, source.peers.free_s)
+        arrived_s = self.peers.send(size, begins_s)
+        source.peers.send(size, begins_s)
+        self.host.store(keys)
+        ends_s, owed_s = self.load(request, "CPU", now)
+        return max(ends_s, arrived_s + self._setup.pull_latency_s), owed_s
+
     def store(self, chain: Sequence[HeldKey], now: float) -> None:
         """Keep what became full in a step that ends now."""
-        if self._host is not None:
-            self._host.store(chain)
+        if self.host is not None:
+            self.host.store(chain)
         if self._store is not None and chain:
             size = self._setup.block_bytes
             self.left_out_blocks += self._store.write(self._writes, chain, size, now)

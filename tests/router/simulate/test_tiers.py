@@ -144,6 +144,28 @@ def test_an_arm_is_told_of_what_lies_outside_or_not() -> None:
     assert sum(row.storage for row in told["gpu-only"].rows) > 0, "engines load all the same"
 
 
+def test_a_busy_engines_prefix_is_pulled_from_its_host_memory() -> None:
+    requests = continued(agents(200, 30.0, 3))
+    setup = TierSetup(block_bytes=BYTES, host=host().host, pull_bytes_per_s=FAR)
+    slow = Timing(prefill_s_per_token=1e-3)
+    runs = {
+        arm: fleet_run(requests, arm, num_blocks=500, timing=slow, tiers=setup)
+        for arm in ("kvatlas", "kvatlas:pull=0")
+    }
+    pulled = [row for row in runs["kvatlas"].rows if row.pulled]
+    assert pulled
+    assert all(row.pulled <= row.hit for row in pulled)
+    assert sum(row.pulled for row in pulled) > 0.9 * sum(row.promised for row in runs["kvatlas"].rows)
+    assert not any(row.pulled or row.promised for row in runs["kvatlas:pull=0"].rows)
+
+
+def test_pulling_needs_host_memory() -> None:
+    with pytest.raises(ConfigError, match=r"--pull 100: .*add --host-memory"):
+        read_tiers(None, "400%", 100.0, HYBRID, 1000, 8, pull_gbit_s=100.0)
+    with pytest.raises(ValueError, match="only kvatlas pulls"):
+        arms_of(["exact:pull=1"])
+
+
 def test_runs_depend_on_their_inputs_alone() -> None:
     requests = continued(agents(100, 100.0, 3))
     setup = TierSetup(block_bytes=BYTES, host=host(500).host, store=store(bytes_per_s=1e6).store)
