@@ -215,8 +215,13 @@ class PromptReader:
         libraries = {model: self.tokenized_by(model) for model in models}
         return {model: library for model, library in libraries.items() if library is not None}
 
-    async def read(self, request: InboundRequest) -> Prompt | TextAffinity:
-        """What to place this request by. Raises ``ApiError`` 400 for a body no engine would accept."""
+    async def read(
+        self, request: InboundRequest, frontends: tuple[Frontend, ...] = ()
+    ) -> Prompt | TextAffinity:
+        """What to place this request by; ``frontends``: of the engines that may get it, where that is known.
+
+        Raises ``ApiError`` 400 for a body no engine would accept.
+        """
         path = request.path.rstrip("/")
         if len(request.body) > self._settings.prompt_bytes_max:
             return self._read_beginning(request, path, "too_large")
@@ -224,7 +229,7 @@ class PromptReader:
             self._check_json(request.body)
             return self._read_beginning(request, path, "too_complex")
         parsed: Parsed | None = None
-        frontends = self._frontends(request.model) or ("python",)
+        frontends = frontends or self._frontends(request.model) or ("python",)
         try:
             try:
                 parsed, request.prompt = request.prompt or decode_body(path, request.body), None

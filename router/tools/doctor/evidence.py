@@ -10,7 +10,7 @@ import msgspec
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement
-from router.fleet.status import ModelCard
+from router.fleet.status import Frontend, ModelCard
 from router.index.engine import EngineResidency
 from router.prompts.origin.model_config import ModelConfigFile
 from router.prompts.origin.problem import TokenizerProblem
@@ -257,6 +257,10 @@ class EngineEvidence(msgspec.Struct):
     @property
     def base_model(self) -> str | None:
         return next((card.id for card in self.server.models if card.parent is None), None)
+
+    @property
+    def frontend(self) -> Frontend:
+        return self.server.models[0].frontend if self.server.models else "python"
 
 
 class RouterEvidence(msgspec.Struct):

@@ -387,6 +387,7 @@ class _Examination:
             max_tokens=card.max_model_len,
             request_timeout_s=self._settings.probe_timeout_s,
             quiet_s=quiet_s,
+            frontend=engine.frontend,
         )
 
     def _removals(self, engine: EngineEvidence) -> dict[str, int]:
@@ -461,7 +462,7 @@ class _Examination:
         model = engine.base_model
         if model is None or not engine.tokenizer:
             return []
-        return await compare(self._reader, self._http, engine.engine.base_url, model)
+        return await compare(self._reader, self._http, engine.engine.base_url, model, engine.frontend)
 
     def _make_reader(self) -> PromptReader:
         """Build the prompt reader that serves traffic; it requests tokens only from the engine being

@@ -92,7 +92,8 @@ def version(engine: EngineEvidence) -> Iterator[CheckResult]:
     missing = missing_features(server.version)
     if not missing:
         newer = " (newer than any this version of kvatlas was tested with)"
-        yield ok(f"vLLM {server.version_text}{newer if server.version > NEWEST_KNOWN else ''}")
+        frontend = ", Rust frontend" if engine.frontend == "rust" else ""
+        yield ok(f"vLLM {server.version_text}{frontend}{newer if server.version > NEWEST_KNOWN else ''}")
     for lack in missing:
         report = warning if lack.severe else info
         yield report(

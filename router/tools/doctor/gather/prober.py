@@ -13,6 +13,7 @@ import msgspec
 
 from publisher.events import BlockStored
 from router.fleet.identity import EngineAddress
+from router.fleet.status import Frontend
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
@@ -39,11 +40,13 @@ def inbound(model: str, body: dict[str, Any]) -> InboundRequest:
     return InboundRequest("POST", probe_path(body), b"", [], encoded, model)
 
 
-async def compare(reader: PromptReader, http: Http, base_url: str, model: str) -> list[PromptParity]:
+async def compare(
+    reader: PromptReader, http: Http, base_url: str, model: str, frontend: Frontend
+) -> list[PromptParity]:
     """Compare every probe prompt on one engine; stops if the engine has no tokenize endpoint."""
     results: list[PromptParity] = []
     for name, body in PROBES.items():
-        result = await _compare_one(reader, http, base_url, name, {"model": model, **body})
+        result = await _compare_one(reader, http, base_url, name, {"model": model, **body}, frontend)
         results.append(result)
         if result.engine_problem.startswith(_ABSENT):
             break
@@ -54,9 +57,9 @@ _ABSENT = "no endpoint"
 
 
 async def _compare_one(
-    reader: PromptReader, http: Http, base_url: str, name: str, body: dict[str, Any]
+    reader: PromptReader, http: Http, base_url: str, name: str, body: dict[str, Any], frontend: Frontend
 ) -> PromptParity:
-    local, local_problem = await _local(reader, body)
+    local, local_problem = await _local(reader, body, frontend)
     answer = await http.post(f"{base_url}/tokenize", body)
     theirs, engine_problem = _theirs(answer)
     if local is None or theirs is None:
@@ -71,9 +74,11 @@ async def _compare_one(
     return PromptParity(name, len(local), len(theirs), first_difference(local, theirs))
 
 
-async def _local(reader: PromptReader, body: dict[str, Any]) -> tuple[list[int] | None, str]:
+async def _local(
+    reader: PromptReader, body: dict[str, Any], frontend: Frontend
+) -> tuple[list[int] | None, str]:
     try:
-        read = await reader.read(inbound(str(body["model"]), body))
+        read = await reader.read(inbound(str(body["model"]), body), (frontend,))
     except ApiError as problem:
         return None, f"refused: {problem}"
     if not isinstance(read, Prompt):
@@ -145,6 +150,7 @@ class EngineProber:
         max_tokens: int | None,
         request_timeout_s: float,
         quiet_s: float,
+        frontend: Frontend = "python",
     ) -> None:
         self._engine = engine
         self._model = model
@@ -155,6 +161,7 @@ class EngineProber:
         self.max_tokens = min(_TOKENS_MAX, (max_tokens or _TOKENS_MAX) - 4 * MARGIN_TOKENS)
         self._timeout_s = request_timeout_s
         self._quiet_s = quiet_s
+        self._frontend = frontend
         self.rng = random.Random(secrets.randbits(64))
 
     @property
@@ -180,7 +187,7 @@ class EngineProber:
     async def read(self, body: dict[str, Any]) -> Prompt | None:
         """Read a prompt as the router does; None if its tokens cannot be determined."""
         try:
-            read = await self._reader.read(inbound(self._model, body))
+            read = await self._reader.read(inbound(self._model, body), (self._frontend,))
         except ApiError:
             return None
         return read if isinstance(read, Prompt) else None

@@ -36,6 +36,19 @@ def test_a_healthy_engine_is_found_exact(groups: str) -> None:
     run(main())
 
 
+def test_an_engine_behind_the_rust_frontend_is_read_by_its_rules() -> None:
+    async def main() -> None:
+        async with running({"frontend": "rust"}, {}) as engines:
+            for engine, shown in zip(engines, ("Rust frontend", "vLLM"), strict=True):
+                found = await examined(engine.base_url, probe=True)
+                assert found.bad() == []
+                found.expect("http.version", Severity.OK, shown)
+                found.expect("tokens.parity", Severity.OK, "the same tokens")
+                found.expect("probe.exact", Severity.OK, "exact")
+
+    run(main())
+
+
 def test_nothing_is_sent_without_probe() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
