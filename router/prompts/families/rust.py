@@ -96,12 +96,9 @@ class RustFrontend:
 
     def check(self, body: ChatBody) -> None:
         """Refuse fields whose effect was not compared."""
-        arguments = body.chat_template_kwargs or {}
-        if (
-            None in arguments.values()
-            or body.continue_final_message
-            or body.truncate_prompt_tokens is not None
-        ):
+        arguments = body.chat_template_kwargs
+        nulls = isinstance(arguments, dict) and None in arguments.values()
+        if nulls or body.continue_final_message or body.truncate_prompt_tokens is not None:
             raise NotLocalError("frontend")
 
     def parse(self, message: Message) -> Message:
@@ -127,11 +124,13 @@ class RustFrontend:
     def render(self, conversation: list[Message], context: ChatContext) -> str:
         if context.shape == UNLIKE or self._fast is None:
             raise NotLocalError("frontend")
-        given = {name: _unprintable(value) for name, value in context.names.items() if value is not None}
-        given.pop("tools", None)
-        if context.names["tools"] is not None:
-            given["tools"] = _unprintable([_tool(tool) for tool in context.names["tools"]])
-        names = {**self._special_tokens, **given, "messages": _unprintable(conversation)}
+        given = {name: value for name, value in context.names.items() if value is not None}
+        if "tools" in given:
+            given["tools"] = [_tool(tool) for tool in given["tools"]]
+        try:
+            names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
+        except RecursionError:
+            raise NotLocalError("frontend") from None
         # Only where both engines agree is the text free of their differences: printed values, case, escapes.
         text = by_reference(self._reference, names)
         if by_fast(self._fast, names) != text:
@@ -154,6 +153,8 @@ def _texts(content: Any) -> list[str]:
 def _add_assistant_fields(message: Message, result: Message) -> None:
     # An empty one is absent, and both names are there, before the calls: ``tojson`` shows the order.
     reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str | None):
+        raise NotLocalError("frontend")
     if reasoning:
         result["reasoning"] = result["reasoning_content"] = reasoning
     if message.get("tool_calls"):
@@ -168,12 +169,11 @@ def _tool_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise NotLocalError("frontend")
+    made, name, arguments = call.get("id"), function.get("name"), function.get("arguments")
+    if not (isinstance(made, str) and isinstance(name, str) and isinstance(arguments, str)):
+        raise NotLocalError("frontend")
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (KeyError, TypeError, ValueError, RecursionError):
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
         raise NotLocalError("frontend") from None
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": function.get("name"), "arguments": arguments},
-    }
+    return {"id": made, "type": "function", "function": {"name": name, "arguments": parsed}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from router.fleet.status import Frontend, ModelCard
+from router.openai.errors import ApiError
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -77,6 +80,31 @@ def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], 
     found = read(rust, chat(message, **fields))
     assert isinstance(found, TextAffinity)
     assert rust.stats.not_local["frontend"] == 1
+
+
+def _tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (say("user", 5), {}),
+        (say("user", [5, None, {"type": "text", "text": 1}]), {}),
+        (say("assistant", "a", tool_calls=5), {}),
+        (say("assistant", "a", tool_calls=[5]), {}),
+        (say("assistant", "a", tool_calls=[{"function": {"arguments": {}}}]), {}),
+        (say("assistant", "a", reasoning={"a": 1}), {}),
+        (say("user", "a"), {"chat_template_kwargs": [None]}),
+        (say("user", "a"), {"tools": [_tool({"a": json.loads("[" * 900 + "]" * 900)})]}),
+        (say("user", "a"), {"tools": [{"type": "function", "function": {"name": 1}}]}),
+    ],
+)
+def test_bodies_of_another_shape_raise_nothing_else(
+    message: Any, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    with suppress(ApiError):
+        assert isinstance(read(behind(tmp_path, "rust"), chat(message, **fields)), TextAffinity)
 
 
 @pytest.mark.parametrize(
