@@ -14,8 +14,7 @@ from router.index.base import Rows
 from router.placement.load.account import LoadAccount
 from router.placement.load.others import OthersLoad
 from router.placement.load.rates import FleetRates
-from router.replication.gossip import LoadGossip
-from router.replication.leases import HeartbeatMonitor
+from router.replication.gossip import HeartbeatMonitor, LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedRows
 from router.replication.redis.connection import IndexUnavailable
