@@ -199,7 +199,7 @@ def _start(
     print_config: bool,
     check_config: bool,
 ) -> int:
-    """See ``start``."""
+    """Implement ``start``."""
     from router.serve.reload import check
 
     return start(read, check, run, print_config=print_config, check_config=check_config)

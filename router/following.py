@@ -90,7 +90,7 @@ class EngineLifecycle:
         self._tasks = None
 
     def audit(self, engine: Engine) -> None:
-        """See ``ResidencyAudit``."""
+        """Implement ``ResidencyAudit``."""
         self._audit.audit(engine)
 
     def _applied(self, engine_id: str) -> None:
@@ -108,7 +108,7 @@ class EngineLifecycle:
         return engine.residency.holds(block)
 
     def engine_up(self, engine: Engine) -> None:
-        """See ``FleetListener``."""
+        """Implement ``FleetListener``."""
         base, address = engine.base_model, engine.engine
         if base is None or self._tasks is None:
             return
@@ -123,7 +123,7 @@ class EngineLifecycle:
             self._control.follow(address, base, self._tasks)
 
     def engine_down(self, engine: Engine) -> None:
-        """See ``FleetListener``. Of an engine without events nothing is known then: start over."""
+        """Implement ``FleetListener``. Of an engine without events nothing is known then: start over."""
         engine.reset()
         self._abandon(engine)
         if not engine.silent:
@@ -151,16 +151,16 @@ class EngineLifecycle:
                     self._abandon(engine, lost=True)
 
     def engine_restarted(self, engine: Engine) -> None:
-        """See ``FleetListener``."""
+        """Implement ``FleetListener``."""
         engine.reset()
         self.feeds.suspect(engine.engine_id)
 
     def engine_asleep(self, engine: Engine) -> None:
-        """See ``FleetListener``. Going to sleep empties vLLM's cache."""
+        """Implement ``FleetListener``. Going to sleep empties vLLM's cache."""
         engine.reset(cleared=True)
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
-        """See ``FleetListener``."""
+        """Implement ``FleetListener``."""
         self._learn_setup(engine)
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:

@@ -149,7 +149,7 @@ class SidecarPlacer:
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> Attempt:
-        """See ``Placer``."""
+        """Implement ``Placer``."""
         if self._engine in exclude:
             raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
         named = read_prefillers(request.headers)
@@ -265,7 +265,8 @@ class _Answerer(Attempt):
 
     @property
     def answer_headers(self) -> Fields:
-        """See ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps not."""
+        """Implement ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps
+        not."""
         return (tell(Prefilled(self._place, self._helper.cached_tokens)),)
 
 

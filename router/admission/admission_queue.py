@@ -1,10 +1,9 @@
 """Where requests wait for an engine with room: the fair queue with futures, a timer and limits of time.
 
-Whoever waits is let go one at a time: the next one only after the one before has been placed, so that each
-sees the load that the one before made. Room shows when something ends or begins (``changed``), or when time
-has passed, for which there is one timer. Always true: a ticket that ``wait`` gave leaves by ``leave``; one
-that was refused, timed out or whose client went away has left; nobody waits longer than ``wait_s_max``.
-"""
+Waiting requests are released one at a time: the next one only after the one before has been placed, so that
+each sees the load that the one before made. Room shows when something ends or begins (``changed``), or when
+time has passed, for which there is one timer. Always true: a ticket that ``wait`` gave leaves by ``leave``;
+one that was refused, timed out or whose client went away has left; none waits longer than ``wait_s_max``."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class AdmissionQueue:
         self.changed()
 
     def __len__(self) -> int:
-        """Who comes now has so many before it."""
+        """Number of requests that a new one has before it."""
         return len(self._queue) + (self._let_go is not None)
 
     def alone(self, tenant: str, pool: str) -> bool:
@@ -84,9 +83,9 @@ class AdmissionQueue:
         engines: int,
         tokens_per_s: float,
     ) -> Ticket:
-        """Until it is this request's turn; ``leave`` when it has been placed, or will not be. So many
-        ``engines`` share the work of the pool, and compute so many prompt tokens together. Raises
-        ``ApiError`` (429, 503)."""
+        """Wait for this request's turn; ``leave`` when it has been placed, or will not be. ``engines`` share
+        the work of the pool, and compute ``tokens_per_s`` prompt tokens together. Raises ``ApiError`` (429,
+        503)."""
         now = self._clock()
         ticket: Ticket = Waiting(
             asyncio.get_running_loop().create_future(),
@@ -179,7 +178,7 @@ class AdmissionQueue:
         if not gone.item.done():  # else its client has just gone
             self._count("shed")
             gone.item.set_exception(error)
-            gone.item.exception()  # whoever waited may be cancelled before hearing of it
+            gone.item.exception()  # the waiter may be cancelled before it reads the result
 
     def _full(self, ticket: Ticket, engines: int) -> ApiError:
         return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))

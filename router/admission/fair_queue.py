@@ -4,19 +4,18 @@ Classes are strict: a lower one is served while no higher one waits that could b
 have virtual token counters (Sheng et al., Fairness in Serving Large Language Models, 2024, with the virtual
 time of start-time fair queueing): what was computed for a tenant, by its weight. The tenant with the lowest
 counter is next. One that begins to wait starts no further behind the counter of the tenant served last than
-its ``credit_tokens``: whoever asks for less than its share is thus ahead of a flood all the time, and not
-only with the first of several requests that come together, but nobody saves up more. Tenants compete for the
-engines of one ``pool`` only; a ``lane`` is a set of engines within a pool that a request fits.
+its ``credit_tokens``: a tenant that asks for less than its share is thus ahead of a flood all the time, and
+not only with the first of several requests that come together, but none saves up more. Tenants compete for
+the engines of one ``pool`` only; a ``lane`` is a set of engines within a pool that a request fits.
 
-Within a tenant the order is that of arrival, or with ``ageing`` of arrival plus so many times the request's
-own work, so that short work overtakes and nothing waits for ever.
+Within a tenant the order is that of arrival, or with ``ageing`` of arrival plus ``ageing`` times the
+request's own work, so that short work overtakes and nothing waits for ever.
 
 Full, the queue lets go of the newest request of the tenant with the most requests waiting, by weight, in the
 lowest class that is not above the newcomer's: that may be the newcomer. Always true: at most ``requests_max``
-wait; what was added is taken, let go or removed, once; counters are kept only while somebody waits for their
-pool in their class; no more is given back to a tenant than it was charged, and giving back takes it no
-further ahead than its credit. Pure: the caller has the clock.
-"""
+wait; an added request is taken, released or removed, once; counters are kept only while a request waits for
+their pool in their class; no more is given back to a tenant than it was charged, and giving back takes it no
+further ahead than its credit. Pure: the caller has the clock."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 Lane = Hashable
 GENERATED_WORTH = 2
-"""A generated token is charged as so many computed prompt tokens, as in the paper and in most price lists."""
+"""A generated token is charged as this number of computed prompt tokens, as in the paper and in most price
+lists."""
 
 
 class Priority(IntEnum):
@@ -90,7 +90,7 @@ class Waiting(Generic[T]):
 
 
 class _Line(Generic[T]):
-    """What a tenant has waiting in one band, by lane, each in order."""
+    """Waiting requests of a tenant in one band, by lane, each in order."""
 
     __slots__ = ("lanes", "waiting", "weight")
 
@@ -208,7 +208,7 @@ class FairQueue(Generic[T]):
         self._waiting = 0
 
     def configure(self, requests_max: int, *, ageing: float) -> None:
-        """What holds for requests that are added from now on; none that waits has to go."""
+        """Set the settings of requests added from here on; waiting ones stay."""
         self._max = requests_max
         self._ageing = ageing
 

@@ -1,7 +1,7 @@
 """The file of tenants and keys: read strictly, replaced while the router runs.
 
 Keys are 256 random bits, so a plain SHA-256 of one tells nothing of it: there is nothing to guess through.
-Always true: the file has no key, only digests; a file of no use when it changes leaves everything as it was,
+Always true: the file has no key, only digests; an unusable file leaves everything as it was,
 and says so; comparing takes the same time whichever key was sent.
 """
 
@@ -89,7 +89,7 @@ class KeyStats(msgspec.Struct):
 
 
 class KeyFile:
-    """The keys now valid. Raises ``KeyFileError`` for a file of no use at the start."""
+    """The keys now valid. Raises ``KeyFileError`` for an unusable file at the start."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
         self.path = path
@@ -108,7 +108,7 @@ class KeyFile:
         return (entry.tenant, digest[:KEY_ID_DIGITS]) if hmac.compare_digest(entry.sha256, digest) else None
 
     def rules(self, tenant: str) -> TenantRules:
-        """What it may do now."""
+        """Return the rules that hold now."""
         return self.table.tenants.get(tenant, _NO_LIMITS)
 
     def _refresh(self) -> None:
@@ -171,10 +171,10 @@ def check_tenant_name(name: str, where: str) -> None:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Make a key that cannot be guessed."""
     return _BEGIN + secrets.token_urlsafe(32)
 
 
 def digest_of(key: str) -> str:
-    """What the file has of a key."""
+    """Return the digest of a key, as in the file."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -10,7 +10,7 @@ from router.admission.fair_queue import Priority
 
 
 class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of clients. Without a file nobody needs one, and ``Authorization`` is passed on to engines."""
+    """Keys of clients. Without a file none is needed, and ``Authorization`` is passed on to engines."""
 
     file: str | None = None
     """TOML file with tenants, their limits, and the SHA-256 of each key; `kvatlas keys add` writes it
@@ -96,9 +96,9 @@ class QueueSettings(WaitTargets, frozen=True, kw_only=True):
     """Order within a tenant and class: by arrival plus this many times the request's own seconds of work.
     0: first come, first served; 10 lets short prompts overtake, for a lower mean and some longer waits."""
     credit_s: float = 2.0
-    """A tenant that had less than its share may be ahead of the others by what all engines compute in so many
-    seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: nobody
-    saves anything up."""
+    """A tenant that had less than its share may be ahead of the others by what all engines compute in this
+    many seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: no
+    tenant saves anything up."""
     sibling_share: float = 0.5
     """A prompt goes at once if it shares this part of itself with one in flight on an engine that has no more
     than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""

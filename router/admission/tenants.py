@@ -40,7 +40,7 @@ class TokenBucket:
         self._at = now
 
     def left(self, now: float) -> float:
-        """What may be taken now; negative while there is debt."""
+        """Amount that may be taken now; negative while there is debt."""
         self._left = min(self.capacity, self._left + max(0.0, now - self._at) * self.capacity / 60)
         self._at = max(self._at, now)
         return self._left
@@ -228,7 +228,7 @@ class Tenant:
         self._changed(self.name)
 
     def headers(self, now: float) -> Headers:
-        """What is left, in the names and units of OpenAI's answers."""
+        """Return the remaining limits, in the names and units of OpenAI's answers."""
         found: list[tuple[bytes, bytes]] = []
         for bucket, unit in ((self._requests, b"requests"), (self._tokens, b"tokens")):
             if bucket is not None:

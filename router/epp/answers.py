@@ -50,11 +50,11 @@ class GatewayAnswer:
 
     @property
     def finished(self) -> bool:
-        """See ``Answer``."""
+        """Implement ``Answer``."""
         return self.complete and not self._pieces
 
     def take(self) -> bytes | None:
-        """See ``Answer``."""
+        """Implement ``Answer``."""
         pieces = self._pieces
         if not pieces:
             return b"" if self.complete else None
@@ -65,11 +65,11 @@ class GatewayAnswer:
         return data
 
     def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
-        """See ``Answer``: a task takes from the gateway's stream, so there is no ``step`` to save."""
+        """Implement ``Answer``: a task takes from the gateway's stream, so there is no ``step`` to save."""
         return self._changed()
 
     async def read(self) -> bytes:
-        """See ``Answer``."""
+        """Implement ``Answer``."""
         while (data := self.take()) is None:
             await self.changed()
         return data

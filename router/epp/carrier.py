@@ -217,7 +217,7 @@ class GatewayCarrier:
     # ``Carrier``
 
     async def ask(self, attempt: Attempt, out: Outbound, timeout_s: float) -> GatewayAnswer | None:
-        """See ``Carrier``."""
+        """Implement ``Carrier``."""
         if self.answer is None:
             if self._speaker.over or self._speaker.shown:  # the client is gone, or has the gateway's answer
                 raise UpstreamError("overflow", sent=False)
@@ -245,11 +245,11 @@ class GatewayCarrier:
         return answer
 
     def done(self, answer: Answer) -> None:
-        """See ``Carrier``."""
+        """Implement ``Carrier``."""
         self.broken = self.broken or not answer.finished
 
     def may_retry(self) -> bool:
-        """See ``Carrier``: the gateway has asked another engine already, whose answer is there."""
+        """Implement ``Carrier``: the gateway has asked another engine already, whose answer is there."""
         return bool(self.moved)
 
     def _send_request(self, attempt: Attempt, out: Outbound) -> None:

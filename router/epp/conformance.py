@@ -44,7 +44,7 @@ class ConformanceExchange:
         self._timer.wait(context.settings.request_timeout_s)
 
     def on_data(self, data: bytes) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         self._stream.taken(len(data))
         if self._speaker.over:
             return
@@ -58,12 +58,12 @@ class ConformanceExchange:
             self._finish(grpc.INVALID_ARGUMENT, str(error))
 
     def on_end(self) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         if not self._speaker.over:
             self._finish()
 
     def on_lost(self) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         self._speaker.over = True
         self._timer.stop()
 

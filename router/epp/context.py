@@ -128,7 +128,7 @@ class Timer:
         self.deadline = self._clock() + seconds
 
     def expire(self) -> None:
-        """See ``Watched``."""
+        """Implement ``Watched``."""
         self.deadline = NEVER
         self._passed()
 

@@ -66,7 +66,7 @@ class GatewayExchange:
     # The stream's side.
 
     def on_data(self, data: bytes) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         if self._speaker.over:
             self._stream.taken(len(data))
             return
@@ -86,11 +86,11 @@ class GatewayExchange:
             self._answer_error(error)
 
     def on_end(self) -> None:
-        """See ``StreamHandler``: the gateway needs no more of this."""
+        """Implement ``StreamHandler``: the gateway needs no more of this."""
         self.on_lost()
 
     def on_lost(self) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         if self._speaker.over:
             return
         self._context.stats.cut_before_answer += self._carrier.asked and self._carrier.answer is None

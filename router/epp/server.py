@@ -80,7 +80,7 @@ class HealthCall:
         self._reader = GrpcReader(_MESSAGE_BYTES_MAX)
 
     def on_data(self, data: bytes) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         self._stream.taken(len(data))
         if self._stream.begun:
             return
@@ -92,13 +92,13 @@ class HealthCall:
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, str(error)), end=True)
 
     def on_end(self) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
         if not self._stream.begun:
             text = "a check is one message"
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, text), end=True)
 
     def on_lost(self) -> None:
-        """See ``StreamHandler``."""
+        """Implement ``StreamHandler``."""
 
     def _answer(self, message: bytes) -> None:
         service = ""

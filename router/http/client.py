@@ -174,7 +174,7 @@ class UpstreamConnection(asyncio.Protocol):
         return data
 
     def take(self) -> bytes | None:
-        """What ``read`` would give without waiting; None: nothing yet."""
+        """Return what ``read`` would without waiting; None: nothing has arrived."""
         pieces = self._pieces
         if not pieces:
             if self.complete:
@@ -266,7 +266,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._active:
-            self.abort()  # nobody asked: never let it be taken for the next answer
+            self.abort()  # unsolicited: it must not be taken for the next answer
             return
         if self.complete:
             self._keep = False
@@ -344,7 +344,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._head_done:
-            return  # of a second answer that nobody asked for
+            return  # of a second, unsolicited answer
         if self._fed_bytes > self._settings.head_bytes_max and self._too_large():
             raise OverflowError  # the parser gives up
         status = self._parser.get_status_code()
@@ -433,7 +433,7 @@ class UpstreamClient:
         self.configure(settings)
 
     def configure(self, settings: ClientSettings) -> None:
-        """What holds for connections from now on."""
+        """Set limits for new connections."""
         self._settings = settings
         self._sweeper.tick_s = min(self._sweeper.tick_s, _tick(settings))
 

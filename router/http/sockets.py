@@ -70,7 +70,7 @@ def base_url_fault(url: str, *schemes: str) -> str:
     return ""
 
 
-# File descriptors: every connection takes one, and the process may have only so many.
+# File descriptors: every connection takes one, and their number is limited for a process.
 #
 # The soft limit is raised as far as needed; what cannot be held is logged at the start. Running out is a
 # failure of this process, never of an engine.
@@ -86,7 +86,7 @@ _REMEDY = "raise the limit (ulimit -n, LimitNOFILE= of a systemd unit, ulimits o
 
 
 def needed(connections_max: int) -> int:
-    """File descriptors for so many client connections."""
+    """File descriptors for this number of client connections."""
     return connections_max * _PER_CONNECTION + _OTHERS
 
 

@@ -1,7 +1,7 @@
 """Certificates of listeners and of connections to engines, taken again when their files change.
 
 A context lives as long as its listener or client; a renewed certificate is loaded into it, so that handshakes
-from then on use it and open connections go on. Always true: files of no use at the start are an error that
+from then on use it and open connections go on. Always true: unusable files at the start are an error that
 names the setting; later they change nothing and are logged.
 """
 

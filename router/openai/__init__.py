@@ -1,1 +1,1 @@
-"""What clients may send and see: requests, bodies, errors."""
+"""The clients' side of the API: requests, bodies, errors."""

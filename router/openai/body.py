@@ -29,7 +29,7 @@ from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 # Chosen members of a large JSON object, without decoding it: one pass over its brackets and quotes.
 #
 # A parser holds the GIL from a body's first byte to its last. Here the body is gone through in windows with
-# numpy, so that a thread can do it beside the event loop. What is inside strings is told by counting
+# numpy, so that a thread can do it beside the event loop. Strings are found by counting
 # quotes, what is nested by counting brackets; both are carried from window to window. Only the outline is
 # checked (one object, closed): the rest is the engine's to judge. Keys that are written with escapes are
 # decoded, a bounded number of them.
@@ -69,7 +69,7 @@ class OutlineError(ValueError):
 
 
 class _State(msgspec.Struct, gc=False):
-    """What one window tells the next: whether it ends inside a string, and how deep."""
+    """State carried between windows: whether one ends inside a string, and how deep."""
 
     in_string: bool = False
     depth: int = 0
@@ -242,7 +242,7 @@ class Peek(msgspec.Struct, frozen=True, gc=False):
     prioritized: bool = False
     """It has something there, which an engine may take for a number."""
     prompt: object | None = None
-    """What its prompt is made of, where that was decoded with the rest."""
+    """Parts of its prompt, where they were decoded with the rest."""
     session: Session | None = None
     """The session that its body names."""
 

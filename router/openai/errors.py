@@ -53,7 +53,7 @@ _ECHOED_CHARS_MAX = 200
 
 
 def echoed(text: str) -> str:
-    """What a client sent, quoted, as far as it is worth telling back."""
+    """Quote a value of a client, shortened."""
     return repr(text) if len(text) <= _ECHOED_CHARS_MAX else f"{text[:_ECHOED_CHARS_MAX]!r}..."
 
 
@@ -76,7 +76,7 @@ def body_too_large(limit_bytes: int) -> ApiError:
 
 
 def body_too_complex(steps_max: int) -> ApiError:
-    """413: so many values that looking for a field among them would take too long."""
+    """413: too many values to look for a field among them."""
     message = (
         "Looking for fields in this request body takes more than "
         f"{steps_max} steps: it has too many fields, strings, lists or objects, or white space or a number "
@@ -133,7 +133,7 @@ def stream_broken(message: str) -> ApiError:
 
 
 def unknown_path(path: str, status: int = 404, remedy: str = "") -> ApiError:
-    """404: nobody answers this path."""
+    """404: no engine answers this path."""
     message = f"Unknown path {echoed(path)}{': ' + remedy if remedy else ''}."
     return ApiError(status, "path_not_found", message, kind="not_found_error")
 
@@ -243,7 +243,7 @@ def engine_not_found(name: str) -> ApiError:
 
 
 def invalid_key(*, given: bool) -> ApiError:
-    """401: no key, or one that nobody has."""
+    """401: no key, or an unknown one."""
     said = "The key sent is not known here" if given else "No key was sent"
     message = f"{said}: send Authorization: Bearer with a key that the operator of this router gave you."
     headers = ((b"www-authenticate", b'Bearer realm="kvatlas"'), *_NO_RETRY)

@@ -13,17 +13,17 @@ from router.openai.errors import ApiError
 
 
 class Phases(Protocol):
-    """Is told what the router does with a request, one thing after the other."""
+    """Receives the phases of a request, one after the other."""
 
     def phase(self, name: str) -> None:
         """This begins, and what was before ends."""
 
 
 class QueueTicketRequest(msgspec.Struct, frozen=True, gc=False):
-    """What a request may claim where requests wait for each other."""
+    """Claims of a request where requests wait for each other."""
 
     tenant: str = ""
-    """Whose key it came with; "" where nobody has one."""
+    """Whose key it came with; "" where keys are not used."""
     weight: float = 1.0
     """Share of its tenant beside others'."""
     priority: int = 1
@@ -88,11 +88,11 @@ class InboundRequest(msgspec.Struct, gc=False):
     claim: QueueTicketRequest = NO_CLAIM
     """Read only where requests may have to wait."""
     prompt: Any = None
-    """What its prompt is made of, decoded from this body; whoever reads it takes it away."""
+    """Parts of its prompt, decoded from this body; the reader takes them away."""
 
 
 class Usage(msgspec.Struct, gc=False):
-    """What the engine reported; ``cached_tokens`` is None where it does not say."""
+    """Usage as the engine reported it; ``cached_tokens`` is None where it does not say."""
 
     prompt_tokens: int
     completion_tokens: int = 0

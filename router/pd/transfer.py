@@ -71,15 +71,15 @@ class _AfterTheAnswer:
     """Of engines that say where the blocks are, or refuse who comes before them."""
 
     def leased(self, source: PrefillHolder) -> bool:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return False
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return None
 
     def problem(self, answer: bytes) -> Problem:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return ""
 
 
@@ -175,17 +175,17 @@ class NixlPull(_AfterTheAnswer):
     """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
     def asks(self, transfer_id: str) -> bytes:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return b"{%b}" % _ASKED.encode()
 
     async def told(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> Told:
-        """See ``Connector``. The parameters have ``cached_tokens`` already, from vLLM 0.31 on."""
+        """Implement ``Connector``. The parameters have ``cached_tokens`` already, from vLLM 0.31 on."""
         return self.read(answer)
 
     def leased(self, source: PrefillHolder) -> bool:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return True
 
     def read(self, answer: bytes) -> Told:
@@ -208,27 +208,27 @@ class Mooncake:
         self._port = port
 
     def asks(self, transfer_id: str) -> bytes:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
     async def told(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> Told:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         found = await self._find(transfer_id, source, cached_tokens)
         return found if found in ("no connector", "unreadable") else self.problem(answer) or found
 
     def leased(self, source: PrefillHolder) -> bool:
-        """See ``Connector``: the prefill engine sends what it knows to be there."""
+        """Implement ``Connector``: the prefill engine sends what it knows to be there."""
         return False
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         found = await self._find(transfer_id, source)
         return found if isinstance(found, bytes) else None
 
     def problem(self, answer: bytes) -> Problem:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         try:
             return "" if _ENDING.decode(answer).cut_short else "stopped"
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -270,13 +270,13 @@ class Offloading(_AfterTheAnswer):
         self._port = port
 
     def asks(self, transfer_id: str) -> bytes:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
 
     async def told(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> Told:
-        """See ``Connector``. The answer says nothing; engines look for ``cached_tokens`` only beside
+        """Implement ``Connector``. The answer says nothing; engines look for ``cached_tokens`` only beside
         ``do_remote_prefill``, which other connectors beside this one would take for theirs."""
         port = self._port + int(source.rank or 0)
         named = {
@@ -296,13 +296,13 @@ class Learned:
         self._have_mooncake: set[str] = set()
 
     def asks(self, transfer_id: str) -> bytes:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
 
     async def told(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> Told:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         told = self._nixl.read(answer)
         self._have_mooncake.discard(source.base_url)
         if told != "no connector":
@@ -313,14 +313,14 @@ class Learned:
         return told
 
     async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """See ``Connector``; None where the engine has not shown yet that it has Mooncake."""
+        """Implement ``Connector``; None where the engine has not shown yet that it has Mooncake."""
         known = source.base_url in self._have_mooncake
         return await self._mooncake.ahead(transfer_id, source) if known else None
 
     def leased(self, source: PrefillHolder) -> bool:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return source.base_url not in self._have_mooncake
 
     def problem(self, answer: bytes) -> Problem:
-        """See ``Connector``."""
+        """Implement ``Connector``."""
         return self._mooncake.problem(answer)

@@ -263,7 +263,7 @@ class Engine(EngineStatus):
 
     @property
     def overdue(self) -> bool:
-        """See ``EngineStatus``."""
+        """Implement ``EngineStatus``."""
         return self.breaker.overdue(self._accounts.now())
 
     def abandon(self, elsewhere: Callable[[str | None], bool], *, lost: bool = False) -> None:

@@ -252,12 +252,12 @@ class Placement(Attempt):
         )
 
     def streamed(self, events: int) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         if self._pooled is not None:
             self._pooled.answered_tokens += events
 
     def order_refused(self) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         self.engine.takes_order = False
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
@@ -269,7 +269,7 @@ class Placement(Attempt):
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
     def price(self) -> tuple[int, bool]:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         read, request = self.decision.read, self.request
         if isinstance(read, Prompt):
             return self.uncached_tokens, True
@@ -278,7 +278,7 @@ class Placement(Attempt):
         return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
 
     def facts(self) -> dict[str, Any]:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         decision, candidate = self.decision, self.decision.candidate
         known = candidate.hit.confidence != "none"
         return {
@@ -293,7 +293,7 @@ class Placement(Attempt):
         }
 
     def next_best(self, count: int) -> tuple[str, ...]:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         decision, costs = self.decision, self.decision.choice.costs
         order = sorted(range(len(costs)), key=lambda i: costs[i].total_s)
         urls = dict.fromkeys(decision.engines[i].engine.base_url for i in order)
@@ -301,27 +301,27 @@ class Placement(Attempt):
         return tuple(urls)[:count]
 
     def awaited(self, cancel: Callable[[], object]) -> None:
-        """See ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
+        """Implement ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
         if self.request.pinned is None and self.request.earlier_response is None:
             self.engine.waiting[self] = cancel
 
     def arrived(self) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         self.engine.waiting.pop(self, None)
 
     def answered(self, status: int) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         super().answered(status)
         self.engine.answers += 1
 
     def unseen(self, ended: Callable[[], None]) -> float:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         super().unseen(ended)
         self._answered = self._unseen = True
         return self.engine.load.unseen(self._ticket, self.now(), ended)
 
     def made_response(self, response_id: str | None) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         if response_id is not None and not self.engine.closed:
             self._accounts.responses.record(response_id, self.engine_id, self.request.tenant)
 
@@ -442,7 +442,7 @@ class Placement(Attempt):
 
     @property
     def _gap_s(self) -> float | None:
-        """See ``Receipt``."""
+        """Implement ``Receipt``."""
         return None
 
     @property

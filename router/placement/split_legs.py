@@ -69,11 +69,11 @@ class PrefillPlacement(Placement):
             self._ttft_s = None
 
     def held_nothing(self) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         self.engine.rests_until = self.now() + self._rest_s
 
     def facts(self) -> dict[str, Any]:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         return super().facts() | {"kvatlas.leg": "prefill"}
 
     def _charge(self, room: AdmissionQueue) -> None:
@@ -110,11 +110,11 @@ class DecodePlacement(Placement):
         self.expected_s = self._cost.queue_s + split.transfer_s
 
     def handed_over(self, gap_s: float) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         self._gap_s = gap_s
 
     def facts(self) -> dict[str, Any]:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         return super().facts() | {
             "kvatlas.leg": "decode",
             "kvatlas.transfer_tokens": self._split.lacks_tokens,
@@ -181,11 +181,11 @@ class SidecarPlacement(DecodePlacement):
         self.asked()
 
     def next_best(self, count: int) -> tuple[str, ...]:
-        """See ``Attempt``: the others need not be of the version for which the prompt is computed."""
+        """Implement ``Attempt``: the others need not be of the version for which the prompt is computed."""
         return ()
 
     def prefilled(self, told: Prefilled) -> None:
-        """See ``Attempt``."""
+        """Implement ``Attempt``."""
         self._told = told
 
     @property
@@ -194,7 +194,7 @@ class SidecarPlacement(DecodePlacement):
         return self._helper.engine_id if told is None or told.place == 0 else ""
 
     def corrected(self, usage: Usage | None) -> Usage | None:
-        """See ``Attempt``: the sidecar says what the other engine had."""
+        """Implement ``Attempt``: the sidecar says what the other engine had."""
         if usage is not None and self._told is not None and self._told.cached_tokens is not None:
             usage.cached_tokens = self._told.cached_tokens
         return usage

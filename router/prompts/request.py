@@ -196,12 +196,12 @@ def decode_fields(body: bytes, decoder: msgspec.json.Decoder[Struct]) -> Struct:
 
 
 def decode_batch(body: bytes) -> BatchBody:
-    """See ``decode_fields``."""
+    """Implement ``decode_fields``."""
     return decode_fields(body, _BATCH)
 
 
 def decode_generate(body: bytes) -> GenerateBody:
-    """See ``decode_fields``."""
+    """Implement ``decode_fields``."""
     return decode_fields(body, _GENERATE)
 
 

@@ -123,7 +123,7 @@ class ProxyApp:
         claims: bool,
         targets: Targets | None = None,
     ) -> None:
-        """What holds for requests from now on, and for connections made from now on."""
+        """Set the settings of new requests and new connections."""
         self.settings = settings
         self._forwarder.configure(settings, pd)
         self.client.configure(settings)
@@ -199,7 +199,7 @@ class ProxyApp:
         return {**scope, "headers": self._gate.for_engines(scope["headers"]), TOLD: None}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
-        """What is refused before the body is read."""
+        """Refuse what can be refused before the body is read."""
         if path not in PROMPT_APIS:
             verdict = judge(path, self.settings.refused_paths, self.settings.passed_paths)
             if verdict is Verdict.UNKNOWN:

@@ -1,10 +1,9 @@
 """One request on one engine, from the choice until its end: what the engine's breaker and its accounts are
 told.
 
-The proxy tells what happens; whoever places requests extends this with accounts of its own (``_begun``,
-``_ended``). Always true: it ends exactly once, whatever is told and how often, and what is told after the end
-changes nothing but the breaker.
-"""
+The proxy reports what happens; the placement extends this with accounts of its own (``_begun``,
+``_ended``). Always true: it ends exactly once, whatever is reported and how often, and what is reported after
+the end changes nothing but the breaker."""
 
 from __future__ import annotations
 
@@ -84,11 +83,11 @@ class Attempt:
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.handoff: Handoff | None = None
-        """What the engine has been told of."""
+        """Request that the engine has received."""
         self.prefill: Attempt | None = None
         """That other engine, which is to be asked first; None: it has been."""
         self.version: str | None = None
-        """What the engine runs, of one that computes prompts for others."""
+        """Version of an engine that computes prompts for others."""
         self.abandoned = False
         """Its engine went down before the first byte, and another one can be asked."""
         self.watched = False
@@ -99,7 +98,7 @@ class Attempt:
             self.asked()
 
     def asked(self) -> None:
-        """The engine is asked now; said by whoever made this to be asked ``later``."""
+        """Note that the engine is asked now; for an attempt made to be asked ``later``."""
         self.asked_s = self.now()
         request = self.request
         self._breaker.begin(
@@ -108,7 +107,7 @@ class Attempt:
 
     @property
     def answer_headers(self) -> Fields:
-        """What is added to the answer, once its head has come."""
+        """Fields to add to the answer, once its head has come."""
         return self.client_headers
 
     def drop_order(self) -> bool:
@@ -135,7 +134,7 @@ class Attempt:
         return PlacementFacts(prefill_engine="" if self.handoff is None else self.handoff.source)
 
     def next_best(self, count: int) -> tuple[str, ...]:
-        """Base URLs of up to so many engines that would have been chosen after this one, in order."""
+        """Base URLs of up to ``count`` engines that would have been chosen after this one, in order."""
         return ()
 
     def unseen(self, ended: Callable[[], None]) -> float:
@@ -170,7 +169,7 @@ class Attempt:
         """Note events of the answer that came: about one for each token."""
 
     def left_unanswered(self) -> bool:
-        """The client left. Returns whether that counts against the engine, which has answered nobody."""
+        """The client left. Returns whether that counts against the engine, which has given no answers."""
         if self._heard or not self._open:
             return False
         return self._breaker.left_unanswered(
@@ -198,15 +197,15 @@ class Attempt:
             raise NotFetchedError
 
     def corrected(self, usage: Usage | None) -> Usage | None:
-        """What the answer reports, with the hit of the engine that computed the prompt: connectors count what
-        they fetch as cached."""
+        """Return the usage that the answer reports, with the hit of the engine that computed the prompt:
+        connectors count what they fetch as cached."""
         held = self.handoff
         if usage is not None and held is not None and held.cached_tokens is not None:
             usage.cached_tokens = held.cached_tokens
         return usage
 
     def handed_over(self, gap_s: float) -> None:
-        """The engine is told of blocks that another one has held for it for so long."""
+        """Note that the engine learns of blocks that another one has held for it for this long."""
 
     def prefilled(self, told: Prefilled) -> None:
         """The engine's sidecar says who computed the prompt."""
@@ -244,7 +243,7 @@ class Attempt:
 
 
 # Who takes a request to its engine and brings the answer: our own connections, or a gateway that has the
-# client already and is told where to send it.
+# client already and learns where to send it.
 
 
 class Outbound(msgspec.Struct, gc=False):
@@ -314,7 +313,8 @@ class OwnConnections:
         once: Callable[[], None] | None = None,
         body: bytes | None = None,
     ) -> Awaitable[Any]:
-        """See ``Carrier``; ``once`` as for ``UpstreamClient.exchange``; ``body``: instead of the client's."""
+        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.exchange``; ``body``: instead of the
+        client's."""
         request = out.request
         if body is None:
             body = request.body
@@ -331,9 +331,9 @@ class OwnConnections:
         return self._client.exchange(origin, request.method, head, body, timeout_s, once=once)
 
     def done(self, answer: Any) -> None:
-        """See ``Carrier``."""
+        """Implement ``Carrier``."""
         self._client.done(answer)
 
     def may_retry(self) -> bool:
-        """See ``Carrier``."""
+        """Implement ``Carrier``."""
         return True

@@ -12,7 +12,7 @@ An engine is left out for one of three reasons, each with its own end:
   for that client only. It ends with its time or with the first request that succeeds; for that a probe is let
   through now and then, which clients that were not refused may take first.
 - **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
-  ``silent_s_max`` beyond twice the expected time, while the engine answered nobody. One probe each
+  ``silent_s_max`` beyond twice the expected time, while the engine gave no answers. One probe each
   ``silent_probe_s``; ends with the first byte of any answer.
 """
 
@@ -112,7 +112,7 @@ class RetryAfterPause:
 
 
 class Silence:
-    """Whether an engine answers nobody although it is asked."""
+    """Whether an engine gives no answers although it gets requests."""
 
     __slots__ = ("_asked_at", "_given_up_at", "_heard_at", "_probe_at", "_settings", "due_at", "give_ups")
 
@@ -146,7 +146,7 @@ class Silence:
             self.due_at = min(self.due_at, now + self._settings.silent_s_max + 2 * expected_s)
 
     def unseen(self, asked_at: float) -> None:
-        """Nobody will hear of the request that was sent then."""
+        """Forget the request that was sent then: no result of it will be reported."""
         if self._asked_at == asked_at:
             self._asked_at = self.due_at = math.inf
 
@@ -183,7 +183,7 @@ class Breaker:
         self._pause = RetryAfterPause(settings)
         self._silence = Silence(settings)
         self.free_until = math.inf
-        """Before this time ``allows`` is true unless the breaker is told something: every decision asks for
+        """Before this time ``allows`` is true unless an event is reported: every decision asks for
         every engine. Infinite: nothing at all speaks against the engine."""
 
     def _told(self) -> None:
@@ -208,7 +208,7 @@ class Breaker:
         return (not silence.give_ups and silence.due_at == math.inf) or silence.allows(now)
 
     def overdue(self, now: float) -> bool:
-        """Whether a streamed request waits longer than expected while the engine answers nobody."""
+        """Whether a streamed request waits longer than expected while the engine gives no answers."""
         settings = self._settings
         return now >= self._silence.due_at - settings.silent_s_max + settings.overdue_s
 

@@ -1,7 +1,7 @@
 """One request on two engines: the first one computes the prompt and keeps it, the second one fetches it.
 
 The first engine's answer is read whole and never passed on; the second one's is the client's. Where that is
-allowed the second one is told at once what the first one will have. What always holds: the
+allowed the second one learns at once what the first one will have. What always holds: the
 attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
 upon which that engine frees what it had computed; the second engine's request is written once, and only while
 the lease is young, and its answer is passed on only if it begins before the lease ends (``Handoff``).
@@ -41,8 +41,8 @@ from router.proxy.settings import ProxySettings
 from router.proxy.sse import read_usage
 from router.proxy.stats import ProxyStats
 
-# The last moment at which answers that have come since surely were not there yet, for whoever must know how
-# old one may be at most.
+# The last moment at which answers that have come since surely were not there yet, for callers that must know
+# how old one may be at most.
 
 
 _EVERY_S = 1.0
@@ -52,8 +52,8 @@ _LOOKED_S = 0.05
 class IdleTracker:
     """For all requests of one loop: each says when it begins and ends, and once its answer has come, the
     later of its beginning and ``at_s`` is that moment. A moment counts only if the loop has looked at its
-    sockets since, and whoever waits has been woken: a loop that stood still finds answers that have lain
-    there for long. Nothing is noted while nobody waits."""
+    sockets since, and all waiters have been woken: a loop that stood still finds answers that have lain
+    there for long. Nothing is noted without waiters."""
 
     __slots__ = ("_clock", "_noting", "_waiting", "at_s")
 
@@ -369,7 +369,7 @@ def broke(error: UpstreamError) -> bool:
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
-    """What was computed for this engine is of no use."""
+    """Discard what was computed for this engine."""
     engine = attempt.engine_id
     out.record.tracker.warn("prefill not fetched", out.record, engine, engine=engine, problem=problem)
     return AgainError(problem)
@@ -405,9 +405,9 @@ def _usage(content: bytes) -> Usage | None:
 # Both requests of a split at once: the second engine waits for what the first one is computing.
 #
 # What always holds: an engine that waits for blocks which will not come has its request closed, before the
-# client has had a byte of it. It keeps what it had reserved all the same, and the other engine a task for
+# client has had a byte of it. It keeps what it had reserved nevertheless, and the other engine a task for
 # it, until their time is over: nothing but the end of the prefill wakes them. So a prefill of which an
-# engine has been told goes on to its end, also when nobody wants it any more (its client left, the other
+# engine has been told goes on to its end, also when it is no longer wanted (its client left, the other
 # engine failed), and how many may wait is bounded (``WaitSlots``).
 
 
@@ -415,7 +415,7 @@ Outcome = TypeVar("Outcome")
 
 
 class ConcurrentPrefill:
-    """One per proxy. ``close`` it with the loop: prefills may go on that nobody waits for."""
+    """One per proxy. ``close`` it with the loop: prefills may go on without a waiter."""
 
     def __init__(self, legs: DisaggForwarder, stats: PdStats, clock: Callable[[], float]) -> None:
         self._legs = legs
@@ -425,7 +425,7 @@ class ConcurrentPrefill:
         self._alone: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """End the prefills that nobody waits for."""
+        """End prefills without a waiter."""
         for task in self._alone:
             task.cancel()
 
@@ -502,7 +502,7 @@ class _Pair:
         return self._handoff is not None and self._handoff.sent
 
     async def compute(self, out: Outbound) -> None:
-        """See ``DisaggForwarder.prefill``."""
+        """Implement ``DisaggForwarder.prefill``."""
         await self._legs.prefill(self.prefill, self._body, out, self._course, self._transfer_id)
 
     async def fetch(
@@ -540,7 +540,7 @@ class EnginePage:
         self._path = path
 
     async def __call__(self, base_url: str) -> bytes:
-        """See ``Query``."""
+        """Implement ``Query``."""
         origin = self._client.origin(base_url)
         head = request_head(
             "GET", origin.path_prefix + self._path, origin.host_header, [], own=(), length=None

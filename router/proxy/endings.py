@@ -1,4 +1,4 @@
-"""What an answer says of its beginning and its end, in the shape of each API: whether an event is generated
+"""Beginning and end of an answer, in the shape of each API: whether an event is generated
 already, is an error, or says that the engine gave the request up.
 
 An engine that ends by SIGTERM aborts what it was asked and answers 200 (vLLM 0.32 and 0.33 with
@@ -102,7 +102,7 @@ def _gave_up(said: _Said) -> bool:
 
 
 def abort_mark(path: str) -> bytes:
-    """What every event contains by which an engine gives up; empty: there is none for this API."""
+    """Bytes in every event by which an engine gives up; empty: this API has none."""
     return _MARKS.get(path, b"")
 
 
@@ -147,7 +147,7 @@ def error_status(data: bytes) -> int:
     return code if isinstance(code, int) and _ERROR_MIN <= code <= _ERROR_MAX else 500
 
 
-# What is told where an engine's answer fails: to the attempt, the record, and the log.
+# Reports of a failed answer: to the attempt, the record, and the log.
 
 
 REFUSALS: Final = frozenset({429, 500, 502, 503, 504})

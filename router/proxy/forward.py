@@ -69,7 +69,7 @@ _BREAK_LINES_MAX = 10
 
 
 class Refusal(msgspec.Struct, gc=False):
-    """An engine's error answer, kept whole: passed on if nobody else answers."""
+    """An engine's error answer, kept whole: passed on if no other engine answers."""
 
     status: int
     fields: list[tuple[bytes, bytes]]
@@ -82,8 +82,8 @@ class Placer(Protocol):
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
     ) -> Attempt:
-        """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is nobody to ask. A request may
-        be placed several times (a retry before the first byte), never on an engine in ``exclude``;
+        """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is no engine to ask. A request
+        may be placed several times (a retry before the first byte), never on an engine in ``exclude``;
         ``course``: it has been placed on two engines, and what may come now."""
 
 
@@ -122,11 +122,11 @@ class Forwarder:
         self._lines_second = 0
 
     def close(self) -> None:
-        """End what nobody waits for."""
+        """End tasks whose results are not awaited."""
         self._together.close()
 
     def configure(self, settings: ProxySettings, pd: PdSettings) -> None:
-        """What holds for requests from now on."""
+        """Set the settings of new requests."""
         self._settings = self._legs.proxy = settings
         self._legs.pd, self._legs.connector = pd, connector_of(pd, self._bootstrap)
 
@@ -158,7 +158,7 @@ class Forwarder:
                 course = self._legs.course()
             try:
                 outcome = await self._carry(placement, out, carrier, send, course)
-            except AgainError as again:  # at most once for each prefill that the course allows, and once more
+            except AgainError as again:  # at most once per prefill that the course allows, plus one
                 breaks += again.broke
                 if breaks < _BREAKS_MAX:
                     continue
@@ -208,8 +208,8 @@ class Forwarder:
     async def _carry_on(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState
     ) -> Refusal | UpstreamError | None:
-        """See ``_attempt``; before it, the prompt is computed by another engine, where the placement says so.
-        Raises ``AgainError``."""
+        """Implement ``_attempt``; before it, the prompt is computed by another engine, where the placement
+        says so. Raises ``AgainError``."""
         try:
             prefill, body = placement.prefill, placement.body
             if prefill is not None and body is not None:
@@ -236,7 +236,7 @@ class Forwarder:
     def _tell_retry(
         self, record: RequestRecord, outcome: Refusal | UpstreamError | None, engine_id: str
     ) -> None:
-        """Before ``record`` is told of the next engine."""
+        """Before ``record`` gets the next engine."""
         if outcome is not None and not _broke(outcome):  # that is said elsewhere
             record.tracker.warn(
                 "request retried",

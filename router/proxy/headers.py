@@ -211,7 +211,7 @@ POST_PATHS = (
 
 
 class Verdict(Enum):
-    """What to do with a path."""
+    """Treatment of a path."""
 
     FORWARD = "forward"
     REFUSE = "refuse"
@@ -219,7 +219,7 @@ class Verdict(Enum):
 
 
 OBSERVED = frozenset({"/health", "/kv_event_sources", "/load", "/metrics", "/ping", "/version"})
-"""What routers and probes ask an engine for itself."""
+"""Paths that routers and probes request for themselves."""
 CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
 """After one of these an engine's GPU pool is empty."""
 

@@ -25,7 +25,7 @@ from router.proxy.stats import ProxyStats
 
 # Passes one engine's event stream on, piece by piece.
 #
-# A piece is passed on by whoever brings it, the engine's connection; the request's task runs only where the
+# A piece is passed on by the engine's connection, which brings it; the request's task runs only where the
 # client is too slow, and at the end. What always holds: the head is sent with the first whole line; a
 # stream that breaks off before its end mark, or that the engine gives up, ends with an error event.
 
@@ -120,7 +120,8 @@ class StreamRelay(msgspec.Struct, eq=False):
         self._waits = self._answer.piece(out, more=self._more)
 
     def _give_up(self, out: bytes) -> None:
-        """The engine gave up behind ``out``, which nobody needs who can have another answer."""
+        """End the answer: the engine gave up behind ``out``, which is not needed if another engine
+        answers."""
         if self._started and out:
             self._record.bytes_out += len(out)
             self._waits = self._answer.piece(out, more=True)
@@ -201,7 +202,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         return stream.run(first)
 
     def _pass_whole(self, data: bytes) -> Awaitable[None] | None:
-        """What came in one piece goes in one."""
+        """Pass a body that came in one piece on in one."""
         if self._replaceable:
             self._check(data)
         self._attempt.first_byte(self._connection.status if data else 0)

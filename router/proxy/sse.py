@@ -1,4 +1,4 @@
-"""What the proxy looks at in an answer while passing it on: line ends, the first token, the usage.
+"""Parts of an answer that the proxy reads while passing it on: line ends, the first token, the usage.
 
 ``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
 line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
@@ -54,7 +54,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Part(msgspec.Struct, gc=False):
-    """What may carry the usage within an event; ``id`` is a response's."""
+    """Member of an event that may carry the usage; ``id`` is a response's."""
 
     id: Any = None
     usage: _Usage | None = None
@@ -219,7 +219,7 @@ class SseRelay:
         return b"%b%bdata: %b\n\n" % (closing, head, error)
 
     def _begin(self, data: bytes) -> bytes:
-        """What to pass on of the lines up to here, while only openings have come."""
+        """Return the lines to pass on up to here, while only openings have come."""
         data, self._held = self._held + data, b""
         for line in data.splitlines():
             if line.startswith(b"data:"):

@@ -33,7 +33,7 @@ class ProxyStats(ClientStats):
     clients_gone: Annotated[int, "kvatlas_proxy_clients_gone_total"] = 0
     """Clients that left before their answer was complete."""
     clients_left_unanswered: Annotated[int, "kvatlas_proxy_clients_left_unanswered_total"] = 0
-    """Clients that left without a byte although the engine had had the time, and answered nobody."""
+    """Clients that left without a byte although the engine had had the time, and gave no answers."""
     bodies_too_large: Annotated[int, "kvatlas_proxy_bodies_too_large_total"] = 0
     """Request bodies over `proxy.body_bytes_max`."""
     paths_refused: Annotated[int, "kvatlas_proxy_paths_refused_total"] = 0

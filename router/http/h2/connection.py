@@ -74,7 +74,7 @@ class H2Settings(msgspec.Struct, frozen=True):
 
 
 class H2Stats(HandshakeStats):
-    """What peers did."""
+    """Counters of what peers did."""
 
     connections: Annotated[int, "kvatlas_epp_connections_total"] = 0
     """Connections accepted from gateways."""
@@ -197,7 +197,7 @@ class H2Connection(asyncio.Protocol):
             self._read()
 
     def _read(self) -> None:
-        """What has come, as far as the work for one turn of the loop allows."""
+        """Process received bytes, as far as the work for one turn of the loop allows."""
         paused, self._reading = self._reading, False
         self._work = 0
         self._outbox.hold()
@@ -231,7 +231,7 @@ class H2Connection(asyncio.Protocol):
             self.loop.call_soon(self._read)
 
     def _take_preface(self, data: bytes) -> bytes:
-        """What follows the preface."""
+        """Process the frames behind the preface."""
         need = len(h2.PREFACE) - len(self._preface)
         self._preface += data[:need]
         if not h2.PREFACE.startswith(self._preface):
@@ -416,24 +416,24 @@ class H2Connection(asyncio.Protocol):
     # What is sent.
 
     def ready(self, stream: Stream) -> None:
-        """See ``StreamLine``."""
+        """Implement ``StreamLine``."""
         try:
             self._outbox.ready(stream)
         except H2Error as error:  # settings have brought it beyond the limit
             self.loop.call_soon(self._end, error.code, str(error))
 
     def write_headers(self, stream_id: int, block: bytes, *, end: bool) -> None:
-        """See ``StreamLine``."""
+        """Implement ``StreamLine``."""
         flags = h2.END_HEADERS | (h2.END_STREAM if end else 0)
         self._outbox.write(h2.frame(h2.HEADERS, flags, stream_id, block))
 
     def grant(self, stream: Stream, size: int) -> None:
-        """See ``StreamLine``."""
+        """Implement ``StreamLine``."""
         stream.receive_window += size
         self._outbox.write(h2.window_frame(stream.stream_id, size))
 
     def drop(self, stream: Stream, code: int | None) -> None:
-        """See ``StreamLine``."""
+        """Implement ``StreamLine``."""
         if code is None and not stream.peer_ended:
             code = h2.NO_ERROR  # the answer is whole; what the peer still sends is not needed
         if code is not None:

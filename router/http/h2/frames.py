@@ -32,7 +32,7 @@ SETTINGS_INITIAL_WINDOW_SIZE, SETTINGS_MAX_FRAME_SIZE, SETTINGS_MAX_HEADER_LIST_
 WINDOW_DEFAULT: Final = 65_535
 WINDOW_MAX: Final = (1 << 31) - 1
 FRAME_BYTES_MIN: Final = 16_384
-"""What every peer takes in one frame; also the default."""
+"""Frame size that every peer accepts; also the default."""
 FRAME_BYTES_MAX: Final = (1 << 24) - 1
 _HEAD: Final = struct.Struct(">BHBBI")  # length in two parts, kind, flags, stream
 _HEAD_BYTES: Final = 9
@@ -98,7 +98,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def frame_head(kind: int, flags: int, stream_id: int, size: int) -> bytes:
-    """What stands before a payload of so many bytes."""
+    """Return the header of a frame with a payload of this length."""
     return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id)
 
 
@@ -124,7 +124,7 @@ def goaway_frame(last_stream_id: int, code: int, why: str = "") -> bytes:
 
 
 def window_frame(stream_id: int, increment: int) -> bytes:
-    """So many more bytes may be sent to us; stream 0: on the connection."""
+    """Allow the peer to send this number of further bytes; stream 0: on the connection."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 

@@ -87,7 +87,7 @@ Field = tuple[bytes, bytes]
 _TABLE_BYTES_MAX: Final = 4096
 """The default of every peer; we ask for nothing else."""
 _FIELD_BYTES: Final = 32
-"""What a field counts beyond name and value (RFC 7541, section 4.1)."""
+"""Size of a field beyond name and value (RFC 7541, section 4.1)."""
 _CACHED_BLOCKS_MAX: Final = 64
 _CACHED_BYTES_MAX: Final = 1024
 _STATIC_TEXT: Final = (

@@ -1,7 +1,7 @@
 """One HTTP/2 stream: what waits to be sent on it, under the peer's window, and what may still be received.
 
 Sending is by its connection, which gives each stream its turn; so one that its peer does not read holds no
-other one up. Always true: after ``reset``, or the peer's reset, nothing is sent and nothing is told.
+other one up. Always true: after ``reset``, or the peer's reset, nothing is sent and no event is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.http.h2.frames import CANCEL, H2Error
 
 
 class StreamHandler(Protocol):
-    """Is told what comes on a stream; nothing after ``on_end`` and ``on_lost``, but ``on_lost``."""
+    """Receives the events of a stream; none after ``on_end`` and ``on_lost``, but ``on_lost``."""
 
     def on_data(self, data: bytes) -> None:
         """A piece of what the peer sends. Call ``Stream.taken`` once there is room for more."""
@@ -29,7 +29,7 @@ class StreamHandler(Protocol):
 
 
 class StreamLine(Protocol):
-    """What a stream needs of its connection."""
+    """Services that a stream needs of its connection."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -102,14 +102,14 @@ class Stream:
             self._line.drop(self, code)
 
     def taken(self, size: int) -> None:
-        """So many bytes that were received are held no more, or elsewhere: the peer may send as many."""
+        """Credit the peer with received bytes that are no longer held here."""
         self._granted += size
         if self._granted * 2 >= self.receive_window and not self.closed and not self.peer_ended:
             size, self._granted = self._granted, 0
             self._line.grant(self, size)
 
     async def drained(self, bytes_max: int) -> None:
-        """Wait until at most so many bytes wait to be sent, or the stream is over."""
+        """Wait until at most this number of bytes waits to be sent, or the stream is over."""
         while self.queued_bytes > bytes_max and not self.closed:
             waiter = self._drained = self._line.loop.create_future()
             await waiter
@@ -117,7 +117,7 @@ class Stream:
     # The connection's side.
 
     def take(self, size: int, out: list[bytes | memoryview]) -> None:
-        """So many of the bytes that wait are sent: they go to ``out``."""
+        """Move this number of waiting bytes to ``out``."""
         pieces = self._pieces
         self.queued_bytes -= size
         self.credit -= size
@@ -162,11 +162,12 @@ class Stream:
 
 _PUMP_BYTES = 256 * 1024
 _TURN_BYTES = 64
-"""What a turn counts beyond the bytes that it sends: many short frames take as long as few long ones."""
+"""Cost of a frame beyond its bytes: many short frames take as long as few long ones."""
 
 
 class SendScheduler:
-    """``ended`` is told of a stream whose last frame has been written. ``frame_bytes_max`` is the peer's."""
+    """``ended`` is called with a stream whose last frame has been written. ``frame_bytes_max`` is the
+    peer's."""
 
     def __init__(self, transport: asyncio.Transport, ended: Callable[[Stream], None]) -> None:
         self.frame_bytes_max = h2.FRAME_BYTES_MIN
@@ -190,8 +191,9 @@ class SendScheduler:
             raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
 
     def widen(self, window: int) -> None:
-        """Every stream's window begins with so many bytes, those that are open included (RFC 9113, section
-        6.9.2). One that so gets beyond the limit is found when it is its turn."""
+        """Set the initial window of all streams, open ones included (RFC 9113, section 6.9.2).
+
+        A window beyond the limit is found when its stream is next."""
         self._widened = self._widened or window > self._stream_window
         self._stream_window = window
 
@@ -238,7 +240,7 @@ class SendScheduler:
             streams.pop(stream, None)
 
     def hold(self) -> None:
-        """Whoever says this will pump: what is written until then goes out with it."""
+        """Announce a later ``pump``, which sends all that is written until then."""
         self._due = True
 
     def _pump_soon(self) -> None:
@@ -293,5 +295,5 @@ class SendScheduler:
         self._out.clear()
 
     def clear(self) -> None:
-        """There is nobody to send to."""
+        """Drop everything: the peer is gone."""
         self._out.clear()

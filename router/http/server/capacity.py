@@ -1,4 +1,4 @@
-"""What all client connections of one server hold together, and who may have how much of it.
+"""Memory that all client connections of one server hold together, and the share of each.
 
 ``Capacity`` counts connections, by client address too, and the bytes of request bodies. Where it is full a
 connection is a *spare*: it may ask for the server's health and nothing else, so that a probe or a scrape is
@@ -19,7 +19,7 @@ from router.http.server.settings import HandshakeStats, ListenSettings
 from router.http.sockets import is_last
 
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
-"""What a spare connection may ask for."""
+"""Share that a spare connection may ask for."""
 _SPARES_MAX = 64
 _CLIENT_SHARE_MIN = 64
 """Connections that one address may hold, however small its share is."""
@@ -140,7 +140,7 @@ class Handshakes:
 
 @types.coroutine
 def _rest(begun: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any, Any]:
-    """What a coroutine that waits for ``first`` comes to; it waits for nothing else."""
+    """Return the result of a coroutine that waits for ``first`` and for nothing else."""
     try:
         yield first
     except BaseException as error:

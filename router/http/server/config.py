@@ -1,4 +1,4 @@
-"""What every client connection of one server shares: its uvicorn configuration, limits, counters, sweeper."""
+"""Parts that all client connections of one server share: uvicorn configuration, limits, counters, sweeper."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ListenConfig(uvicorn.Config):
         self.configure(listen)
 
     def configure(self, listen: ListenSettings) -> None:
-        """What holds for connections from now on; those there are keep their time-outs."""
+        """Set limits for new connections; existing ones keep their time-outs."""
         self.listen = listen
         self.capacity.configure(listen)
         self.sweeper.tick_s = min(self.sweeper.tick_s, _tick(listen))

@@ -26,7 +26,7 @@ from router.openai.errors import ApiError, internal_error
 #
 # A client that goes cancels the task of its request, at every await of it. Our own listener does that
 # itself; a gateway's exchange tells through an ASGI extension; under any other ASGI server a task waits for
-# ``http.disconnect``. Whoever stands between listener and application and wraps ``send`` is not passed by:
+# ``http.disconnect``. A middleware that wraps ``send`` is not bypassed:
 # it gets messages.
 
 
@@ -58,7 +58,7 @@ class DisconnectWatch(msgspec.Struct, eq=False):
     _watcher: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
-        """Begin. From now on nobody else may call ``receive``."""
+        """Begin. No other caller may use ``receive`` from here on."""
         self._task = asyncio.current_task()
         extensions = self._scope.get("extensions")
         self._hook = extensions.get(EXTENSION) if extensions else None
@@ -103,11 +103,11 @@ class Messages(msgspec.Struct, eq=False):
     _start: Message | None = None
 
     def begin(self, status: int, fields: list[Header], length: bytes) -> None:
-        """See ``Answering``."""
+        """Implement ``Answering``."""
         self._start = {"type": "http.response.start", "status": status, "headers": fields}
 
     async def piece(self, data: bytes, *, more: bool) -> None:
-        """See ``Answering``."""
+        """Implement ``Answering``."""
         start, self._start = self._start, None
         if start is not None:
             await self._send(start)
@@ -117,7 +117,8 @@ class Messages(msgspec.Struct, eq=False):
 _log = structlog.get_logger()
 _DISCONNECT: Message = {"type": "http.disconnect"}
 Head = tuple[int, Iterable[Header], bytes | None]
-"""Status, fields, and the content-length among them: empty where there is none, None where nobody told."""
+"""Status, fields, and the content-length among them: empty where there is none, None where it is not
+declared."""
 _JOIN_BYTES_MAX = 64 * 1024  # larger pieces are written without being copied
 
 
@@ -142,7 +143,7 @@ def error_answer(error: ApiError) -> bytes:
 
 
 class Line(Protocol):
-    """What an exchange needs of the connection it belongs to."""
+    """Services that an exchange needs of its connection."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -177,7 +178,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     _start: Head | None = None
     """Goes out with the first of the body, in one packet."""
     _body: list[bytes] = []
-    """What waits for the application."""
+    """Bytes that wait for the application."""
     _body_bytes: int = 0
     _held_bytes: int = 0
     """Of the whole body, until the application is done with it."""
@@ -199,7 +200,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         """A piece of the request body; returns how many bytes wait for the application, or -1 if all bodies
         together have no room for it."""
         if self._done or self.gone:
-            return 0  # nobody will ask for it
+            return 0  # it will not be asked for
         if not self._connection.capacity.take(len(data)):
             return -1
         self._held_bytes += len(data)
@@ -226,7 +227,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._cancel()
 
     async def run(self, app: Any, tasks: set[asyncio.Task[None]]) -> None:
-        """What ``task`` does; it leaves ``tasks`` at its end."""
+        """Await ``task``; it leaves ``tasks`` at its end."""
         connection = self._connection
         self._begun = True
         self._scope["extensions"] = {OWN: self}
@@ -251,7 +252,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             connection.abort()
 
     def _free(self) -> None:
-        """Nobody holds the body any more."""
+        """Release the body."""
         self._body.clear()
         self._connection.capacity.give(self._held_bytes)
         self._held_bytes = 0
@@ -270,13 +271,13 @@ class RequestCycle(msgspec.Struct, eq=False):
     # The application's side.
 
     def watch(self) -> None:
-        """See ``DisconnectWatch``."""
+        """Implement ``DisconnectWatch``."""
         self._watched = True
         if self.gone:
             self._cancel()
 
     def unwatch(self) -> None:
-        """See ``DisconnectWatch``."""
+        """Implement ``DisconnectWatch``."""
         self._watched = False
 
     def _cancel(self) -> None:
@@ -306,7 +307,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         return self._take()
 
     def _take(self) -> bytes:
-        """What waits for the application."""
+        """Bytes that wait for the application."""
         waiting = self._body
         body = waiting[0] if len(waiting) == 1 else b"".join(waiting)
         waiting.clear()
@@ -345,11 +346,11 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._send_body(message.get("body", b""), message.get("more_body", False))
 
     def begin(self, status: int, fields: list[Header], length: bytes) -> None:
-        """See ``Answering``. No field is ``connection``."""
+        """Implement ``Answering``. No field is ``connection``."""
         self._start = status, fields, length
 
     def piece(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
-        """See ``Answering``."""
+        """Implement ``Answering``."""
         if self._connection.write_paused is not None:
             return self._piece_later(data, more, self._connection.write_paused)
         if not self.gone:
@@ -451,7 +452,7 @@ def connection_scope(transport: asyncio.BaseTransport, state: dict[str, Any]) ->
 
 
 def head_problem(version: str, url: bytes, hosts: int) -> str:
-    """What is wrong with a head that could be parsed, with so many Host fields; empty: nothing."""
+    """Return the fault of a parsed head with this number of Host fields; empty: none."""
     if b"#" in url:
         # Engines cut the fragment off, so that a path would be judged here and another one be answered there.
         return "The request target contains '#', which is no part of it: leave it out, or write %23."

@@ -31,7 +31,7 @@ class RefusedRequestError(Exception):
 
 
 class Receiver(Protocol):
-    """What a reader gives to the connection it belongs to."""
+    """Events that a reader reports to its connection."""
 
     def head_came(self, scope: dict[str, Any], *, keep_alive: bool, expects: bool) -> RequestCycle:
         """A request begins; what answers it. Raises ``RefusedRequestError``."""
@@ -82,7 +82,7 @@ class RequestReader:
         self._stopped = False
 
     def stop(self) -> None:
-        """What still comes belongs to nobody."""
+        """Discard whatever arrives from here on."""
         self._stopped, self.in_head = True, False
 
     def read(self, data: bytes, now: float) -> None:
@@ -124,9 +124,9 @@ class RequestReader:
                 self.came = True
 
     def _check_unfinished(self, size: int, known: int) -> None:
-        """A message goes on behind this read, before which its head or trailer had so many known fields.
+        """Count the bytes of an unfinished head, trailer or chunk frame after a read.
 
-        The parser keeps what is not yet a whole field or chunk frame, and tells nothing of it.
+        ``known``: fields before the read. The parser keeps unfinished fields and frames without an event.
         """
         fields = len(self._fields)
         given = self._given or self._pieces or fields > known
@@ -138,7 +138,7 @@ class RequestReader:
 
     def _weigh_fields(self, more_bytes: int = 0) -> None:
         """Count the head's or trailer's fields that came, once each. Raises ``RefusedRequestError``
-        where they, and so many bytes more, are too many."""
+        where they are too many, together with ``more_bytes``."""
         new = self._fields[self._weighed :] if self._weighed else self._fields
         self._weighed += len(new)
         self._head_bytes += sum([len(name) + len(value) for name, value in new], _FIELD_SIGNS * len(new))

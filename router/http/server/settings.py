@@ -59,7 +59,7 @@ class HandshakeStats(msgspec.Struct):
 
 
 class ListenStats(HandshakeStats):
-    """What clients did to the listener."""
+    """Counters of the listener."""
 
     connections: Annotated[int, "kvatlas_listen_connections_total"] = 0
     """Connections accepted."""

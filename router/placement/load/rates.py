@@ -232,17 +232,17 @@ class FleetRates:
 
     @property
     def prefill_s_per_token(self) -> float:
-        """See ``EngineRates``."""
+        """Implement ``EngineRates``."""
         return (self.medians or self.fit())[0]
 
     @property
     def overhead_s(self) -> float:
-        """See ``EngineRates``."""
+        """Implement ``EngineRates``."""
         return (self.medians or self.fit())[1]
 
     @property
     def decode_interference_s(self) -> float:
-        """See ``EngineRates``."""
+        """Implement ``EngineRates``."""
         return (self.medians or self.fit())[2]
 
     def fit(self) -> tuple[float, float, float]:

@@ -260,7 +260,7 @@ def disabled_effort(render: Callable[[str], str | list[int] | None]) -> str:
 
 
 def decode_messages(body: bytes) -> MessagesBody:
-    """See ``decode_fields``."""
+    """Implement ``decode_fields``."""
     return decode_fields(body, _BODY)
 
 

@@ -251,7 +251,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_cohere(body: bytes) -> CohereBody:
-    """See ``decode_fields``."""
+    """Implement ``decode_fields``."""
     return decode_fields(body, _BODY)
 
 

@@ -369,7 +369,7 @@ class InlineConversions:
         self._left = values_max
 
     def get(self, convert: Callable[[Any], T], raw: msgspec.Raw) -> T:
-        """See ``Memory``."""
+        """Implement ``Memory``."""
         return self._conversions.get(convert, raw, self._spend)
 
     def _spend(self, raw: msgspec.Raw) -> None:

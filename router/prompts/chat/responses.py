@@ -243,7 +243,7 @@ def _function(tool: dict[str, Any], name: Any) -> dict[str, Any]:
 
 
 def decode_responses(body: bytes) -> ResponsesBody:
-    """See ``decode_fields``."""
+    """Implement ``decode_fields``."""
     return decode_fields(body, _BODY)
 
 
