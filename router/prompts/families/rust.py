@@ -67,10 +67,19 @@ def _printable(value: Any) -> Any:
     return value
 
 
-def _unprintable(value: Any) -> Any:
+# serde_json refuses bodies with more than 128 levels, of which a few surround the values given here. This also
+# keeps below the recursion limit of every Python: 3.13 renders what 3.11 cannot.
+_LEVELS_MAX: Final = 120
+
+
+def _unprintable(value: Any, levels: int = _LEVELS_MAX) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    if not levels:
+        raise NotLocalError("frontend")
     if isinstance(value, dict):
-        return _Object({name: _unprintable(one) for name, one in value.items()})
-    return _List(map(_unprintable, value)) if isinstance(value, list) else value
+        return _Object({name: _unprintable(one, levels - 1) for name, one in value.items()})
+    return _List(_unprintable(one, levels - 1) for one in value)
 
 
 class RustFrontend:
@@ -127,10 +136,7 @@ class RustFrontend:
         given = {name: value for name, value in context.names.items() if value is not None}
         if "tools" in given:
             given["tools"] = [_tool(tool) for tool in given["tools"]]
-        try:
-            names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
-        except RecursionError:
-            raise NotLocalError("frontend") from None
+        names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
         # Only where both engines agree is the text free of their differences: printed values, case, escapes.
         text = by_reference(self._reference, names)
         if by_fast(self._fast, names) != text:

@@ -62,6 +62,10 @@ def test_a_message_is_what_that_frontend_makes_of_it(message: Any, shown: str, t
     assert text(read(behind(tmp_path, "rust"), chat(message))) == shown
 
 
+def _tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
@@ -73,6 +77,7 @@ def test_a_message_is_what_that_frontend_makes_of_it(message: Any, shown: str, t
         (say("user", "a"), {"truncate_prompt_tokens": 3}),
         (say("assistant", "a"), {"continue_final_message": True, "add_generation_prompt": False}),
         (say("user", "a"), {"chat_template_kwargs": {"bos_token": None}}),
+        (say("user", "a"), {"tools": [_tool({"a": json.loads("[" * 128 + "]" * 128)})]}),
     ],
 )
 def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], tmp_path: Path) -> None:
@@ -80,10 +85,6 @@ def test_what_was_not_compared_is_refused(message: Any, fields: dict[str, Any], 
     found = read(rust, chat(message, **fields))
     assert isinstance(found, TextAffinity)
     assert rust.stats.not_local["frontend"] == 1
-
-
-def _tool(parameters: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 @pytest.mark.parametrize(
