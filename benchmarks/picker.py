@@ -130,7 +130,7 @@ async def _serve_router(settings: EppSettings, engines: list[str]) -> None:
     )
     router = Router(config)
     async with router.running():
-        for engine in router.fleet:  # nobody is there: they are said to be up
+        for engine in router.fleet:  # nobody is there: they are message to be up
             engine.up, engine.models = True, (ModelCard(MODEL),)
         assert router.picker is not None
         tame_garbage_collection()

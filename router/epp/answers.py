@@ -1,7 +1,7 @@
-"""An engine's answer as the gateway shows it while passing it on.
+"""Read an engine's answer as the gateway shows it while forwarding it.
 
-Always true: bytes are held until the proxy has taken them; how many there are is known, so that the gateway
-can be made to wait.
+Invariants: bytes are held until the proxy has taken them; their number is known, so that the gateway can be
+throttled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from router.http.server.request_cycle import Message
 
 Header = tuple[bytes, bytes]
 _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")
-"""How a gateway's own error begins, where there is no answer of an engine."""
+"""Beginnings of Envoy's local replies, which are no answer of an engine."""
 
 
 class GatewayAnswer:
-    """Implements ``router.proxy.attempt.Answer``. ``taken``: nothing is held any more; ``changed``:
-    waits for the next thing that happens, and raises ``UpstreamError`` where nothing will."""
+    """Implement ``router.proxy.attempt.Answer``. ``taken``: no bytes are held; ``changed`` waits for the next
+    state change and raises ``UpstreamError`` if there will be none."""
 
     __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
 
@@ -36,14 +36,14 @@ class GatewayAnswer:
         self.status = status
         self.headers = headers
         self.complete = False
-        """The gateway has shown all of it."""
+        """Whether the gateway has shown the whole answer."""
         self.held_bytes = 0
         self._pieces: list[bytes] = []
         self._taken = taken
         self._changed = changed
 
     def add(self, piece: bytes) -> None:
-        """The next bytes of the body."""
+        """Append the next bytes of the body."""
         if piece:
             self._pieces.append(piece)
             self.held_bytes += len(piece)
@@ -65,7 +65,7 @@ class GatewayAnswer:
         return data
 
     def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
-        """Implement ``Answer``: a task takes from the gateway's stream, so there is no ``step`` to save."""
+        """Implement ``Answer``: a task reads the gateway's stream, so ``step`` is not used."""
         return self._changed()
 
     async def read(self) -> bytes:
@@ -75,7 +75,7 @@ class GatewayAnswer:
         return data
 
     async def check_origin(self) -> None:
-        """Raises ``UpstreamError`` where the gateway speaks for an engine that it could not reach."""
+        """Raise ``UpstreamError`` if the gateway answered for an engine that it could not reach."""
         if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:
             return
         while not self._pieces and not self.complete:
@@ -84,9 +84,9 @@ class GatewayAnswer:
             raise UpstreamError("timeout" if self.status == 504 else "refused", sent=False)
 
 
-# An answer that the picker gives itself, in the gateway's place: an error, or what no engine is asked for.
+# Answers of the picker itself, sent as the gateway's reply: errors, and paths that need no engine.
 #
-# Pure. An error says in a header of the Inference Extension why the request was dropped.
+# Pure. For an error, a header of the Inference Extension carries the reason why the request was dropped.
 
 
 _DROPPED = b"x-llm-d-request-dropped-reason"
@@ -99,15 +99,15 @@ _CODE = re.compile(rb'"code":\s*"(\w+)"')
 
 
 def dropped_reason(status: int, body: bytes) -> bytes | None:
-    """Why the request was dropped, where it was: in the words of the Inference Extension."""
+    """Return the Inference Extension's reason for a dropped request; None if the request was not dropped."""
     if status not in _BY_STATUS:
         return None
     code = _CODE.search(body)
     return _BY_CODE.get(code[1] if code else b"", _BY_STATUS[status])
 
 
-def own_answer(start: Message, body: bytes) -> bytes:
-    """The message with this answer; ``start`` is its head as ASGI has it."""
+def immediate_answer(start: Message, body: bytes) -> bytes:
+    """Encode this answer as an immediate response; ``start`` is its ASGI start message."""
     status = start["status"]
     headers = own_fields(start["headers"])
     reason = dropped_reason(status, body)

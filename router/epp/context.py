@@ -1,4 +1,4 @@
-"""What the requests of one endpoint picker share."""
+"""State shared by the requests of one endpoint picker, and the small parts they wait with."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from router.proxy.settings import ProxySettings
 _log = structlog.get_logger()
 _TELL_EVERY_S = 5.0
 _MESSAGE_BYTES = 1024 * 1024
-"""Of a message beyond a body: heads and metadata."""
+"""Message size in addition to a body: heads and metadata."""
 
 
 class PickerContext(msgspec.Struct):
-    """``app`` is the router as an ASGI application; ``tasks`` is there while the picker listens; ``passing``
-    ends, each, a request whose answer passes unseen."""
+    """Shared state. ``app`` is the router as an ASGI application; ``tasks`` exists while the picker listens;
+    each of ``passing`` ends a request whose answer is not observed."""
 
     app: Any
     settings: EppSettings
@@ -40,26 +40,26 @@ class PickerContext(msgspec.Struct):
     sweeper: Sweeper
     readiness: Callable[[], bool]
     synced: Callable[[], bool]
-    """Whether every source of engines has been heard."""
+    """Whether every source of engines has answered at least once."""
     endpoints: Callable[[], list[str]] = list
-    """Of every engine that is known, up or not."""
+    """Endpoints of all known engines, up or not."""
     stats: EppStats = msgspec.field(default_factory=EppStats)
     draining: bool = False
     tasks: asyncio.TaskGroup | None = None
     passing: set[Callable[[], None]] = msgspec.field(default_factory=set)
     watched_due: float = 1.0
     turn: int = 0
-    """Of the conformance suite's requests."""
+    """Round-robin position of the conformance suite's requests."""
     seldom: LogThrottle = msgspec.field(default_factory=lambda: LogThrottle(_TELL_EVERY_S))
 
     @property
     def message_bytes_max(self) -> int:
-        """Longest message of a gateway; a buffered body is one."""
+        """Size limit of a gateway's message; a buffered body is one message."""
         return self.proxy.body_bytes_max + _MESSAGE_BYTES
 
     def watches(self, path: str) -> bool:
-        """Whether the answer to this request is to be shown here. Completions are sampled evenly; what an
-        answer of the Responses API is called must be known, and others are few."""
+        """Whether the answer to this request is observed. Completions are sampled evenly. Answers of the
+        Responses API are always observed, because their ids are needed, and other paths are rare."""
         share = self.settings.answers_watched_share
         if share >= 1.0 or path not in PROMPT_APIS or path == RESPONSES:
             return True
@@ -72,47 +72,47 @@ class PickerContext(msgspec.Struct):
         return True
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A request's task. Only while the picker listens."""
+        """Start a request's task. Only while the picker listens."""
         if self.tasks is None:
             work.close()
             raise RuntimeError("the endpoint picker does not listen")
         return self.tasks.create_task(work)
 
     def warn(self, event: str, about: str, **more: Any) -> None:
-        """A warning, one in a few seconds at most for each event and ``about``."""
+        """Log a warning, rate-limited for each event and ``about``."""
         unsaid = self.seldom.due(f"{event} {about}", self.clock())
         if unsaid is not None:
             _log.warning(event, **more, **({"unsaid": unsaid} if unsaid else {}))
 
 
-# One task waits for the next thing that happens; whoever makes it happen rings.
+# Single-waiter, auto-reset event.
 
 
 class Wakeup:
-    """For one waiting task at a time; used from the event loop only."""
+    """Wakes one waiting task at a time; used from the event loop only."""
 
     __slots__ = ("_waiter",)
 
     def __init__(self) -> None:
         self._waiter: asyncio.Future[None] | None = None
 
-    async def rung(self) -> None:
-        """Waits for the next ring."""
+    async def wait(self) -> None:
+        """Wait until ``set`` is called."""
         waiter = self._waiter = asyncio.get_running_loop().create_future()
         await waiter
 
-    def ring(self) -> None:
-        """Something happened."""
+    def set(self) -> None:
+        """Wake the waiting task."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
 
-# How long one exchange waits for what is next: one deadline at a time, looked at by the server's sweeper.
+# Deadline of an exchange, checked by the server's sweeper; one at a time.
 
 
 class Timer:
-    """``passed`` is called once when the time is over."""
+    """Calls ``passed`` once when the deadline has passed."""
 
     __slots__ = ("_clock", "_passed", "_sweeper", "deadline")
 
@@ -124,7 +124,7 @@ class Timer:
         sweeper.add(self)
 
     def wait(self, seconds: float) -> None:
-        """So long from now on, in place of what was set before."""
+        """Set the deadline to ``seconds`` from now, replacing the previous one."""
         self.deadline = self._clock() + seconds
 
     def expire(self) -> None:
@@ -133,17 +133,18 @@ class Timer:
         self._passed()
 
     def stop(self) -> None:
-        """Nothing is waited for any more; for good."""
+        """Stop for good."""
         self.deadline = NEVER
         self._sweeper.discard(self)
         self._passed = _nothing
 
 
 def _nothing() -> None:
-    """What is left to do when the time is over, after ``stop``."""
+    """Do nothing: the callback after ``stop``."""
 
 
-# What a gateway is told of a choice: the destination, twice, and what else changes in the request's head.
+# Parts of the message with which the gateway learns the choice: the destination as header and as metadata,
+# and changes to the request's head.
 #
 # Pure.
 
@@ -152,7 +153,7 @@ _DESTINATION = DESTINATION.encode()
 
 
 def destination(attempt: Attempt, fallbacks: int) -> str:
-    """The endpoint chosen, and those behind it in order."""
+    """Return the chosen endpoint and its fallbacks, in order."""
     if not fallbacks:
         return endpoint_of(attempt.base_url)
     return ",".join(dict.fromkeys(map(endpoint_of, (attempt.base_url, *attempt.next_best(fallbacks)))))
@@ -167,9 +168,9 @@ def told(
     length: int | None = None,
     target: bytes | None = None,
 ) -> tuple[bytes, bytes]:
-    """The header mutation and the metadata by which ``head`` becomes ``wanted`` with the engine's own fields.
-    ``length`` is that of a buffered body that is changed: Envoy compares. ``target``: path and query, where
-    they are not those that came."""
+    """Return the header mutation and the metadata that turn ``head`` into ``wanted`` with the engine's own
+    fields. ``length``: that of a changed buffered body, which Envoy compares. ``target``: path and query, if
+    changed."""
     to = destination(attempt, fallbacks)
     own = dict(attempt.engine_headers)
     if own:
@@ -185,5 +186,5 @@ def told(
 
 @lru_cache(maxsize=4096)
 def _named(to: str) -> tuple[bytes, bytes]:
-    """The header and the metadata that name this destination."""
+    """Return the header and the metadata that name this destination."""
     return m.header_mutation([(_DESTINATION, to.encode())]), m.dynamic_metadata(m.LB, DESTINATION, to)

@@ -1,7 +1,7 @@
-"""gRPC over HTTP/2: messages in their frames, and the fields around them.
+"""Frame gRPC messages over HTTP/2, and map header fields.
 
-Pure. Messages come whole out of ``GrpcReader`` however they were cut; one that is too long, or
-compressed, is refused before it has come.
+Pure. ``GrpcReader`` returns complete messages however they were split; a message that is too long or
+compressed is refused before it has been received.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from router.http.h2.hpack import literal
 from router.http.server.request_cycle import ASGI, head_problem, request_scope
 from router.openai.errors import bad_request, head_too_large
 
-_HEAD: Final = struct.Struct(">BI")  # compressed or not, and the length
+_HEAD: Final = struct.Struct(">BI")  # compressed flag and length
 _HEAD_BYTES: Final = 5
 _MESSAGES_MAX: Final = 1024
-"""In one DATA frame, which are all read in one turn of the loop. Of 64 KiB, each would have 64 bytes."""
+"""Messages in one DATA frame, all read in one turn of the loop: 64 bytes each in a frame of 64 KiB."""
 OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
 
 HEAD: Final = b"\x88" + literal(b"content-type", b"application/grpc")
-"""The header block that begins every answer."""
+"""Header block that begins every answer."""
 
 
 class GrpcError(Exception):
-    """The call ends with this status."""
+    """Ends the call with this status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -36,18 +36,18 @@ class GrpcError(Exception):
 
 @lru_cache(maxsize=64)
 def trailers(status: int, message: str = "") -> bytes:
-    """The header block that ends an answer."""
+    """Header block that ends an answer."""
     block = literal(b"grpc-status", b"%d" % status)
     return block + literal(b"grpc-message", _percent(message)) if message else block
 
 
 def only_trailers(status: int, message: str) -> bytes:
-    """The header block that is a whole answer."""
+    """Header block of an answer without a body."""
     return HEAD + trailers(status, message)
 
 
 def _percent(message: str) -> bytes:
-    """As gRPC writes texts into a header field."""
+    """Percent-encode a text as gRPC does in header fields."""
     return b"".join(
         b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
         for byte in message.encode()[:500]
@@ -55,27 +55,27 @@ def _percent(message: str) -> bytes:
 
 
 def message_frame(message: bytes) -> bytes:
-    """A message as it is sent."""
+    """Encode a message with its frame head."""
     return message_head(len(message)) + message
 
 
 def message_head(size: int) -> bytes:
-    """What stands before a message of so many bytes."""
-    return size.to_bytes(_HEAD_BYTES)  # its first byte: not compressed
+    """Frame head of a message of ``size`` bytes."""
+    return size.to_bytes(_HEAD_BYTES)  # first byte 0: not compressed
 
 
 class GrpcReader:
-    """Bytes in, whole messages out. ``message_bytes_max``: of the longest one."""
+    """Splits bytes into messages. ``message_bytes_max``: longest message."""
 
     __slots__ = ("_message_bytes_max", "_needed_bytes", "_rest")
 
     def __init__(self, message_bytes_max: int) -> None:
         self._message_bytes_max = message_bytes_max
-        self._rest = bytearray()  # of a message that is not whole
+        self._rest = bytearray()  # bytes of an incomplete message
         self._needed_bytes = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are whole now. Raises ``GrpcError``."""
+        """Return the messages that are complete now. Raises ``GrpcError``."""
         rest = self._rest
         if not rest:
             found, at = self._cut(data)
@@ -91,9 +91,9 @@ class GrpcReader:
         return found
 
     def _cut(self, data: bytes | memoryview) -> tuple[list[bytes], int]:
-        """The messages that are whole, and where the next one begins."""
+        """Return the complete messages and where the next one begins."""
         found, at, size = [], 0, len(data)
-        end = _HEAD_BYTES  # of the next message, as far as it is known
+        end = _HEAD_BYTES  # size of the next message, if its head is complete
         while size >= end:
             compressed, length = _HEAD.unpack_from(data, at)
             if compressed:
@@ -125,7 +125,7 @@ SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 _DESTINATION: Final = DESTINATION.encode()
 _FIELD_SIGNS: Final = 4
-_OURS_TO_LEAVE: Final = frozenset(
+_HOP_FIELDS: Final = frozenset(
     {
         b"host",
         b"content-length",
@@ -181,14 +181,14 @@ def status_of(headers: list[Header]) -> tuple[int, list[Header]]:
 
 def own_fields(headers: Iterable[Header]) -> list[Header]:
     """Fields of an answer that the router gives itself, as the gateway takes them."""
-    return [field for field in headers if field[0] not in _OURS_TO_LEAVE]
+    return [field for field in headers if field[0] not in _HOP_FIELDS]
 
 
 def changes(before: list[Header], after: Iterable[Header]) -> tuple[list[Header], list[bytes]]:
     """Fields to set and names to remove, so that ``before`` becomes ``after``; both without those that HTTP/2
     begins with a colon."""
-    fields = [field for field in after if field[0] not in _OURS_TO_LEAVE]
-    kept = [field for field in before if field[0] not in _OURS_TO_LEAVE]
+    fields = [field for field in after if field[0] not in _HOP_FIELDS]
+    kept = [field for field in before if field[0] not in _HOP_FIELDS]
     if fields == kept:
         return [], []
     had = set(kept)

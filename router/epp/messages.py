@@ -1,7 +1,7 @@
-"""The messages of ``envoy.service.ext_proc.v3.ExternalProcessor`` that are used, read and made.
+"""Read and write the messages of ``envoy.service.ext_proc.v3.ExternalProcessor`` that are used.
 
-Pure. Field numbers are those of Envoy's API (stable within v3). What a gateway sends and nobody here needs is
-skipped; what is made is complete for Envoy 1.34 and later.
+Pure. Field numbers are those of Envoy's API (stable within v3). Unused parts of a gateway's messages are
+skipped; written messages are complete for Envoy 1.34 and later.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Final, Literal
 
 import msgspec
 
-# Protocol Buffers' wire format, as far as the picker needs it: numbers, bytes, messages within messages.
+# Protocol Buffers' wire format as far as the picker needs it: numbers, bytes, nested messages.
 #
-# Pure. Reading skips what it does not know and gives fields in their order; of a field that must be single
-# the last one counts, as in every runtime. Always true: the work is linear in the bytes, and bounded for
-# each message; whatever is wrong is a ``ProtobufError``.
+# Pure. Unknown fields are skipped and fields come in their order; of a repeated singular field the last one
+# counts, as in every runtime. The work per message is linear in its bytes and bounded; invalid input raises
+# ``ProtobufError``.
 
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _VARINT_BYTES_MAX: Final = 10
 _FIELDS_MAX: Final = 16_384
-"""Of one message: reading so many takes about 6 ms."""
+"""Fields of one message: reading this many takes about 6 ms."""
 
 
 class ProtobufError(ValueError):
-    """The bytes are no message."""
+    """The bytes are not a valid message."""
 
 
 Value = int | bytes
-"""Of a field: its number, or its bytes."""
+"""Value of a field: a number or bytes."""
 
 
 def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
-    """Number and value of every field from ``at`` on; fixed-size numbers, which no message here has, are left
-    out. Raises ``ProtobufError``."""
+    """Yield number and value of every field from ``at`` on. Fixed-size numbers, which no message here has,
+    are skipped. Raises ``ProtobufError``."""
     size, left = len(message), _FIELDS_MAX
     while at < size:
         left -= 1
@@ -46,7 +46,7 @@ def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
         if not 0 < number < 1 << 29:
             raise ProtobufError(f"field {number}")
         if kind == _BYTES:
-            # Most lengths are one byte: without a call for it reading takes three quarters of the time.
+            # Most lengths are one byte: inlining this case saves a quarter of the time.
             if at < size and message[at] < 0x80:
                 length, at = message[at], at + 1
             else:
@@ -68,7 +68,7 @@ def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
 
 
 def read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number, and where what follows it begins. Raises ``ProtobufError``."""
+    """Return a number and the position after it. Raises ``ProtobufError``."""
     try:
         byte = message[at]
         if byte < 0x80:
@@ -87,21 +87,21 @@ def read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def as_bytes(value: Value) -> bytes:
-    """A value that must be bytes. Raises ``ProtobufError``."""
+    """Return a value that must be bytes. Raises ``ProtobufError``."""
     if isinstance(value, int):
         raise ProtobufError("a number where bytes belong")
     return value
 
 
 def as_int(value: Value) -> int:
-    """A value that must be a number. Raises ``ProtobufError``."""
+    """Return a value that must be a number. Raises ``ProtobufError``."""
     if not isinstance(value, int):
         raise ProtobufError("bytes where a number belongs")
     return value
 
 
 def as_text(value: Value) -> str:
-    """A value that must be text. Raises ``ProtobufError``."""
+    """Return a value that must be text. Raises ``ProtobufError``."""
     try:
         return as_bytes(value).decode()
     except UnicodeDecodeError as error:
@@ -109,7 +109,7 @@ def as_text(value: Value) -> str:
 
 
 def varint(value: int) -> bytes:
-    """A number that is not negative."""
+    """Encode a non-negative number."""
     if value < 0x80:
         return bytes((value,))
     out = bytearray()
@@ -121,12 +121,12 @@ def varint(value: int) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """A field with a number."""
+    """Encode a field with a number."""
     return varint(number << 3) + varint(value)
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
-    """A field with bytes, text or a message."""
+    """Encode a field with bytes, text or a message."""
     size = len(value)
     if size < 0x80 and number < 0x10:
         return b"%c%c%b" % (number << 3 | _BYTES, size, value)
@@ -152,9 +152,9 @@ _KINDS: Final[dict[int, Kind]] = {
     7: "response_trailers",
 }
 _BODIES, _TRAILERS = 4, 6
-"""The first kind of each."""
+"""First kind of bodies and of trailers."""
 _BODY_BEGINS: Final[dict[int, Kind]] = {0x22: "request_body", 0x2A: "response_body"}
-"""The first byte of a message with a body."""
+"""First byte of a message with a body."""
 _ENDS: Final = number_field(2, 1)
 """``end_of_stream`` of a body."""
 _ANSWERS: Final[dict[Kind, int]] = {
@@ -169,15 +169,15 @@ _ANSWER_BEGINS: Final[dict[Kind, bytes]] = {kind: bytes((at << 3 | 2,)) for kind
 _IMMEDIATE, _DYNAMIC_METADATA = 7, 8
 _APPEND, _OVERWRITE = 0, 2
 _FIRST, _THIRD = 0x0A, 0x1A
-"""How fields 1 and 3 begin, where they hold bytes."""
+"""First bytes of fields 1 and 3 that hold bytes."""
 _ONE_BYTE = 0x80
-"""Below it a length is written in one byte."""
+"""Lengths below this are encoded in one byte."""
 _REMEMBERED_BYTES_MAX: Final = 4096
 _HEADERS_MAX: Final = 4096
 _METADATA_BYTES_MAX: Final = 256 * 1024
-"""About 10,000 endpoints."""
+"""Metadata size: about 10,000 endpoints."""
 _DEPTH_MAX: Final = 8
-"""Of lists within lists in metadata; a list of endpoints has a depth of 1."""
+"""Nesting depth of lists in metadata; a list of endpoints has a depth of 1."""
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX = range(5)
 """Body modes."""
 MODES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
@@ -187,14 +187,14 @@ SUBSET: Final = "envoy.lb.subset_hint"
 
 
 class Modes(msgspec.Struct, frozen=True, gc=False):
-    """How the gateway sends bodies; it tells so in its first message."""
+    """Body modes of the gateway, as its first message says."""
 
     request_body: int = FULL_DUPLEX
     response_body: int = FULL_DUPLEX
 
 
 class ProcessingRequest(msgspec.Struct, gc=False):
-    """One message of a gateway; ``kind`` None: of a kind that is not known here."""
+    """One message of a gateway; ``kind`` is None for unknown kinds."""
 
     kind: Kind | None = None
     headers: list[Header] = []
@@ -204,22 +204,23 @@ class ProcessingRequest(msgspec.Struct, gc=False):
     """Read by ``endpoints``."""
     modes: Modes | None = None
     observes: bool = False
-    """The gateway waits for no answer."""
+    """The gateway expects no answer (observability mode)."""
 
 
-def mode_problem(said: ProcessingRequest, modes: Modes) -> str:
-    """Why a request's first message cannot be worked with, with the remedy; "": it can."""
-    if said.observes:
+def mode_problem(message: ProcessingRequest, modes: Modes) -> str:
+    """Return why a stream cannot be served in these modes, with the remedy; "" if it can."""
+    if message.observes:
         return "observability_mode: set it to false"
     mode = modes.request_body
-    if said.end_of_stream or mode in (FULL_DUPLEX, BUFFERED):
+    if message.end_of_stream or mode in (FULL_DUPLEX, BUFFERED):
         return ""
     named = MODES[mode] if mode < len(MODES) else "unknown"
     return f"request_body_mode {named}: set FULL_DUPLEX_STREAMED (or BUFFERED)"
 
 
 def read_request(message: bytes) -> ProcessingRequest:
-    """Raises ``ProtobufError``, also for two in one: protobuf would join them, gateways send none."""
+    """Decode a message. Raises ``ProtobufError``, also for two messages in one: protobuf would merge them,
+    but gateways send none."""
     found = ProcessingRequest()
     for number, value in fields(message, _read_plain_body(message, found)):
         kind = _KINDS.get(number)
@@ -232,7 +233,7 @@ def read_request(message: bytes) -> ProcessingRequest:
             elif number < _TRAILERS:
                 found.body, found.end_of_stream = _read_body(as_bytes(value))
         elif number == 8:
-            found.metadata += as_bytes(value)  # the parts of a message that came in two are one
+            found.metadata += as_bytes(value)  # Merge the parts of a message that came in two.
             if len(found.metadata) > _METADATA_BYTES_MAX:
                 raise ProtobufError(f"metadata_context of more than {_METADATA_BYTES_MAX} bytes")
         elif number == 10:
@@ -243,8 +244,8 @@ def read_request(message: bytes) -> ProcessingRequest:
 
 
 def _read_plain_body(message: bytes, found: ProcessingRequest) -> int:
-    """Where what follows a body begins, which is read here without a copy of the message around it; 0: the
-    message begins with none, or not as usual."""
+    """Decode a body without copying the message around it; return the position after it. 0: the message does
+    not begin with a body in the usual encoding."""
     kind = _BODY_BEGINS.get(message[0]) if message else None
     if kind is None:
         return 0
@@ -276,7 +277,8 @@ def _read_headers(message: bytes) -> tuple[list[Header], bool]:
 
 
 def _read_map(message: bytes) -> list[Header]:
-    """Every request has a dozen: those written as usual are read without the detour of ``fields``."""
+    """Decode a header map. Every request has about a dozen fields: usual encodings take a fast path without
+    ``fields``."""
     headers: list[Header] = []
     at, size = 0, len(message)
     while (
@@ -299,7 +301,7 @@ def _read_map(message: bytes) -> list[Header]:
             headers.append((message[begin + 2 : value - 2].lower(), message[value:at]))
         else:
             headers.append(_read_header(message[begin:at]))
-    if at < size:  # a long field, or one that is not known here
+    if at < size:  # a long field, or an unknown one
         headers += [_read_header(as_bytes(each)) for number, each in fields(message[at:]) if number == 1]
     return headers
 
@@ -332,11 +334,11 @@ def _read_modes(message: bytes) -> Modes:
 
 
 def endpoints(metadata: bytes, namespace: str, key: str) -> tuple[str, ...] | None:
-    """The text, or list of texts, that ``filter_metadata`` has under this name; None: it has none. Raises
-    ``ProtobufError``."""
+    """Return the text, or list of texts, that ``filter_metadata`` has under this name; None if it has none.
+    Raises ``ProtobufError``."""
     if not metadata:
         return None
-    # Who served, and the subset allowed: the same few over and over.
+    # The endpoint that served, and the allowed subset: few values that recur.
     read = _endpoints_again if len(metadata) <= _REMEMBERED_BYTES_MAX else _endpoints
     return read(metadata, namespace, key)
 
@@ -355,7 +357,7 @@ _endpoints_again = lru_cache(maxsize=512)(_endpoints)
 
 
 def _entry(message: bytes, key: str) -> bytes | None:
-    """The value of a map's entry if it has this key."""
+    """Return the value of a map's entry if it has this key."""
     name, content = "", b""
     for number, value in fields(message):
         if number == 1:
@@ -366,7 +368,7 @@ def _entry(message: bytes, key: str) -> bytes | None:
 
 
 def _texts(message: bytes, depth: int = 0) -> list[str]:
-    """Of a ``google.protobuf.Value``."""
+    """Texts of a ``google.protobuf.Value``."""
     if depth > _DEPTH_MAX:
         raise ProtobufError(f"lists within lists in metadata, more than {_DEPTH_MAX} deep")
     found: list[str] = []
@@ -384,13 +386,13 @@ def _texts(message: bytes, depth: int = 0) -> list[str]:
 
 
 @lru_cache(maxsize=16)
-def go_on(kind: Kind) -> bytes:
-    """A ``ProcessingResponse`` to a message of this kind: nothing is changed."""
+def unchanged(kind: Kind) -> bytes:
+    """Encode a ``ProcessingResponse`` that changes nothing."""
     return answer(kind)
 
 
 def answer(kind: Kind, *, common: bytes = b"", metadata: bytes = b"") -> bytes:
-    """A ``ProcessingResponse`` to a message of this kind: go on, with these changes."""
+    """Encode a ``ProcessingResponse`` to a message of this kind, with these changes."""
     inner = bytes_field(1, common) if common else b""
     return bytes_field(_ANSWERS[kind], inner) + metadata
 
@@ -401,7 +403,7 @@ def common_response(
     body: bytes | None = None,
     clear_route_cache: bool = False,
 ) -> bytes:
-    """Changes: of headers (``header_mutation``), and of a buffered body."""
+    """Encode changes of headers (``header_mutation``) and of a buffered body."""
     return b"".join(
         (
             bytes_field(2, headers) if headers else b"",
@@ -412,7 +414,7 @@ def common_response(
 
 
 def around_piece(kind: Kind, size: int, *, ends: bool) -> tuple[bytes, bytes]:
-    """What stands in a ``ProcessingResponse`` before and behind a piece of a body in full duplex
+    """Return the bytes before and after a piece of a body in a full-duplex ``ProcessingResponse``
     (``response.body_mutation.streamed_response.body``)."""
     before = b"\n" + varint(size) if size else b""
     behind = _ENDS if ends else b""
@@ -423,7 +425,8 @@ def around_piece(kind: Kind, size: int, *, ends: bool) -> tuple[bytes, bytes]:
 
 
 def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> bytes:
-    """Fields to be set, replacing those of the same name but for repeated ones, and names to be removed."""
+    """Encode fields to set, which replace those of the same name (except for repeated fields), and names to
+    remove."""
     out: list[bytes] = []
     seen: set[bytes] = set()
     for name, value in sets:
@@ -436,19 +439,19 @@ def header_mutation(sets: Iterable[Header], removes: Iterable[bytes] = ()) -> by
 
 
 def dynamic_metadata(namespace: str, key: str, text: str) -> bytes:
-    """The part of a ``ProcessingResponse`` that gives the filters behind this text."""
+    """Encode the part of a ``ProcessingResponse`` that passes this text to later filters."""
     inner = _map_entry(key, bytes_field(3, text.encode()))
     outer = _map_entry(namespace, bytes_field(5, inner))
     return bytes_field(_DYNAMIC_METADATA, outer)
 
 
 def _map_entry(key: str, value: bytes) -> bytes:
-    """A ``google.protobuf.Struct`` of one member."""
+    """Encode a ``google.protobuf.Struct`` of one member."""
     return bytes_field(1, bytes_field(1, key.encode()) + bytes_field(2, value))
 
 
 def immediate(status: int, headers: Iterable[Header], body: bytes, details: str) -> bytes:
-    """A ``ProcessingResponse`` that is the answer to the client; ``details`` is for the gateway's log."""
+    """Encode a ``ProcessingResponse`` that answers the client; ``details`` is for the gateway's log."""
     content = b"".join(
         (
             bytes_field(1, number_field(1, status)),

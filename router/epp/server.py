@@ -1,7 +1,8 @@
-"""The ports of the endpoint picker: listen, and drain.
+"""Listen on the endpoint picker's ports, and drain them.
 
-A drain tells gateways to go elsewhere (health checks say so at once, GOAWAY after ``drain_delay_s``), lets
-what runs finish for ``drain_s_max``, and cuts what is left. Gateways are let in until the port closes.
+A drain tells gateways to use another picker (health checks at once, GOAWAY after ``drain_delay_s``), lets
+running requests finish for ``drain_s_max``, and then cuts the remaining ones. Gateways are accepted until the
+port closes.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from router.http.sockets import Sweeper, tick_for
 from router.http.tls import Certificates, TlsError, TlsFiles, server_context
 from router.proxy.settings import ProxySettings
 
-# What gateways and probes may call: the ext_proc method, and the health check (``grpc.health.v1``).
+# Callable methods: ext_proc, and the health check (``grpc.health.v1``).
 
 
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
 _CHECK: Final = b"/grpc.health.v1.Health/Check"
 _LIGHT_PICKER: Final = "inference-extension"
-"""The service of the conformance suite's liveness and readiness probes: the light picker serves once it
+"""Service name of the conformance suite's liveness and readiness probes: the light picker serves once it
 knows its pool (pkg/lwepp/server/runserver.go)."""
 _SERVING, _NOT_SERVING = 1, 2
 _MESSAGE_BYTES_MAX: Final = 4096
@@ -51,7 +52,7 @@ _NOT_POST: Final = literal(b":status", b"405")
 
 
 def opener(context: PickerContext, *, health_only: bool = False) -> Opener:
-    """Takes the streams of a port; ``health_only``: of one that answers health checks alone."""
+    """Return the handler of new streams of a port; ``health_only``: only health checks are answered."""
 
     def open_stream(stream: Stream, head: list[Field]) -> StreamHandler | None:
         told = dict(head)
@@ -119,8 +120,8 @@ class HealthCall:
         self._stream.finish(grpc.trailers(grpc.OK))
 
 
-# The certificate of a picker that was given none: made at the start by openssl, valid for ten years, kept
-# in memory only. Gateways can take it unverified alone, as they do by default for endpoint pickers.
+# Certificate of a picker without a configured one: made at the start by openssl, valid for ten years, kept in
+# memory only. Gateways can only accept it unverified, which is their default for endpoint pickers.
 
 
 _MAKE = (
@@ -131,7 +132,7 @@ _MAKE_S_MAX = 30.0
 
 
 def self_signed() -> ssl.SSLContext:
-    """A context with a certificate of its own. Raises ``TlsError``."""
+    """Return a context with a self-signed certificate. Raises ``TlsError``."""
     remedy = "give epp.tls_cert_file and epp.tls_key_file, or set epp.tls = false"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -154,7 +155,8 @@ _LOOK_S = 0.02
 
 
 class PickerServer:
-    """``app`` is the router as an ASGI application. Raises ``TlsError`` for files of no use."""
+    """Serves the picker's ports. ``app`` is the router as an ASGI application. Raises ``TlsError`` for
+    unusable files."""
 
     def __init__(
         self,
@@ -189,10 +191,10 @@ class PickerServer:
             endpoints,
         )
         self.addresses: dict[str, tuple[str, int]] = {}
-        """Where it listens, by setting, once it does."""
+        """Bound addresses by setting, while listening."""
 
     def configure(self, proxy: ProxySettings, listen: ListenSettings) -> None:
-        """Limits of requests from now on."""
+        """Change the limits of later requests."""
         context = self._context
         context.proxy, context.header_bytes_max = proxy, listen.header_bytes_max
         context.capacity.configure(listen)
@@ -204,7 +206,7 @@ class PickerServer:
 
     @property
     def draining(self) -> bool:
-        """It is about to end."""
+        """Whether a drain has begun."""
         return self._context.draining
 
     def _make_tls(self, certificates: Certificates) -> ssl.SSLContext | None:
@@ -220,7 +222,7 @@ class PickerServer:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """The ports are open for as long as the context lasts. Raises ``OSError`` where one cannot be had."""
+        """Keep the ports open for the duration of the context. Raises ``OSError`` if one cannot be bound."""
         servers = [await self._bind("listen", self._tls, health_only=False)]
         try:
             if self._settings.health_listen:
@@ -235,8 +237,8 @@ class PickerServer:
                     await self.drained()
                     for member in list(self._members):
                         member.abort()
-                    for let_go in list(self._context.passing):
-                        let_go()
+                    for end_unobserved in list(self._context.passing):
+                        end_unobserved()
         finally:
             self._context.tasks = None
             for server in servers:
@@ -278,7 +280,7 @@ class PickerServer:
         return server
 
     def drain(self) -> None:
-        """Begin to end; idempotent."""
+        """Begin to drain; idempotent."""
         if not self._context.draining:
             self._context.draining = True
             self._drains_from = self._clock() + self._settings.drain_delay_s
@@ -286,10 +288,10 @@ class PickerServer:
             _log.info("endpoint picker drains", connections=len(self._members))
 
     async def drained(self) -> None:
-        """Drain, and wait for what runs as long as it may take."""
+        """Drain, and wait for running requests up to the limit."""
         self.drain()
         await asyncio.sleep(max(0.0, self._drains_from - self._clock()))
-        while self._members and self._clock() < self._drains_until:  # connections tell nobody
+        while self._members and self._clock() < self._drains_until:  # connections do not signal their end
             for member in list(self._members):
                 member.drain()
             await asyncio.sleep(_LOOK_S)

@@ -11,48 +11,47 @@ from router.http.tls import TlsFiles, check_tls_files
 
 
 class EppSettings(H2Settings, frozen=True):
-    """The endpoint picker that gateways ask by ext_proc ([gateway.md](gateway.md)). Limits of bodies and
-    heads are those of `proxy` and `listen`, time-outs of engines those of `proxy`.
-    """
+    """The endpoint picker that gateways call by ext_proc ([gateway.md](gateway.md)). Limits of bodies and
+    heads are those of `proxy` and `listen`, time-outs of engines those of `proxy`."""
 
     listen: str = ""
-    """`HOST:PORT` on which gateways ask (gRPC); port 0 takes a free one. Empty: there is no endpoint picker.
-    `kvatlas epp` listens on `0.0.0.0:9002` where this is not set."""
+    """`HOST:PORT` for gateways (gRPC); port 0 takes a free one. Empty: there is no endpoint picker. `kvatlas
+    epp` listens on `0.0.0.0:9002` if this is not set."""
     health_listen: str = ""
-    """`HOST:PORT` of a port without TLS that answers gRPC health checks alone, for probes that speak no TLS.
-    Empty: checks are answered on `listen` only."""
+    """`HOST:PORT` of a port without TLS that answers only gRPC health checks, for probes without TLS. Empty:
+    checks are answered on `listen` only."""
     tls: bool = True
-    """Speak TLS on `listen`; without `tls_cert_file` with a certificate made at the start (by openssl), which
-    gateways can only take unverified."""
+    """Use TLS on `listen`; without `tls_cert_file` with a certificate made at the start (by openssl), which
+    gateways can only accept unverified."""
     tls_cert_file: str | None = None
-    """Certificate chain of `listen`, PEM. Read again when it changes, as its key."""
+    """Certificate chain of `listen`, PEM. Read again when it changes, like its key."""
     tls_key_file: str | None = None
     """Private key of that certificate, PEM."""
     client_ca_file: str | None = None
-    """Certificate authority of gateways, PEM: each must present a certificate it signed (mTLS)."""
+    """Certificate authority of gateways, PEM: each gateway must present a certificate signed by it (mTLS)."""
     fallbacks: int = 0
-    """How many further engines are named behind the chosen one, in the order in which they would have been
-    chosen. 0 where the gateway's cluster is of type ORIGINAL_DST, which takes no list."""
+    """Number of further engines named after the chosen one, in order of preference. 0 if the gateway's
+    cluster is of type ORIGINAL_DST, which takes no list."""
     answers_watched_share: float = 1.0
     """Share of completions whose answers the gateway shows here, 0 to 1: receipts, times and tenants'
-    generated tokens rest on those. The end of the others is estimated, and corrected by the engines' own
-    numbers of running requests. 0 where the gateway sends no responses."""
+    generated tokens come from those. The end of the others is estimated, and corrected by the engines' own
+    numbers of running requests. 0 if the gateway sends no responses."""
     sidecar: bool = False
     """Decode engines have a sidecar that reads `x-prefiller-host-port` (`kvatlas sidecar`, or llm-d's), and
     their addresses are the sidecars': requests may be split ([prefill-decode.md](prefill-decode.md)). Answers
-    to those are always watched."""
+    to split requests are always watched."""
     conformance_headers: bool = False
-    """For the conformance suite of the Gateway API Inference Extension alone, which tests gateways: requests
-    go where their header `test-epp-endpoint-selection` says, in turns where it allows several endpoints, and
-    `x-conformance-test-served-endpoint` tells who served. Nothing else of the router is asked: never set it
-    where there are clients."""
+    """Only for the conformance suite of the Gateway API Inference Extension, which tests gateways: requests
+    go where their header `test-epp-endpoint-selection` says, in rotation if it allows several endpoints, and
+    `x-conformance-test-served-endpoint` names the endpoint that served. The router is not involved: never set
+    it where there are clients."""
     request_timeout_s: float = 30.0
     """Longest pause between two messages with a request's head and body, in seconds."""
     drain_delay_s: float = 0.0
-    """Seconds from SIGTERM until gateways are told to go elsewhere (GOAWAY): the time they need to notice
-    that health checks fail. Requests that come meanwhile are answered."""
+    """Seconds from SIGTERM until gateways are sent GOAWAY: the time they need to notice that health checks
+    fail. Requests that arrive meanwhile are answered."""
     drain_s_max: float = 30.0
-    """Seconds from then on that running requests may take before they are cut."""
+    """Seconds after that during which running requests may finish before they are cut."""
 
     def __post_init__(self) -> None:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
@@ -74,42 +73,43 @@ class EppSettings(H2Settings, frozen=True):
 
     @property
     def files(self) -> TlsFiles:
-        """Of `listen`; none given: a certificate of its own, or no TLS."""
+        """TLS files of `listen`; without any, a self-signed certificate or no TLS."""
         return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
 
 
 class EppStats(H2Stats):
-    """What gateways asked, and how it went."""
+    """Requests of gateways and their outcomes."""
 
     picks: Annotated[dict[str, int], "kvatlas_epp_picks_total{mode}"] = msgspec.field(default_factory=dict)
     """Requests sent to an engine, by the gateway's mode: duplex or buffered."""
     immediate: Annotated[int, "kvatlas_epp_immediate_total"] = 0
-    """Requests answered by the picker itself: errors, and what no engine is asked for."""
+    """Requests answered by the picker itself: errors, and paths that need no engine."""
     gateways_own: Annotated[int, "kvatlas_epp_gateways_own_total"] = 0
     """Requests that the gateway answered itself before an engine was named (a body too large for it to
-    buffer, its own time-out): they end as left by the client."""
+    buffer, its own time-out); they count as left by the client."""
     fallbacks_served: Annotated[int, "kvatlas_epp_fallbacks_served_total"] = 0
-    """Requests that another engine served than the one that was chosen."""
+    """Requests served by another engine than the chosen one."""
     calls_refused: Annotated[dict[str, int], "kvatlas_epp_calls_refused_total{reason}"] = msgspec.field(
         default_factory=dict
     )
-    """Calls ended with a gRPC error, by its reason: the gateway is set up in a way that cannot work, or broke
+    """Calls ended with a gRPC error, by reason: the gateway is configured in a way that cannot work, or broke
     the protocol."""
     cut_before_answer: Annotated[int, "kvatlas_epp_cut_before_answer_total"] = 0
     """Calls that ended after the choice and before an answer was seen: the client left, or the gateway does
-    not send responses here (`answers_watched_share = 0` is for those)."""
+    not send responses here (then set `answers_watched_share = 0`)."""
     unwatched: Annotated[int, "kvatlas_epp_unwatched_total"] = 0
-    """Requests sent to an engine whose answers were not watched (`answers_watched_share`)."""
+    """Requests whose answers were not watched (`answers_watched_share`)."""
     ends_estimated: Annotated[int, "kvatlas_epp_ends_estimated_total"] = 0
-    """Of those, the ones that ended by estimate; the others ended when the engine showed fewer running."""
+    """Of those, the ones that ended by estimate; the others ended when the engine reported fewer running
+    requests."""
 
     def picked(self, mode: str) -> None:
-        """A request was sent to an engine."""
+        """Count a request sent to an engine."""
         self.picks[mode] = self.picks.get(mode, 0) + 1
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """Host and port. Raises ``ValueError``."""
+    """Parse host and port. Raises ``ValueError``."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or not 0 <= int(port) < 1 << 16:
         raise ValueError(f"{text!r}: expected HOST:PORT, e.g. 0.0.0.0:9002")

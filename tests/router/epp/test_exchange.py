@@ -45,8 +45,8 @@ def chat(**changes: Any) -> bytes:
 def head(kind: int, fields: dict[bytes, bytes], *, mode: int = m.FULL_DUPLEX) -> bytes:
     each = b"".join(bytes_field(1, bytes_field(1, k) + bytes_field(3, v)) for k, v in fields.items())
     modes = bytes_field(11, number_field(1, mode) + number_field(2, m.FULL_DUPLEX))
-    said = bytes_field(kind, bytes_field(1, each)) + (modes if kind == REQUEST_HEADERS else b"")
-    return message_frame(said)
+    message = bytes_field(kind, bytes_field(1, each)) + (modes if kind == REQUEST_HEADERS else b"")
+    return message_frame(message)
 
 
 def body(kind: int, data: bytes, *, ends: bool = False) -> bytes:
@@ -61,8 +61,8 @@ REQUEST = POST + body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
 OK = head(RESPONSE_HEADERS, {b":status": b"200", b"content-type": b"application/json"})
 
 
-def said(peer: H2Peer, number: int) -> list[Any]:
-    """What the picker has said on this stream."""
+def messages(peer: H2Peer, number: int) -> list[Any]:
+    """What the picker has message on this stream."""
     return [read(each) for each in GrpcReader(1 << 24).feed(peer.data[number])]
 
 
@@ -86,7 +86,7 @@ def stats_of(rig: Rig) -> EppStats:
 async def error_of(peer: H2Peer, number: int) -> tuple[int, str]:
     """Status and code of an answer of the picker's own, and its call's end."""
     await peer.until_over(number)
-    own = said(peer, number)[-1].immediate_response
+    own = messages(peer, number)[-1].immediate_response
     assert peer.headers[number][-1] == ENDS
     return own.status.code, json.loads(own.body)["error"]["code"]
 
@@ -96,8 +96,10 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
         async with gateway() as (rig, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent, and the body given back")
-            choice, given = said(peer, number)
+            await until(
+                lambda: len(messages(peer, number)) == 2, "the choice is sent, and the body given back"
+            )
+            choice, given = messages(peer, number)
             sets = choice.request_headers.response.header_mutation.set_headers
             fields = {each.header.key: each.header.raw_value.decode() for each in sets}
             endpoint = engine.base_url.removeprefix("http://")
@@ -113,7 +115,9 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
             await peer.until_over(number)
             assert peer.headers[number][-1] == ENDS
-            assert said(peer, number)[-1].response_body.response.body_mutation.streamed_response.end_of_stream
+            assert messages(peer, number)[
+                -1
+            ].response_body.response.body_mutation.streamed_response.end_of_stream
             await until(lambda: rig.idle, "the receipt is written")
             assert rig.router.accounts.receipts.latest[-1].actual_tokens == 0
 
@@ -129,7 +133,7 @@ def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once() -> None
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
             assert await error_of(peer, number) == (429, "predicted_wait")
-            own = said(peer, number)[-1].immediate_response
+            own = messages(peer, number)[-1].immediate_response
             fields = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
             assert 60 < int(fields["retry-after"]) <= 600
             engine.load.fail(ticket, time.monotonic())
@@ -152,8 +156,8 @@ def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, bytes],
             }
             sent = head(REQUEST_HEADERS, fields) + body(REQUEST_BODY, chat())
             await peer.send(number, sent + body(REQUEST_BODY, b"", ends=True))
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
-            sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
+            sets = messages(peer, number)[0].request_headers.response.header_mutation.set_headers
             given = [int(each.header.raw_value) for each in sets if each.header.key == "x-vllm-priority"]
             assert [value // BAND_MS for value in given] == [band]
             await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
@@ -169,7 +173,9 @@ def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path
         async with gateway(usage=UsageSettings(path=str(path))) as (rig, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent, and the body given back")
+            await until(
+                lambda: len(messages(peer, number)) == 2, "the choice is sent, and the body given back"
+            )
             answer = b'{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":3}}'
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
             await peer.until_over(number)
@@ -198,7 +204,7 @@ def test_a_service_level_is_read_from_a_gateways_request(value: bytes, *, refuse
             if refused:
                 assert await error_of(peer, number) == (400, "invalid_slo")
                 return
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
             assert rig.router.accounts.slo_stats.decisions == 1
             answer = b'{"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}'
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
@@ -218,8 +224,8 @@ def test_a_slash_at_the_end_and_a_redirect_are_handled_for_a_gateway_too() -> No
                 {b":method": b"POST", b":path": CHAT + b"/?a=b", b":authority": b"a"},
             )
             await peer.send(number, sent + body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True))
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
-            sets = said(peer, number)[0].request_headers.response.header_mutation.set_headers
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
+            sets = messages(peer, number)[0].request_headers.response.header_mutation.set_headers
             fields = {each.header.key: each.header.raw_value for each in sets}
             assert fields[":path"] == CHAT + b"?a=b"
             location = f"{engine.base_url}{CHAT.decode()}".encode()
@@ -236,11 +242,11 @@ def test_a_gateway_removes_the_location_of_another_answer() -> None:
         async with gateway() as (_, peer, engine):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
             made = head(RESPONSE_HEADERS, {b":status": b"201", b"location": engine.base_url.encode()})
             await peer.send(number, made + body(RESPONSE_BODY, b"{}", ends=True))
             await peer.until_over(number)
-            shown = said(peer, number)[2].response_headers.response.header_mutation
+            shown = messages(peer, number)[2].response_headers.response.header_mutation
             assert list(shown.remove_headers) == ["location"]
 
     run(main())
@@ -248,7 +254,9 @@ def test_a_gateway_removes_the_location_of_another_answer() -> None:
 
 def given_back(peer: H2Peer, number: int) -> tuple[bytes, bool]:
     """The answer's body as the gateway has it, and whether it is whole."""
-    pieces = [each.response_body.response.body_mutation.streamed_response for each in said(peer, number)[3:]]
+    pieces = [
+        each.response_body.response.body_mutation.streamed_response for each in messages(peer, number)[3:]
+    ]
     return b"".join(piece.body for piece in pieces), pieces[-1].end_of_stream
 
 
@@ -265,14 +273,14 @@ def test_an_answer_goes_on_before_the_router_reads_it(monkeypatch: pytest.Monkey
         async with gateway() as (rig, peer, _):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
             (record,) = rig.router.proxy.requests.live
             usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}
             answer = json.dumps({"choices": [], "usage": usage}).encode()
             await peer.send(number, OK + body(RESPONSE_BODY, answer) + body(RESPONSE_BODY, b"", ends=True))
             await peer.until_over(number)
             assert given_back(peer, number) == (answer, True)
-            sets = said(peer, number)[2].response_headers.response.header_mutation.set_headers
+            sets = messages(peer, number)[2].response_headers.response.header_mutation.set_headers
             told = {each.header.key: each.header.raw_value for each in sets}
             assert told["x-request-id"] == record.request_id.encode()
             assert peer.headers[number][-1] == ENDS
@@ -290,13 +298,13 @@ def test_an_error_of_an_engine_waits_for_the_router() -> None:
         async with gateway() as (_, peer, _):
             number = peer.open(PROCESS)
             await peer.send(number, REQUEST)
-            await until(lambda: len(said(peer, number)) == 2, "the choice is sent")
+            await until(lambda: len(messages(peer, number)) == 2, "the choice is sent")
             await peer.send(
                 number, head(RESPONSE_HEADERS, {b":status": b"500"}) + body(RESPONSE_BODY, b'{"a')
             )
             after = peer.open("/unknown", end=True)
             await peer.until_over(after)
-            assert len(said(peer, number)) == 2
+            assert len(messages(peer, number)) == 2
             await peer.send(number, body(RESPONSE_BODY, b'":1}', ends=True))
             await peer.until_over(number)
             assert given_back(peer, number) == (b'{"a":1}', True)
@@ -346,9 +354,9 @@ def test_a_subset_hint_of_comma_joined_endpoints(*, listed: bool) -> None:
                     hint[SUBSET_KEY] = text
                 number = peer.open(PROCESS)
                 await peer.send(number, message_frame(asked.SerializeToString()) + REQUEST.removeprefix(POST))
-                await until(partial(said, peer, number), "answered")
+                await until(partial(messages, peer, number), "answered")
                 if chosen:
-                    assert said(peer, number)[0].dynamic_metadata[m.LB][DESTINATION] == endpoint
+                    assert messages(peer, number)[0].dynamic_metadata[m.LB][DESTINATION] == endpoint
                     peer.state.reset_stream(number)
                     peer.flush()
                 else:
@@ -377,7 +385,7 @@ def test_an_answer_of_the_gateways_own_before_the_choice_goes_to_the_client(mode
             await peer.send(number, body(RESPONSE_BODY, b"Too Large", ends=True))
             await peer.until_over(number)
             assert peer.headers[number][-1] == ENDS
-            found = said(peer, number)
+            found = messages(peer, number)
             kinds = [field.name for each in found for field, _ in each.ListFields()]
             assert kinds[-3:] == ["response_headers", "response_body", "response_body"]
             assert "immediate_response" not in kinds
@@ -398,7 +406,7 @@ def test_an_answer_of_the_gateways_own_while_the_request_waits() -> None:
         async with gateway(queue=one_at_once) as (rig, peer, _):
             first, waits = peer.open(PROCESS), peer.open(PROCESS)
             await peer.send(first, REQUEST)
-            await until(lambda: len(said(peer, first)) == 2, "the choice is sent")
+            await until(lambda: len(messages(peer, first)) == 2, "the choice is sent")
             other = chat(messages=[{"role": "user", "content": "nothing of it is in flight"}])
             await peer.send(waits, POST + body(REQUEST_BODY, other) + body(REQUEST_BODY, b"", ends=True))
             await until(lambda: rig.router.accounts.room.stats.waiting == 1, "one waits")
@@ -456,7 +464,7 @@ def test_bodies_are_bounded_one_by_one_and_together() -> None:
                 await peer.send(number, POST + body(REQUEST_BODY, bytes(18_000)))
             await until(lambda: bool(peer.ended), "there is no room for the last one")
             await until(lambda: held[-1] in peer.ended, "it is the last one")
-            (own,) = [each.immediate_response for each in said(peer, held[-1])]
+            (own,) = [each.immediate_response for each in messages(peer, held[-1])]
             told = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
             assert (own.status.code, told["x-llm-d-request-dropped-reason"]) == (503, b"rejected-saturated")
             for number in held[:-1]:
@@ -465,7 +473,7 @@ def test_bodies_are_bounded_one_by_one_and_together() -> None:
             await until(lambda: stats_of(rig).streams_open == 0, "the others have left")
             again = peer.open(PROCESS)
             await peer.send(again, REQUEST)
-            await until(lambda: len(said(peer, again)) == 2, "there is room again")
+            await until(lambda: len(messages(peer, again)) == 2, "there is room again")
             peer.state.reset_stream(again)
             peer.flush()
 

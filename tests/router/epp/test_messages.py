@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.epp import messages as m
-from router.epp.answers import own_answer
+from router.epp.answers import immediate_answer
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, bytes_field
 from router.openai import errors
@@ -156,12 +156,12 @@ def test_a_choice_is_what_the_runtime_reads(
     assert found.dynamic_metadata[m.LB]["key"] == endpoint
 
 
-def test_pieces_trailers_and_own_answers() -> None:
+def test_pieces_trailers_and_immediate_answers() -> None:
     for body, ends in ((b"abc", True), (b"", True), (b"abc", False), (bytes(62_000), True)):
         before, behind = m.around_piece("response_body", len(body), ends=ends)
         streamed = read(before + body + behind).response_body.response.body_mutation.streamed_response
         assert (streamed.body, streamed.end_of_stream) == (body, ends)
-    assert read(m.go_on("request_trailers")).HasField("request_trailers")
+    assert read(m.unchanged("request_trailers")).HasField("request_trailers")
     own = read(m.immediate(503, [(b"retry-after", b"1")], b"{}", "why")).immediate_response
     assert (own.status.code, own.body, own.details) == (503, b"{}", "why")
     assert own.headers.set_headers[0].header.raw_value == b"1"
@@ -263,7 +263,7 @@ def test_compressed_and_long_messages_are_refused_by_their_head(head: bytes) -> 
 )
 def test_errors_say_why_a_request_was_dropped(error: errors.ApiError, reason: bytes | None) -> None:
     start = {"status": error.status, "headers": [(b"content-length", b"9"), *error.headers]}
-    found = read(own_answer(start, error.body())).immediate_response
+    found = read(immediate_answer(start, error.body())).immediate_response
     told = {option.header.key: option.header.raw_value for option in found.headers.set_headers}
     assert told.get("x-llm-d-request-dropped-reason") == reason
     assert (found.status.code, found.body) == (error.status, error.body())

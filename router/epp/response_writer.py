@@ -1,7 +1,7 @@
-"""What the picker says to a gateway on one stream: its choice, the bodies it gives back, the end.
+"""Write the picker's messages to a gateway on one stream: the choice, forwarded bodies, the end.
 
-Always true: a stream is ended once, and nothing is said after that; a body is given back in pieces below the
-window that gateways begin with.
+Invariants: a stream ends once and nothing is sent after that; a body is sent in pieces smaller than the
+gateway's initial window.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _PIECE_BYTES = 62_000
 
 
 class ResponseWriter:
-    """``modes``: how the gateway sends bodies; ``over``: nothing more is said; ``shown``: the answer's head
-    has been answered to."""
+    """Writes responses to one stream. ``modes``: how the gateway sends bodies; ``over``: the stream has
+    ended; ``shown``: the answer's head has been acknowledged."""
 
     __slots__ = ("_stream", "modes", "over", "shown")
 
@@ -31,16 +31,16 @@ class ResponseWriter:
 
     @property
     def buffers(self) -> bool:
-        """The request's body comes and goes in one message."""
+        """Whether the request's body comes and goes in one message."""
         return self.modes.request_body == m.BUFFERED
 
     @property
-    def gives_back(self) -> bool:
-        """The answer's body is given back, as in full duplex; else it is only shown here."""
+    def sends_body_back(self) -> bool:
+        """Whether the answer's body is sent back (full duplex); otherwise it is only shown here."""
         return self.modes.response_body == m.FULL_DUPLEX
 
-    def say(self, message: bytes) -> None:
-        """One message."""
+    def send(self, message: bytes) -> None:
+        """Send one message."""
         self._say(message)
 
     def _say(self, *pieces: bytes) -> None:
@@ -49,43 +49,43 @@ class ResponseWriter:
             stream.send_headers(grpc.HEAD)
         stream.send(message_head(sum(map(len, pieces))), *pieces)
 
-    def go_on(self, kind: m.Kind) -> None:
-        """Nothing of this is changed."""
-        self._say(m.go_on(kind))
+    def resume(self, kind: m.Kind) -> None:
+        """Acknowledge a message without changes."""
+        self._say(m.unchanged(kind))
 
     def choose_buffered(self, headers: bytes, metadata: bytes, body: bytes | None) -> None:
-        """The choice, in the answer to a buffered body; ``body`` replaces it."""
+        """Send the choice in the response to a buffered body; ``body`` replaces it."""
         common = m.common_response(headers=headers, body=body, clear_route_cache=True)
-        self.say(m.answer("request_body", common=common, metadata=metadata))
+        self.send(m.answer("request_body", common=common, metadata=metadata))
 
     def choose(self, headers: bytes, metadata: bytes) -> None:
-        """The choice, in the answer to the request's headers."""
+        """Send the choice in the response to the request's headers."""
         common = m.common_response(headers=headers, clear_route_cache=True)
-        self.say(m.answer("request_headers", common=common, metadata=metadata))
+        self.send(m.answer("request_headers", common=common, metadata=metadata))
 
-    def show(self, had: list[Header], fields: Iterable[Header]) -> None:
-        """Answer to the answer's head, with the fields that it does not have, and without those that may name
-        the engine; only once."""
+    def send_headers(self, had: list[Header], fields: Iterable[Header]) -> None:
+        """Respond to the answer's head: set missing fields, and remove those that may name the engine; only
+        once."""
         if self.shown:
             return
         self.shown = True
         sets = [field for field in fields if field not in had]
         removes = [name for name, _ in had if name in NAMES_ENGINE]
         if not sets and not removes:
-            self.go_on("response_headers")
+            self.resume("response_headers")
             return
         common = m.common_response(headers=m.header_mutation(sets, removes))
-        self.say(m.answer("response_headers", common=common))
+        self.send(m.answer("response_headers", common=common))
 
-    def pass_on(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
-        """A piece of an answer's body that is not changed."""
-        if self.gives_back:
-            self.give(kind, body, ends=ends)
+    def forward(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
+        """Forward a piece of an answer's body unchanged."""
+        if self.sends_body_back:
+            self.send_body(kind, body, ends=ends)
         else:
-            self.go_on(kind)
+            self.resume(kind)
 
-    def give(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
-        """Give a body back."""
+    def send_body(self, kind: m.Kind, body: bytes, *, ends: bool) -> None:
+        """Send a body back."""
         last = max(0, len(body) - 1) // _PIECE_BYTES * _PIECE_BYTES
         for at in range(0, last, _PIECE_BYTES):
             self._give(kind, body[at : at + _PIECE_BYTES], ends=False)
@@ -97,7 +97,7 @@ class ResponseWriter:
         self._say(before, piece, behind)
 
     def finish(self, status: int = grpc.OK, text: str = "") -> None:
-        """Nothing more will be said."""
+        """End the stream."""
         self.over = True
         if self._stream.begun:
             self._stream.finish(grpc.trailers(status, text))
@@ -105,6 +105,6 @@ class ResponseWriter:
             self._stream.send_headers(grpc.only_trailers(status, text), end=True)
 
     def reset(self, code: int) -> None:
-        """End it at once."""
+        """Reset the stream."""
         self.over = True
         self._stream.reset(code)
