@@ -46,7 +46,7 @@ from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
 from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState
-from router.pd.settings import PREFILLERS, PdStats, Prefilled, read_prefillers, tell
+from router.pd.settings import PREFILLERS, PdStats, Prefilled, prefilled_field, read_prefillers
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.breaker import Breaker
@@ -147,13 +147,13 @@ class SidecarPlacer:
         """The one asked last at the end."""
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> Attempt:
         """Implement ``Placer``."""
         if self._engine in exclude:
             raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
         named = read_prefillers(request.headers)
-        found, why = self._find(request, named, exclude, course)
+        found, why = self._find(request, named, exclude, disagg)
         body = None
         if found is not None:
             body, why = await self._read(request)
@@ -167,16 +167,16 @@ class SidecarPlacer:
     def _alone(self, request: InboundRequest) -> Attempt:
         attempt = Attempt(self._engine, self._engine, self._breaker, request, now=self._clock)
         if any(name == PREFILLERS for name, _ in request.headers):
-            attempt.client_headers = (tell(Prefilled(None, None)),)
+            attempt.client_headers = (prefilled_field(Prefilled(None, None)),)
         return attempt
 
     def _find(
-        self, request: InboundRequest, named: list[str], exclude: frozenset[str], course: DisaggState | None
+        self, request: InboundRequest, named: list[str], exclude: frozenset[str], disagg: DisaggState | None
     ) -> tuple[str | None, str]:
         """The engine that computes the prompt, or why there is none; "": it has no prompt."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
             return None, ""
-        if course is not None and not course.splits:
+        if disagg is not None and not disagg.may_split:
             return None, "retried"
         if not named:
             return None, "local"
@@ -267,7 +267,7 @@ class _Answerer(Attempt):
     def answer_headers(self) -> Fields:
         """Implement ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps
         not."""
-        return (tell(Prefilled(self._place, self._helper.cached_tokens)),)
+        return (prefilled_field(Prefilled(self._place, self._helper.cached_tokens)),)
 
 
 class Sidecar:

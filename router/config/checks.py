@@ -47,7 +47,7 @@ _MAY_BE_ZERO = frozenset(
         "lease_margin_s",
         "leg_overhead_s",
         "min_remote_tokens",
-        "mooncake_ahead_max",
+        "mooncake_early_max",
         "partitions",
         "port",
         "replay_backoff_s",

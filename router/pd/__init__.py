@@ -1,1 +1,1 @@
-"""Prefill and decode on different engines: the two bodies, what is handed over, and what happens next."""
+"""Prefill and decode on different engines: both request bodies, the handoff, and the request's states."""

@@ -1,15 +1,14 @@
-"""The bodies of both requests, cut out of the client's: every other byte stays, and nothing is encoded again.
+"""Derive both requests' bodies from the client's body by edits in place: all other bytes stay.
 
-The prefill engine is asked for one token and no stream, so the values of the fields that say otherwise are
-replaced where they stand, each time they occur; the decode engine gets the client's own body with the
-parameters put in front. Which requests stay whole is read on the way: ``SplitBody.whole`` is the one rule for
-this, in the router, the endpoint picker and the sidecar.
+The prefill engine is asked for one token without a stream, so the values of fields that say otherwise are
+replaced at each occurrence; the decode engine gets the client's body with the transfer parameters inserted at
+the start. ``SplitBody.whole`` is the one rule for which requests stay on one engine, in the router, the
+endpoint picker and the sidecar.
 
-Fields are found by the fast JSON parser, and their places by the text; the parser then tells whether these
-were the right ones. Where they were not (a key that also occurs elsewhere, or is written with escapes), and
-in large bodies, the text is looked through (``members``). A chat's messages, which have been read already,
-are not read again: what is left of the body without them is small, and mostly the same from one request to
-the next, so that it is remembered.
+The fast JSON parser finds the fields and a text search finds their positions; the parser then confirms the
+positions. If they are wrong (a key that also occurs elsewhere, or is written with escapes), and in large
+bodies, the text is scanned (``members``). A chat's messages have been read already and are skipped: the rest
+of the body is small and mostly equal from one request to the next, so its analysis is cached.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LENGTHS: Final = {
     RESPONSES: b"max_output_tokens",
     GENERATE: b"",
 }
-"""The field of each API that bounds the answer; in ``sampling_params`` where it is empty."""
+"""Field of each API that bounds the answer; "": the one in ``sampling_params``."""
 _REPLACED: Final = {
     b"stream": b"false",
     b"stream_options": b"null",
@@ -53,7 +52,8 @@ _MUST_BE: Final = {
     b"prompt_embeds": _ABSENT,
     b"echo": _ABSENT | {b"false"},
 }
-"""Values with which a request may go to two engines; with any other one it stays whole, for this field."""
+"""Values with which a request may be split; with any other value it stays on one engine, and this field is
+the reason."""
 _OWN_TOOLS: Final = frozenset({"function", "custom", "namespace"})
 """Types of tools that the client runs (vllm/entrypoints/openai/responses/utils.py, 0.32). After a tool that
 vLLM runs, the next turn reuses the sampling parameters of the first one, ``kv_transfer_params`` included
@@ -61,19 +61,19 @@ vLLM runs, the next turn reuses the sampling parameters of the first one, ``kv_t
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
 _REST_BYTES_MAX: Final = 2048
-"""Of a body without its messages; a larger one is not worth remembering."""
+"""Size of a body without its messages; larger ones are not cached."""
 _NEAR_BYTES: Final = 1024
 
 _Edit = tuple[int, int, bytes]
 _Found = tuple[bytes, int, int]
-"""Name, start of the value, its end."""
+"""Name, start and end of a value."""
 _Bound = tuple[bytes, _Edit]
 _UNSAID: Final = msgspec.Raw(b"")
 _NAMES: Final = (*_MUST_BE, *_REPLACED, b"prompt", b"tools")
 _Fields = msgspec.defstruct("_Fields", [(name.decode(), msgspec.Raw, _UNSAID) for name in _NAMES], gc=False)
 _DECODER: Final = msgspec.json.Decoder(_Fields)
 _FREE: Final = (_UNSAID,) * len(_MUST_BE)
-"""Of a request that says nothing of the fields on which it depends whether it stays whole."""
+"""Fields of a request that sets none of the fields that decide about splitting."""
 _AT: Final = {name: place for place, name in enumerate(_NAMES)}
 _EDITED: Final = tuple((_AT[name], name, new, msgspec.Raw(new)) for name, new in _REPLACED.items())
 _ONE, _NO_PARAMS = msgspec.Raw(b"1"), msgspec.Raw(b"{}")
@@ -85,19 +85,20 @@ _START: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
 
 
 class SplitBody(msgspec.Struct, frozen=True, gc=False):
-    """A client's body, and where it is to be changed. ``whole``: why it is for one engine; "": it is not."""
+    """A client's body and its edits. ``whole``: why the request stays on one engine; "" if it may be
+    split."""
 
     text: bytes
     whole: str = ""
     start: int = 0
-    """Behind the object's opening brace."""
+    """Position after the object's opening brace."""
     edits: tuple[_Edit, ...] = ()
     """Start, end and new text, in order."""
 
-    def prefill(self, asks: bytes) -> Generator[None, None, bytes]:
-        """Steps to the prefill engine's, with these ``kv_transfer_params``."""
+    def prefill(self, params: bytes) -> Generator[None, None, bytes]:
+        """Steps to the prefill engine's body, with these ``kv_transfer_params``."""
         view, done = memoryview(self.text), self.start
-        pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % asks]
+        pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % params]
         for start, end, new in self.edits:
             pieces += (view[done:start], new)
             done = end
@@ -105,7 +106,7 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
         return joined(pieces)
 
     def decode(self, params: bytes) -> Generator[None, None, bytes]:
-        """Steps to the decode engine's, with what the prefill engine handed over."""
+        """Steps to the decode engine's body, with the parameters that the prefill engine returned."""
         view = memoryview(self.text)
         return joined((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
 
@@ -113,8 +114,8 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
 def split_body(
     path: str, body: bytes, messages: Sequence[msgspec.Raw] = ()
 ) -> Generator[None, None, SplitBody]:
-    """Steps (see ``members``) to what both engines would get of a request of this API. ``messages``: of a
-    chat, as they stand in its body, where that is known."""
+    """Steps to the edits of a request of this API, run by ``members``. ``messages``: a chat's messages as
+    they stand in its body, if known."""
     length = _LENGTHS.get(path)
     if length is None:
         return SplitBody(body, "api")
@@ -129,10 +130,8 @@ def split_body(
 
 
 def _around(body: bytes, messages: Sequence[msgspec.Raw], length: bytes) -> SplitBody | None:
-    """By what is left without the messages. None: it is not certain that they stand there, with one comma
-    between them. In a list behind a key of their name they are values, whosever key that is, so that what is
-    left is at the depth where it was.
-    """
+    """Analyse the body without its messages. None: it is not certain that they stand there, separated by
+    single commas. Replacing them by values of a list keeps the nesting depth of the rest."""
     start = _place(body, b"messages") + 1
     if not start or body[start - 1 : start] != b"[":
         return None
@@ -154,8 +153,8 @@ def _remembered(body: bytes, length: bytes) -> SplitBody | None:
 
 
 def _one_prompt(value: bytes) -> bool:
-    """One text, or one flat list of ids: of several prompts, vLLM gives all the transfer parameters of the
-    first one (entrypoints/openai/completion/serving.py, 0.32)."""
+    """Whether this is one text or one flat list of ids. Of several prompts, vLLM gives all of them the
+    transfer parameters of the first (entrypoints/openai/completion/serving.py, 0.32)."""
     flat = value[:1] == b"[" and value.find(b"[", 1) < 0 and value.find(b'"') < 0
     return flat or value[:1] == b'"'
 
@@ -177,11 +176,11 @@ _CHECKED: Final[dict[str, tuple[bytes, Callable[[bytes], bool], str]]] = {
     COMPLETION: (b"prompt", _one_prompt, "prompts"),
     RESPONSES: (b"tools", _client_runs_tools, "tools"),
 }
-"""By API: a field, what its value must be for two engines, and why the request stays whole otherwise."""
+"""By API: a field, the value it must have in a split request, and the reason for staying whole otherwise."""
 
 
 def _quick(body: bytes, length: bytes, path: str) -> SplitBody | None:
-    """None: it is not certain where everything is."""
+    """Fast path; None if the positions are not certain."""
     opening = _START.match(body)
     fields = _decoded(body)
     if opening is None or fields is None:
@@ -213,8 +212,8 @@ def _quick(body: bytes, length: bytes, path: str) -> SplitBody | None:
 
 
 def _place(body: bytes, name: bytes) -> int:
-    """Where the value of a member of this name begins, at whatever depth: most clients send such fields
-    before their texts or behind them."""
+    """Position of the value of a member of this name, at any depth: most clients send such fields before or
+    after their texts."""
     quoted = b'"%b"' % name
     first = body.find(quoted, 0, _NEAR_BYTES)
     member = _MEMBER[name].match(body, first if first >= 0 else max(0, body.rfind(quoted)))
@@ -222,7 +221,7 @@ def _place(body: bytes, name: bytes) -> int:
 
 
 def _decoded(body: bytes) -> tuple[msgspec.Raw, ...] | None:
-    """The values of all ``_NAMES``; of one given twice, the last."""
+    """Return the values of all ``_NAMES``; of a repeated one, the last."""
     try:
         return msgspec.structs.astuple(_DECODER.decode(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -272,5 +271,5 @@ def _made(body: bytes, start: int, found: list[_Found], bound: _Bound) -> SplitB
 
 
 def _bound(body: bytes, at: int, length: bytes) -> _Bound:
-    """The field that bounds the answer, as it is put in where there is none."""
+    """Return the field that bounds the answer, as inserted if there is none."""
     return length, (at, at, b'"%b":1%b' % (length, b"" if _END.match(body, at) else b","))

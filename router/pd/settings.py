@@ -11,30 +11,30 @@ import msgspec
 
 
 class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines with the roles `prefill` and `decode`: when a request goes to two of them, and how long what
-    the first one holds may be fetched ([prefill-decode.md](prefill-decode.md)). Raises ``ValueError`` for a
-    value out of range."""
+    """Engines with the roles `prefill` and `decode`: when a request is split between two of them, and how
+    long the blocks may be fetched ([prefill-decode.md](prefill-decode.md)). Raises ``ValueError`` for a value
+    out of range."""
 
     connector: Literal["auto", "nixl", "mooncake", "offloading"] = "auto"
     """The engines' KV connector: `nixl` (NixlConnector), `mooncake` (MooncakeConnector), `offloading`
-    (OffloadingConnector with its `p2p` tier). `auto`: the answer of a prefill engine tells which of the first
-    two it has."""
+    (OffloadingConnector with its `p2p` tier). `auto`: detect which of the first two by the answer of a
+    prefill engine."""
     mooncake_bootstrap_port: int = 8998
     """Port of the bootstrap server in a prefill engine's pod (`VLLM_MOONCAKE_BOOTSTRAP_PORT`)."""
-    mooncake_ahead_max: int = 0
-    """Most requests of this router that wait at a decode engine for blocks that one prefill engine has yet
-    to compute. That many go to both engines at once, others to one and then to the other; 0: all of them
+    mooncake_early_max: int = 0
+    """Maximum number of this router's requests that wait at a decode engine for blocks that one prefill
+    engine has yet to compute. These go to both engines at once, others to one after the other; 0: all of them
     ([what it costs](prefill-decode.md#both-requests-at-once))."""
     mooncake_abort_s: float = 480.0
-    """The engines' `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for blocks that will
-    not come."""
+    """The engines' `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for missing
+    blocks."""
     offloading_port: int = 5710
-    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 where there are several."""
+    """Port of an engine's `p2p` tier (`VLLM_P2P_SIDE_CHANNEL_PORT`), of rank 0 if there are several."""
     lease_s: float = 30.0
-    """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that nobody fetches."""
+    """The engines' `kv_lease_duration`: how long a prefill engine keeps blocks that are not fetched."""
     lease_margin_s: float = 10.0
-    """The decode engine is not asked any more when less than this is left of the lease: it must have the
-    request in its scheduler before the lease ends, or it reads blocks that hold something else by then."""
+    """The decode engine is not asked with less than this left of the lease: the request must be in its
+    scheduler before the lease ends, or it reads blocks that hold something else by then."""
     min_remote_tokens: int = 256
     """Prompts of which the decode engine lacks fewer tokens than this are never prefilled elsewhere."""
     transfer_s_per_token: float = 1e-5
@@ -42,14 +42,14 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     leg_overhead_s: float = 0.01
     """Seconds that the second request and the handshake add to a time to first token."""
     decode_delay_weight: float = 1.0
-    """What a second for which a prefill holds up one running sequence counts, in seconds of waiting for a
-    first token. 0: the prompt alone counts, and decode engines prefill whenever they are idle."""
+    """Weight of a second for which a prefill delays one running sequence, in seconds of waiting for a first
+    token. 0: only the prompt counts, and decode engines prefill whenever they are idle."""
     prefills_max: int = 2
-    """Most prefill engines that are asked for one request; then the decode engine computes the prompt."""
+    """Maximum number of prefill engines asked for one request; then the decode engine computes the prompt."""
     mix_versions: bool = False
-    """Pair engines whose `/version` differs or is not known. vLLM's NIXL connector refuses other versions."""
+    """Pair engines whose `/version` differs or is unknown. vLLM's NIXL connector refuses other versions."""
     answer_bytes_max: int = 8 << 20
-    """Largest answer of a prefill engine that is read: it lists the blocks."""
+    """Largest accepted answer of a prefill engine, which lists the blocks."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -71,18 +71,18 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`kvatlas sidecar`, which stands before a decode engine behind a gateway
+    """`kvatlas sidecar`, which runs in front of a decode engine behind a gateway
     ([prefill-decode.md](prefill-decode.md#behind-a-gateway)). It listens as `server` and `listen` say, with
     the time-outs and limits of `proxy` and the rules of `pd`."""
 
     engine: str = "http://127.0.0.1:8001"
-    """The decode engine beside it."""
+    """URL of the decode engine."""
     prefills: tuple[str, ...] = ()
     """Engines that requests may name to compute their prompt: `HOST:PORT` or `NETWORK:PORT`, e.g.
-    `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Beside these, the engines that sources of engines
-    (`fleet.kubernetes`, `dns`, `file`) name with a role that prefills. Any other one is never asked."""
+    `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Engines with a prefill role from `fleet.kubernetes`, `dns` or
+    `file` are allowed too. All others are refused."""
     prefill_tls: bool = False
-    """Speak TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
+    """Use TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
     authorities."""
 
     def __post_init__(self) -> None:
@@ -91,18 +91,18 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"engine = {self.engine!r}: expected http://HOST:PORT or https://HOST:PORT")
 
 
-# What an endpoint picker and the sidecar of a decode engine tell each other, in header fields.
+# Header fields between an endpoint picker and the sidecar of a decode engine.
 #
-# The request names the engines that may compute the prompt, the best one first: the field of llm-d, whose
-# sidecar reads it too. The answer says which of them did; other sidecars say nothing. Pure.
+# The request names the engines that may compute the prompt, the best one first, in llm-d's field, which its
+# sidecar reads too. The answer names the one that did; other sidecars do not name it. Pure.
 
 
 PREFILLERS: Final = b"x-prefiller-host-port"
-"""Field of a request: ``HOST:PORT``, or several with commas between them."""
+"""Request field: ``HOST:PORT``, or several separated by commas."""
 PREFILLED: Final = b"x-kvatlas-prefilled"
-"""Field of an answer: place in that list and ``cached_tokens`` there, or a dash for either."""
+"""Answer field: position in that list and ``cached_tokens`` there, or a dash for either."""
 RANK: Final = b"x-data-parallel-rank"
-"""Field of a request: the rank of the engine that answers, which says nothing to the other one."""
+"""Request field: rank of the answering engine, which has no meaning for the prefill engine."""
 _NAMED_MAX: Final = 8
 _ENDPOINT: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z][0-9A-Za-z.-]{0,252}):[0-9]{1,5}")
 _TOLD: Final = re.compile(rb"([0-9]{1,3}|-) ([0-9]{1,9}|-)")
@@ -110,21 +110,21 @@ _NONE: Final = b"- -"
 
 
 class Prefilled(NamedTuple):
-    """``place`` None: who answered computed the prompt itself. ``cached_tokens`` None: not known."""
+    """``place`` None: the answering engine computed the prompt itself. ``cached_tokens`` None: unknown."""
 
     place: int | None
     cached_tokens: int | None
 
 
 def read_prefillers(fields: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """The endpoints named, in order, without what is none; at most 8 are looked at."""
+    """Parse the named endpoints in order, skipping invalid ones; at most 8 are read."""
     given = [value for name, value in fields if name == PREFILLERS]
     texts = [text.strip() for text in b",".join(given).decode("latin-1").split(",", _NAMED_MAX)[:_NAMED_MAX]]
     return list(dict.fromkeys(text for text in texts if _ENDPOINT.fullmatch(text)))
 
 
-def tell(prefilled: Prefilled) -> tuple[bytes, bytes]:
-    """The field that says so."""
+def prefilled_field(prefilled: Prefilled) -> tuple[bytes, bytes]:
+    """Encode the answer field."""
     if prefilled.place is None:
         return PREFILLED, _NONE
     cached = b"-" if prefilled.cached_tokens is None else b"%d" % prefilled.cached_tokens
@@ -132,7 +132,7 @@ def tell(prefilled: Prefilled) -> tuple[bytes, bytes]:
 
 
 def read_prefilled(fields: Iterable[tuple[bytes, bytes]]) -> Prefilled | None:
-    """What an answer says; None: nothing, or nothing that can be read."""
+    """Parse the answer field; None if it is missing or unreadable."""
     value = next((value for name, value in fields if name == PREFILLED), b"")
     found = _TOLD.fullmatch(value)
     if found is None:
@@ -145,41 +145,41 @@ def read_prefilled(fields: Iterable[tuple[bytes, bytes]]) -> Prefilled | None:
 
 
 class PdStats(msgspec.Struct):
-    """Plain counters, monotone."""
+    """Monotone counters."""
 
     split: Annotated[int, "kvatlas_pd_split_total"] = 0
     """Requests sent to a prefill and a decode engine, retries included."""
     aggregated: Annotated[dict[str, int], "kvatlas_pd_aggregated_total{reason}"] = msgspec.field(
         default_factory=dict
     )
-    """Requests of fleets with roles that one engine got whole, by reason."""
+    """Requests of fleets with roles that stayed on one engine, by reason."""
     handoffs: Annotated[int, "kvatlas_pd_handoffs_total"] = 0
-    """Prefills whose blocks a decode engine was told to fetch."""
+    """Prefills whose blocks a decode engine was asked to fetch."""
     prefill_failures: Annotated[dict[str, int], "kvatlas_pd_prefill_failures_total{reason}"] = msgspec.field(
         default_factory=dict
     )
-    """Prefills that gave nothing to hand over, by reason."""
+    """Prefills without blocks to hand over, by reason."""
     leases_late: Annotated[int, "kvatlas_pd_leases_late_total"] = 0
-    """Prefills thrown away because too little was left of their lease."""
+    """Prefills discarded because too little was left of their lease."""
     answers_late: Annotated[int, "kvatlas_pd_answers_late_total"] = 0
-    """Answers thrown away because they began after the end of the lease on the blocks they were made of: the
-    decode engine stood still, or had too much to do."""
+    """Answers discarded because they began after the end of the lease on their blocks: the decode engine
+    paused or was overloaded."""
     handoffs_lost: Annotated[int, "kvatlas_pd_handoffs_lost_total"] = 0
-    """Decode engines that failed after they had been told of the blocks, which are not given to another."""
+    """Decode engines that failed after the handoff; the blocks are not handed to another one."""
     handoffs_redirected: Annotated[int, "kvatlas_pd_handoffs_redirected_total"] = 0
-    """Decode engines that could not be reached, so that another one was told of the same blocks."""
+    """Decode engines that could not be reached, so that another one got the same handoff."""
     early_decodes: Annotated[int, "kvatlas_pd_early_decodes_total"] = 0
-    """Handoffs of which the decode engine was told before the prefill engine had answered."""
+    """Handoffs sent before the prefill engine had answered."""
     waits_leaked: Annotated[int, "kvatlas_pd_waits_leaked_total"] = 0
-    """Of these, prefills that came to nothing: a decode engine waits for them until its own time-out."""
+    """Of these, failed prefills: a decode engine waits for them until its own time-out."""
     gap_s: Annotated[float, "kvatlas_pd_gap_seconds_total"] = 0.0
     """Seconds between the two requests, summed over all handoffs."""
     prefill_s: Annotated[float, "kvatlas_pd_prefill_seconds_total"] = 0.0
     """Seconds that prefill engines took to answer, summed over all handoffs."""
 
     prefillers_refused: Annotated[int, "kvatlas_pd_prefillers_refused_total"] = 0
-    """Requests to a sidecar that named none but engines it may not ask (`sidecar.prefills`)."""
+    """Requests to a sidecar that named only engines it may not ask (`sidecar.prefills`)."""
 
     def count(self, counts: dict[str, int], reason: str) -> None:
-        """One more of these."""
+        """Increment a counter by reason."""
         counts[reason] = counts.get(reason, 0) + 1

@@ -1,20 +1,20 @@
-"""What the two engines are told: all that depends on the connector that carries the blocks.
+"""Transfer parameters of both requests, by the connector that carries the blocks.
 
-NIXL in pull mode: the prefill engine is asked to keep the blocks, and says in its answer where they are; the
-decode engine is given that text as it is. Parameters that lack a part end a vLLM 0.32 server (an assertion in
-its scheduler), so what is not whole is not handed over.
+NIXL in pull mode: the prefill engine is asked to keep the blocks, and its answer says where they are; that
+text goes to the decode engine unchanged. Incomplete parameters end a vLLM 0.32 server (an assertion in its
+scheduler), so they are never handed over.
 
-Mooncake: both engines are told a name for the transfer, and the decode engine also which engine to ask for
-it, and where that can be found: by the bootstrap server in the prefill engine's pod. The prefill engine's
-answer says nothing of it. It keeps blocks only of an answer that its length ended; a decode engine that asks
-for others waits for minutes (``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``). A decode engine may be told before the
-blocks are there, and waits for them.
+Mooncake: both engines get a transfer id, and the decode engine also the engine to fetch from, found through
+the bootstrap server in the prefill engine's pod. The prefill engine's answer does not mention it. Blocks are
+kept only if the answer ended by its length; a decode engine that asks for others waits for minutes
+(``VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT``). A decode engine may be asked before the blocks are there, and waits
+for them.
 
-OffloadingConnector's ``p2p`` tier: both engines are told a name, the decode engine also where the other one's
-side channel is. Blocks that nobody fetches are dropped after 60 s; who comes later is refused at once.
+OffloadingConnector's ``p2p`` tier: both engines get a transfer id, the decode engine also the address of the
+other's side channel. Blocks that are not fetched are dropped after 60 s; later readers are refused at once.
 
-Which of the first two an engine has, its answer shows: to one that has Mooncake the fields of NIXL mean the
-same, and NIXL does not look at the transfer's name.
+Which of the first two an engine has is seen from its answer: Mooncake accepts NIXL's fields with the same
+meaning, and NIXL ignores the transfer id.
 """
 
 from __future__ import annotations
@@ -28,53 +28,54 @@ import msgspec
 
 from router.pd.settings import PdSettings
 
-Told = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
-"""The parameters for the decode engine, or why there are none: the engine holds nothing for anybody; it is
-not known what it holds; its answer ended otherwise than by its length; it has several ranks, and was asked
-without saying which."""
+TransferResult = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
+"""The parameters for the decode engine, or why there are none: the engine holds no blocks; it is not known
+what it holds; its answer ended otherwise than by its length; it has several ranks, and was asked without
+naming one."""
 Problem = Literal["", "unreadable", "stopped"]
 Query = Callable[[str], Awaitable[bytes]]
-"""A page of the server at ``http://HOST:PORT``: what a bootstrap server answers to ``GET /query``. Raises
+"""Get a page of the server at ``http://HOST:PORT``: a bootstrap server's answer to ``GET /query``. Raises
 ``OSError``."""
 
 
 class PrefillHolder(msgspec.Struct, frozen=True, gc=False):
-    """A prefill engine that was asked; ``rank`` as it was told, "" where it was told none."""
+    """A prefill engine that was asked; ``rank`` as sent to it, "" if none was."""
 
     base_url: str
     rank: str = ""
 
 
 class Connector(Protocol):
-    """One way by which blocks get from one engine to another."""
+    """One way to transfer blocks between engines."""
 
-    def asks(self, transfer_id: str) -> bytes:
+    def prefill_params(self, transfer_id: str) -> bytes:
         """``kv_transfer_params`` of the request to the prefill engine."""
 
-    async def told(
+    async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
-    ) -> Told:
-        """What its answer of success hands over. ``cached_tokens``: of the prompt, were in its cache."""
+    ) -> TransferResult:
+        """Parameters from its successful answer. ``cached_tokens``: prompt tokens that were in its cache."""
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Whether a decode engine that comes after the lease is not refused, but reads what lies there."""
+        """Whether a decode engine that comes after the lease reads whatever is there, instead of being
+        refused."""
 
-    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """What a decode engine can be told before there is an answer; None: nothing."""
+    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """Parameters for a decode engine before there is an answer; None if it must be awaited."""
 
     def problem(self, answer: bytes) -> Problem:
-        """Why an engine holds nothing after this answer, of which a decode engine was told ``ahead``; "": it
+        """Why an engine holds no blocks after this answer, when a decode engine was asked ``early``; "" if it
         does."""
 
 
-class _AfterTheAnswer:
-    """Of engines that say where the blocks are, or refuse who comes before them."""
+class _SequentialTransfer:
+    """Base of connectors whose parameters come with the answer, or that refuse early readers."""
 
     def leased(self, source: PrefillHolder) -> bool:
         """Implement ``Connector``."""
         return False
 
-    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """Implement ``Connector``."""
         return None
 
@@ -84,7 +85,7 @@ class _AfterTheAnswer:
 
 
 _ENGINES_MAX = 4096
-"""Engines of which is remembered that they have Mooncake; others are asked one after the other."""
+"""Engines remembered as having Mooncake; others are asked one after the other."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -92,7 +93,7 @@ _Given = str | int
 
 
 class _Params(msgspec.Struct, gc=False):
-    """What a decode engine must be told; nothing of it may be missing or null."""
+    """Parameters that a decode engine needs; none may be missing or null."""
 
     do_remote_prefill: bool
     remote_block_ids: list[msgspec.Raw]
@@ -112,7 +113,7 @@ class _Answer(msgspec.Struct, gc=False):
 
 
 class _Ending(msgspec.Struct, gc=False):
-    """What ended an answer: in ``choices``, in ``stop_reason`` (messages) or in ``status`` (responses)."""
+    """What ended an answer: field of ``choices``, ``stop_reason`` (messages) or ``status`` (responses)."""
 
     choices: list[_Choice] = []
     stop_reason: Any = None
@@ -120,7 +121,7 @@ class _Ending(msgspec.Struct, gc=False):
 
     @property
     def cut_short(self) -> bool:
-        """Its length ended it."""
+        """Whether its length ended it."""
         reasons = [choice.finish_reason for choice in self.choices]
         return reasons == ["length"] or self.stop_reason == "max_tokens" or self.status == "incomplete"
 
@@ -144,14 +145,14 @@ _ENGINE_METRIC = b"vllm:num_requests_running"
 
 
 def expired_leases(page: bytes) -> float | None:
-    """How many leases an engine with NIXL has let end, by its metrics, where they begin with the first one;
-    None: it does not say."""
+    """Number of leases that expired at an engine with NIXL, from its metrics page, if that begins with the
+    first one; None if the page does not say."""
     return sum(map(float, _EXPIRED.findall(page))) if _ENGINE_METRIC in page else None
 
 
 def without_blocks(text: bytes) -> bytes:
-    """An engine's answer, or the parameters in it, with an empty list of blocks: most of the text are their
-    numbers, which cost more to pass over than all the rest. As it is where they are not lists in a list."""
+    """Return an engine's answer, or its parameters, with an empty list of blocks: block numbers are most of
+    the text, and skipping them costs more than the rest. Unchanged if they are not a list of lists."""
     key = text.find(_BLOCKS)
     start = key + len(_BLOCKS)
     start += text.startswith(b" ", start)
@@ -162,34 +163,34 @@ def without_blocks(text: bytes) -> bytes:
 
 
 def connector_of(settings: PdSettings, query: Query) -> Connector:
-    """The one that the configuration names, or the one that finds out."""
+    """Return the configured connector, or the one that detects it."""
     mooncake = Mooncake(query, settings.mooncake_bootstrap_port)
     if settings.connector == "nixl":
         return NixlPull()
     if settings.connector == "offloading":
         return Offloading(settings.offloading_port)
-    return mooncake if settings.connector == "mooncake" else Learned(NixlPull(), mooncake)
+    return mooncake if settings.connector == "mooncake" else AutoDetect(NixlPull(), mooncake)
 
 
-class NixlPull(_AfterTheAnswer):
+class NixlPull(_SequentialTransfer):
     """NixlConnector (NixlPullConnector) of vLLM 0.30 to 0.33."""
 
-    def asks(self, transfer_id: str) -> bytes:
+    def prefill_params(self, transfer_id: str) -> bytes:
         """Implement ``Connector``."""
         return b"{%b}" % _ASKED.encode()
 
-    async def told(
+    async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
-    ) -> Told:
-        """Implement ``Connector``. The parameters have ``cached_tokens`` already, from vLLM 0.31 on."""
+    ) -> TransferResult:
+        """Implement ``Connector``. From vLLM 0.31 on the parameters already have ``cached_tokens``."""
         return self.read(answer)
 
     def leased(self, source: PrefillHolder) -> bool:
         """Implement ``Connector``."""
         return True
 
-    def read(self, answer: bytes) -> Told:
-        """What the prefill engine's answer hands over."""
+    def read(self, answer: bytes) -> TransferResult:
+        """Read the parameters from the prefill engine's answer."""
         try:
             params = bytes(_ANSWER.decode(answer).kv_transfer_params)
             if params == b"null":
@@ -207,22 +208,22 @@ class Mooncake:
         self._query = query
         self._port = port
 
-    def asks(self, transfer_id: str) -> bytes:
+    def prefill_params(self, transfer_id: str) -> bytes:
         """Implement ``Connector``."""
         return f'{{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(
+    async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
-    ) -> Told:
+    ) -> TransferResult:
         """Implement ``Connector``."""
         found = await self._find(transfer_id, source, cached_tokens)
         return found if found in ("no connector", "unreadable") else self.problem(answer) or found
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Implement ``Connector``: the prefill engine sends what it knows to be there."""
+        """Implement ``Connector``: the prefill engine sends only blocks that it knows to be there."""
         return False
 
-    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """Implement ``Connector``."""
         found = await self._find(transfer_id, source)
         return found if isinstance(found, bytes) else None
@@ -234,10 +235,12 @@ class Mooncake:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return "unreadable"
 
-    async def _find(self, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None) -> Told:
-        """The engine is looked up each time: one that was started anew has another id. From vLLM 0.31 on a
-        decode engine reports ``remote_prefill_cached_tokens`` instead of the whole prompt
-        (v1/engine/output_processor.py)."""
+    async def _find(
+        self, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
+    ) -> TransferResult:
+        """Look the engine up each time: after a restart it has another id. From vLLM 0.31 on a decode engine
+        reports ``remote_prefill_cached_tokens`` instead of the whole prompt (v1/engine/output_processor.py).
+        """
         host = urlsplit(source.base_url).hostname or ""
         bootstrap = f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
         try:
@@ -263,20 +266,21 @@ class Mooncake:
         return msgspec.json.encode(params)
 
 
-class Offloading(_AfterTheAnswer):
-    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33, that of rank 0 on ``port``."""
+class Offloading(_SequentialTransfer):
+    """OffloadingConnector with a ``p2p`` tier of vLLM 0.32 and 0.33; the tier of rank 0 listens on
+    ``port``."""
 
     def __init__(self, port: int) -> None:
         self._port = port
 
-    def asks(self, transfer_id: str) -> bytes:
+    def prefill_params(self, transfer_id: str) -> bytes:
         """Implement ``Connector``."""
         return f'{{"remote_decoder":{{"kv_request_id":"{transfer_id}"}}}}'.encode()
 
-    async def told(
+    async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
-    ) -> Told:
-        """Implement ``Connector``. The answer says nothing; engines look for ``cached_tokens`` only beside
+    ) -> TransferResult:
+        """Implement ``Connector``. The answer carries nothing; engines read ``cached_tokens`` only next to
         ``do_remote_prefill``, which other connectors beside this one would take for theirs."""
         port = self._port + int(source.rank or 0)
         named = {
@@ -287,35 +291,35 @@ class Offloading(_AfterTheAnswer):
         return msgspec.json.encode({"remote_prefiller": named})
 
 
-class Learned:
-    """Asks in a way that both understand, and goes by what the answer says."""
+class AutoDetect:
+    """Asks in a way that both understand, and detects the connector by the answer."""
 
     def __init__(self, nixl: NixlPull, mooncake: Mooncake) -> None:
         self._nixl = nixl
         self._mooncake = mooncake
         self._have_mooncake: set[str] = set()
 
-    def asks(self, transfer_id: str) -> bytes:
+    def prefill_params(self, transfer_id: str) -> bytes:
         """Implement ``Connector``."""
         return f'{{{_ASKED},"transfer_id":"{transfer_id}"}}'.encode()
 
-    async def told(
+    async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
-    ) -> Told:
+    ) -> TransferResult:
         """Implement ``Connector``."""
-        told = self._nixl.read(answer)
+        result = self._nixl.read(answer)
         self._have_mooncake.discard(source.base_url)
-        if told != "no connector":
-            return told
-        told = await self._mooncake.told(answer, transfer_id, source, cached_tokens)
-        if isinstance(told, bytes) and len(self._have_mooncake) < _ENGINES_MAX:
+        if result != "no connector":
+            return result
+        result = await self._mooncake.decode_params(answer, transfer_id, source, cached_tokens)
+        if isinstance(result, bytes) and len(self._have_mooncake) < _ENGINES_MAX:
             self._have_mooncake.add(source.base_url)
-        return told
+        return result
 
-    async def ahead(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
-        """Implement ``Connector``; None where the engine has not shown yet that it has Mooncake."""
+    async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
+        """Implement ``Connector``; None until the engine has shown that it has Mooncake."""
         known = source.base_url in self._have_mooncake
-        return await self._mooncake.ahead(transfer_id, source) if known else None
+        return await self._mooncake.early_params(transfer_id, source) if known else None
 
     def leased(self, source: PrefillHolder) -> bool:
         """Implement ``Connector``."""

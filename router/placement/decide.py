@@ -124,15 +124,15 @@ class Planner:
             self._accounts.room = self.hold.room
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> Placement:
         """Choose an engine, or two, and open their entries. Raises ``ApiError`` where nobody can be asked, or
         not soon enough. Who is placed again has waited already, and is not refused for another wait."""
-        decision = await self._decide(request, exclude, course=course)
+        decision = await self._decide(request, exclude, disagg=disagg)
         if self._check_every:
             self._check()
         hold = self.hold
-        if exclude or course is not None:
+        if exclude or disagg is not None:
             return self._placed(request, decision, 0.0)
         waits = hold is not None and hold.holds(request, decision)
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
@@ -145,7 +145,7 @@ class Planner:
         ticket = await hold.wait(request, decision)
         try:
             waited_s = self._accounts.now() - began_s
-            decision = await self._decide(request, exclude, decision.read, course=course)
+            decision = await self._decide(request, exclude, decision.read, disagg=disagg)
             return self._placed(request, decision, waited_s)
         finally:
             hold.room.leave(ticket)
@@ -269,12 +269,12 @@ class Planner:
         read: Prompt | TextAffinity | None = None,
         *,
         rehearsal: bool = False,
-        course: DisaggState | None = None,
+        disagg: DisaggState | None = None,
     ) -> Decision:
         """``read``: what the prompt has been found to be, where that is known."""
         fleet = self._fleet
         engines = self._askable.engines(request, exclude)
-        apart = self._apart(request, exclude, course) if fleet.has_roles else None
+        apart = self._apart(request, exclude, disagg) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         changes = fleet.changes
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
@@ -377,13 +377,13 @@ class Planner:
         return lambda among: self._policy(among, question, self._settings, state)
 
     def _apart(
-        self, request: InboundRequest, exclude: frozenset[str], course: DisaggState | None
+        self, request: InboundRequest, exclude: frozenset[str], disagg: DisaggState | None
     ) -> DisaggregationPlanner:
         changes = self._fleet.changes, self._scopes.changes
         if changes != self._completed or self._shared is not None:
             complete_layouts([engine for engine in self._fleet if engine.up])
             self._completed = changes
-        apart = DisaggregationPlanner(request, course, self._pd, self._settings)
+        apart = DisaggregationPlanner(request, disagg, self._pd, self._settings)
         apart.find_helpers(self._fleet.ready(request.model), exclude, self._accounts.now())
         return apart
 

@@ -222,13 +222,13 @@ class DecodeCandidates(msgspec.Struct, frozen=True, gc=False):
 class DisaggregationPlanner:
     """One request in one decision. ``why``: it is known to stay whole; "": not so far."""
 
-    __slots__ = ("_body", "_course", "_messages", "_pd", "_policy", "_request", "helpers", "why")
+    __slots__ = ("_body", "_disagg", "_messages", "_pd", "_policy", "_request", "helpers", "why")
 
     def __init__(
-        self, request: InboundRequest, course: DisaggState | None, pd: PdSettings, policy: PolicySettings
+        self, request: InboundRequest, disagg: DisaggState | None, pd: PdSettings, policy: PolicySettings
     ) -> None:
         self._request = request
-        self._course = course
+        self._disagg = disagg
         self._pd = pd
         self._policy = policy
         self.helpers: list[Engine] = []
@@ -242,7 +242,7 @@ class DisaggregationPlanner:
         """Fill ``helpers``."""
         if self.why:
             return
-        if self._course is not None and not self._course.splits and self._course.handoff(now) is None:
+        if self._disagg is not None and not self._disagg.may_split and self._disagg.handoff(now) is None:
             self.why = "retried"
             return
         self.helpers = [
@@ -286,11 +286,11 @@ class DisaggregationPlanner:
             return pick(able.candidates), Split(self.why)
         engines = zip(able.engines, able.candidates, strict=True)
         decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
-        if self._course is not None and (handoff := self._course.handoff(now)) is not None:
+        if self._disagg is not None and (handoff := self._disagg.handoff(now)) is not None:
             taken = self._take_over(decode, handoff, question)
             if taken is not None:
                 return taken
-            if not self._course.splits:
+            if not self._disagg.may_split:
                 return pick(able.candidates), Split("retried")
         return self._plan(able, decode, asked, question, pick, now)
 

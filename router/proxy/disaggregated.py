@@ -1,10 +1,10 @@
-"""One request on two engines: the first one computes the prompt and keeps it, the second one fetches it.
+"""Serve one request on two engines: one computes the prompt and keeps its blocks, the other fetches them.
 
-The first engine's answer is read whole and never passed on; the second one's is the client's. Where that is
-allowed the second one learns at once what the first one will have. What always holds: the
-attempt at the first engine has ended when ``prefill`` returns or raises; cancelled, it closes the connection,
-upon which that engine frees what it had computed; the second engine's request is written once, and only while
-the lease is young, and its answer is passed on only if it begins before the lease ends (``Handoff``).
+The prefill engine's answer is read whole and never forwarded; the decode engine's answer is the client's.
+Where it is allowed, the decode engine is asked before the prefill has ended. Invariants: the attempt at the
+prefill engine has ended when ``prefill`` returns or raises; on cancellation its connection is closed, upon
+which that engine frees the blocks; the decode request is sent once, and only while the lease is young, and
+its answer is forwarded only if it begins before the lease ends (``Handoff``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from router.pd.transfer import (
     PrefillHolder,
     Problem,
     Query,
-    Told,
+    TransferResult,
     expired_leases,
     without_blocks,
 )
@@ -41,8 +41,7 @@ from router.proxy.settings import ProxySettings
 from router.proxy.sse import read_usage
 from router.proxy.stats import ProxyStats
 
-# The last moment at which answers that have come since surely were not there yet, for callers that must know
-# how old one may be at most.
+# Lower bound on when a response arrived: the last time the event loop was seen idle.
 
 
 _EVERY_S = 1.0
@@ -50,10 +49,10 @@ _LOOKED_S = 0.05
 
 
 class IdleTracker:
-    """For all requests of one loop: each says when it begins and ends, and once its answer has come, the
-    later of its beginning and ``at_s`` is that moment. A moment counts only if the loop has looked at its
-    sockets since, and all waiters have been woken: a loop that stood still finds answers that have lain
-    there for long. Nothing is noted without waiters."""
+    """Tracks idle times for all requests of one loop. A response arrived after the later of its request's
+    start and ``at_s``. A moment counts only if the loop has polled its sockets since, and all waiters have
+    been woken: a loop that was blocked finds responses that arrived long before. Nothing is tracked without
+    waiters."""
 
     __slots__ = ("_clock", "_noting", "_waiting", "at_s")
 
@@ -64,7 +63,7 @@ class IdleTracker:
         self.at_s = -math.inf
 
     def begin(self) -> float:
-        """A request is sent from now on: the time."""
+        """Note a request sent from now on; returns the time."""
         self._waiting += 1
         if not self._noting:
             self._noting = True
@@ -72,7 +71,7 @@ class IdleTracker:
         return self._clock()
 
     def end(self) -> None:
-        """Its answer has been read, or there will be none."""
+        """Note that its answer has been read, or that there will be none."""
         self._waiting -= 1
 
     def _note(self) -> None:
@@ -90,8 +89,8 @@ class IdleTracker:
 
 
 class AgainError(Exception):
-    """The engine that was to answer is not at fault: the request is placed again, as its course allows.
-    ``broke``: it may have broken the engine that computed its prompt."""
+    """Place the request again, as its state allows: the decode engine is not at fault. ``broke``: the request
+    may have broken the prefill engine."""
 
     def __init__(self, problem: str, *, broke: bool = False) -> None:
         super().__init__(problem)
@@ -121,21 +120,20 @@ class DisaggForwarder:
         self._stats = stats
         self._proxy_stats = proxy_stats
         self._clock = clock
-        self._quiet = IdleTracker(clock)
+        self._idle = IdleTracker(clock)
 
-    def course(self) -> DisaggState:
-        """Of a request that is placed on two engines for the first time."""
+    def disagg(self) -> DisaggState:
+        """Return the state of a request that is split for the first time."""
         return DisaggState(self.pd)
 
     async def prefill(
-        self, attempt: Attempt, body: SplitBody, out: Outbound, course: DisaggState, transfer_id: str
+        self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
-        """Have the prompt computed, and tell the course what is held. Raises ``AgainError`` where that came
-        to nothing."""
-        course.asked(transfer_id)
+        """Have the prompt computed, and note the handoff. Raises ``AgainError`` if the prefill failed."""
+        disagg.prefill_sent(transfer_id)
         self._stats.split += 1
         try:
-            await self._ask_prefill(attempt, body, out, course, transfer_id)
+            await self._ask_prefill(attempt, body, out, disagg, transfer_id)
         except AgainError as error:
             problem = str(error)
             self._stats.count(self._stats.prefill_failures, problem.replace(" ", "_"))
@@ -146,64 +144,65 @@ class DisaggForwarder:
             self._proxy_stats.clients_left_unanswered += attempt.left_unanswered()
             raise
 
-    async def ahead(self, attempt: Attempt, course: DisaggState, transfer_id: str) -> Handoff | None:
-        """While the prompt is being computed: what a decode engine can be told already, if anything; the
-        course knows it then."""
-        params = await self.connector.ahead(transfer_id, _holder(attempt))
+    async def early_handoff(self, attempt: Attempt, disagg: DisaggState, transfer_id: str) -> Handoff | None:
+        """Return the handoff for a decode engine while the prompt is being computed, if its connector allows
+        it."""
+        params = await self.connector.early_params(transfer_id, _holder(attempt))
         if params is None:
             return None
-        handoff = self._handoff(attempt, params, self._clock(), ahead=True)
-        return handoff if course.handed_over(transfer_id, handoff) else None
+        handoff = self._handoff(attempt, params, self._clock(), early=True)
+        return handoff if disagg.handed_over(transfer_id, handoff) else None
 
     async def _ask_prefill(
-        self, attempt: Attempt, body: SplitBody, out: Outbound, course: DisaggState, transfer_id: str
+        self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
-        asks = await run_cooperatively(body.prefill(self.connector.asks(transfer_id)))
-        asked_s = self._quiet.begin()
+        prefill_body = await run_cooperatively(body.prefill(self.connector.prefill_params(transfer_id)))
+        asked_s = self._idle.begin()
         usage: Usage | None = None
         answer: Any = None
         try:
             timeout_s = self.proxy.first_byte_timeout_s
             await_first_byte(attempt, self._carrier)
-            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=asks)
-            held_since_s = max(asked_s, self._quiet.at_s)
+            answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
+            held_since_s = max(asked_s, self._idle.at_s)
             content = await self._read(answer)
             attempt.arrived()
-            self._check(attempt, answer, out, course, transfer_id)
+            self._check(attempt, answer, out, disagg, transfer_id)
             if aborted(out.request.path, content):
                 raise UpstreamError("aborted")
             usage = _usage(content)
             cached_tokens = None if usage is None else usage.cached_tokens
-            await self._hand_over(attempt, content, course, transfer_id, held_since_s, cached_tokens)
+            await self._hand_over(attempt, content, disagg, transfer_id, held_since_s, cached_tokens)
             self._stats.prefill_s += self._clock() - asked_s
         except (UpstreamError, asyncio.CancelledError) as raised:
             error = raised if isinstance(raised, UpstreamError) else abandoned(attempt, self._proxy_stats)
             if error is None:
                 raise
             engine_failed(attempt, error, self._proxy_stats)
-            course.prefill_failed(transfer_id, attempt.engine_id)
+            disagg.prefill_failed(transfer_id, attempt.engine_id)
             raise AgainError(error.reason, broke=broke(error)) from None
         finally:
-            self._quiet.end()
+            self._idle.end()
             if answer is not None:
                 self._carrier.done(answer)
             attempt.finished(usage)
 
     def _check(
-        self, attempt: Attempt, answer: Answer, out: Outbound, course: DisaggState, transfer_id: str
+        self, attempt: Attempt, answer: Answer, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
-        """Raises ``AgainError`` for an answer that is no success."""
+        """Raise ``AgainError`` for an unsuccessful answer."""
         status = answer.status
         if status in REFUSALS:
             head = read_answer_headers(answer.headers, out.head.request_id, ())
             wait_s = retry_after_s(head.retry_after, self.proxy.retry_after_s_max)
             if attempt.refused(status, wait_s):
                 self._proxy_stats.count_failure("status")
-            course.prefill_failed(transfer_id, attempt.engine_id)
+            disagg.prefill_failed(transfer_id, attempt.engine_id)
             raise AgainError("status", broke=status == BROKEN)
         attempt.answered(status)
         if status != 200:
-            course.nothing_held(transfer_id)  # the decode engine will tell the client what is wrong with it
+            # the decode engine will tell the client why its request is invalid
+            disagg.nothing_to_fetch(transfer_id)
             raise AgainError("refused")
         attempt.first_byte(status)
 
@@ -211,25 +210,25 @@ class DisaggForwarder:
         self,
         attempt: Attempt,
         content: bytes,
-        course: DisaggState,
+        disagg: DisaggState,
         transfer_id: str,
         held_since_s: float,
         cached_tokens: int | None,
     ) -> None:
-        told: Told | Problem
-        if course.given(transfer_id):
-            told = self.connector.problem(content)
-            course.learned(transfer_id, cached_tokens)
+        result: TransferResult | Problem
+        if disagg.is_settled(transfer_id):
+            result = self.connector.problem(content)
+            disagg.set_cached_tokens(transfer_id, cached_tokens)
         else:
-            told = await self.connector.told(content, transfer_id, _holder(attempt), cached_tokens)
-        if isinstance(told, bytes):
-            handoff = self._handoff(attempt, told, held_since_s, cached_tokens=cached_tokens)
-            course.handed_over(transfer_id, handoff)
-        elif told:
-            course.nothing_held(transfer_id)
-            if told != "stopped":
+            result = await self.connector.decode_params(content, transfer_id, _holder(attempt), cached_tokens)
+        if isinstance(result, bytes):
+            handoff = self._handoff(attempt, result, held_since_s, cached_tokens=cached_tokens)
+            disagg.handed_over(transfer_id, handoff)
+        elif result:
+            disagg.nothing_to_fetch(transfer_id)
+            if result != "stopped":
                 attempt.held_nothing()
-            raise AgainError(told)
+            raise AgainError(result)
 
     def _handoff(
         self,
@@ -237,7 +236,7 @@ class DisaggForwarder:
         params: bytes,
         held_since_s: float,
         *,
-        ahead: bool = False,
+        early: bool = False,
         cached_tokens: int | None = None,
     ) -> Handoff:
         return Handoff.of(
@@ -247,7 +246,7 @@ class DisaggForwarder:
             held_since_s=held_since_s,
             answered_s=self._clock(),
             settings=self.pd,
-            ahead=ahead,
+            early=early,
             leased=self.connector.leased(_holder(attempt)),
             source_url=attempt.base_url,
             cached_tokens=cached_tokens,
@@ -267,30 +266,30 @@ class DisaggForwarder:
         return b"".join(pieces)
 
     async def fetch(
-        self, attempt: Attempt, body: SplitBody, out: Outbound, course: DisaggState, timeout_s: float
+        self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, timeout_s: float
     ) -> Answer:
-        """Ask the second engine, telling it what is held. Raises ``UpstreamError``, and ``AgainError`` where
-        it is too late to tell it."""
-        handoff = course.handoff(self._clock())
+        """Ask the decode engine to fetch the blocks. Raises ``UpstreamError``, and ``AgainError`` if the
+        lease is too old."""
+        handoff = disagg.handoff(self._clock())
         if handoff is None:
             raise self._late(attempt, out)
 
-        def told() -> None:
+        def on_sent() -> None:
             now = self._clock()
             handoff.take(now)
             attempt.handoff = handoff
             gap_s = now - handoff.answered_s
             self._stats.handoffs += 1
-            self._stats.early_decodes += handoff.ahead
+            self._stats.early_decodes += handoff.early
             self._stats.gap_s += gap_s
             attempt.handed_over(gap_s)
             if out.record.trace is not None:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         try:
-            timeout_s += self.proxy.first_byte_timeout_s * handoff.ahead
+            timeout_s += self.proxy.first_byte_timeout_s * handoff.early
             text = await run_cooperatively(body.decode(handoff.params))
-            asking = self._carrier.ask(attempt, out, timeout_s, told, text)
+            asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
             waits_s = handoff.leased and not out.request.stream
             answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)
         except HandoffRefusedError:
@@ -298,33 +297,34 @@ class DisaggForwarder:
         except UpstreamError as error:
             if not handoff.sent:
                 self._stats.handoffs_redirected += 1
-            elif error.stale:  # which says nothing of the engine
+            elif error.stale:  # not a failure of the engine
                 self._stats.handoffs_lost += 1
-                course.decode_failed()
+                disagg.decode_failed()
                 raise AgainError("stale connection") from None
             raise
         return answer
 
     async def _witnessed(self, asking: Awaitable[Answer], handoff: Handoff) -> Answer:
-        """An answer that is not streamed begins when it is complete, which may be long after its blocks were
-        fetched. They were in time if the prefill engine has let no lease end between a moment before the end
-        of this one and the answer."""
+        """Wait for an answer that is not streamed. It begins when it is complete, which may be long after its
+        blocks were fetched. They were in time if no lease expired at the prefill engine between shortly
+        before the end of this one and the answer."""
         came = asyncio.Event()
 
-        async def asks() -> Answer:
+        async def ask() -> Answer:
             try:
                 return await asking
             finally:
                 came.set()
 
-        answer, before = await asyncio.gather(asks(), self._count_before(handoff, came))
+        answer, before = await asyncio.gather(ask(), self._count_before(handoff, came))
         late = before is not None and self._clock() >= handoff.lease_end_s
         if late and await self._expired_leases(handoff.source_url) == before:
             handoff.fetched()
         return answer
 
     async def _count_before(self, handoff: Handoff, came: asyncio.Event) -> float | None:
-        """The count shortly before the end of the lease; None: the answer came first, or it is not known."""
+        """Return the number of expired leases shortly before the end of the lease; None: the answer came
+        first, or the number is unknown."""
         try:
             async with asyncio.timeout(max(0.0, handoff.until_s - self._clock())):
                 await came.wait()
@@ -343,40 +343,40 @@ class DisaggForwarder:
         self._stats.leases_late += 1
         return _in_vain("late", attempt, out)
 
-    def failed(self, attempt: Attempt, out: Outbound, course: DisaggState | None, status: int = 0) -> None:
-        """The second engine gave no answer that the client can have. Raises ``AgainError`` where that says
-        only that the blocks could not be fetched."""
-        if course is None or attempt.body is None or not course.told:
+    def failed(self, attempt: Attempt, out: Outbound, disagg: DisaggState | None, status: int = 0) -> None:
+        """Handle a decode engine's failure. Raises ``AgainError`` if it only means that blocks could not be
+        fetched."""
+        if disagg is None or attempt.body is None or not disagg.is_sent:
             return
         self._stats.handoffs_lost += 1
-        course.decode_failed(status)
+        disagg.decode_failed(status)
         if status == BROKEN and attempt.fetch_failed():
             raise _in_vain("fetch failed", attempt, out)
 
-    def not_fetched(self, attempt: Attempt, out: Outbound, course: DisaggState | None) -> AgainError:
-        """The second engine's answer began after the end of the lease."""
+    def not_fetched(self, attempt: Attempt, out: Outbound, disagg: DisaggState | None) -> AgainError:
+        """Handle an answer that began after the end of the lease."""
         self._stats.answers_late += 1
         self._stats.handoffs_lost += 1
-        if course is not None:
-            course.not_fetched()
+        if disagg is not None:
+            disagg.not_fetched()
         attempt.fetch_failed()
         return _in_vain("late answer", attempt, out)
 
 
 def broke(error: UpstreamError) -> bool:
-    """Whether the request may have broken the engine: it was there, and no answer came of it."""
+    """Whether the request may have broken the engine: it was reached but did not answer."""
     return error.sent and error.reason not in ("overflow", "aborted") and not error.abandoned
 
 
 def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
-    """Discard what was computed for this engine."""
+    """Discard the blocks computed for this engine."""
     engine = attempt.engine_id
     out.record.tracker.warn("prefill not fetched", out.record, engine, engine=engine, problem=problem)
     return AgainError(problem)
 
 
 def new_transfer_id() -> str:
-    """A name that no other transfer has."""
+    """Return a unique transfer id."""
     return f"kvatlas-{random.getrandbits(128):032x}"
 
 
@@ -388,7 +388,7 @@ def _holder(attempt: Attempt) -> PrefillHolder:
 
 
 def _without_rank(out: Outbound) -> Outbound:
-    """The client's is for the engine that answers."""
+    """Remove the client's rank header, which is for the answering engine."""
     if RANK not in dict(out.head.fields):
         return out
     fields = [field for field in out.head.fields if field[0] != RANK]
@@ -402,20 +402,20 @@ def _usage(content: bytes) -> Usage | None:
         return None
 
 
-# Both requests of a split at once: the second engine waits for what the first one is computing.
+# Both requests of a split at once: the decode engine waits for blocks that are being computed.
 #
-# What always holds: an engine that waits for blocks which will not come has its request closed, before the
-# client has had a byte of it. It keeps what it had reserved nevertheless, and the other engine a task for
-# it, until their time is over: nothing but the end of the prefill wakes them. So a prefill of which an
-# engine has been told goes on to its end, also when it is no longer wanted (its client left, the other
-# engine failed), and how many may wait is bounded (``WaitSlots``).
+# Invariants: if the blocks will not come, the decode request is closed before the client has received a byte.
+# Its reserved blocks, and a task of the prefill engine, stay taken until both time out: only the end of the
+# prefill wakes them. So a prefill with a waiting decode engine continues to its end even if it is no longer
+# needed (its client left, the decode engine failed), and the number of waiting requests is bounded
+# (``WaitSlots``).
 
 
 Outcome = TypeVar("Outcome")
 
 
 class ConcurrentPrefill:
-    """One per proxy. ``close`` it with the loop: prefills may go on without a waiter."""
+    """One per proxy. ``close`` it with the loop: prefills may continue without a waiter."""
 
     def __init__(self, legs: DisaggForwarder, stats: PdStats, clock: Callable[[], float]) -> None:
         self._legs = legs
@@ -425,37 +425,37 @@ class ConcurrentPrefill:
         self._alone: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
-        """End prefills without a waiter."""
+        """Cancel prefills without a waiter."""
         for task in self._alone:
             task.cancel()
 
     def allowed(self, prefill: Attempt) -> bool:
-        """Whether another engine may wait at this one."""
-        most = self._legs.pd.mooncake_ahead_max
+        """Whether another decode engine may wait at this prefill engine."""
+        most = self._legs.pd.mooncake_early_max
         return most > 0 and self._places.taken(prefill.engine_id, self._clock()) < most
 
     async def run(
         self,
         placement: Attempt,
         out: Outbound,
-        course: DisaggState,
+        disagg: DisaggState,
         send: Send,
         answer: Callable[[Send], Coroutine[Any, Any, Outcome]],
     ) -> Outcome:
-        """Ask the first engine and, by ``answer``, the second one; ends as ``answer`` does. Raises
-        ``AgainError`` where the first one failed before the client had anything."""
-        pair = _Pair(self._legs, placement, course, send)
+        """Ask the prefill engine and, by ``answer``, the decode engine; ends as ``answer`` does. Raises
+        ``AgainError`` if the prefill failed before the client had received anything."""
+        pair = _Pair(self._legs, placement, disagg, send)
         self._places.take(pair.prefill.engine_id)
         first = asyncio.create_task(pair.compute(out))
         first.add_done_callback(lambda task: self._over(task, pair))
         second = asyncio.create_task(pair.fetch(first, answer))
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            if _failed(first) and not pair.begun:  # whatever the other one says by now
-                placement.finished(None)  # it is not at fault
+            if _failed(first) and not pair.begun:  # regardless of the decode engine's state
+                placement.finished(None)  # the decode engine is not at fault
                 await first
             outcome = await second
-            if not pair.told:  # another engine may be, once the blocks are there
+            if not pair.is_early:  # another decode engine may be asked when the blocks are there
                 await first
             return outcome
         finally:
@@ -463,7 +463,7 @@ class ConcurrentPrefill:
 
     async def _leave(self, first: asyncio.Task[None], second: asyncio.Task[Any], pair: _Pair) -> None:
         second.cancel()
-        if not pair.told:
+        if not pair.is_early:
             first.cancel()
         elif not first.done():
             self._alone.add(first)
@@ -473,17 +473,17 @@ class ConcurrentPrefill:
 
     def _over(self, first: asyncio.Task[None], pair: _Pair) -> None:
         engine_id = pair.prefill.engine_id
-        if pair.told and _failed(first):
+        if pair.is_early and _failed(first):
             self._stats.waits_leaked += 1
-            self._places.stick(engine_id, self._clock(), self._legs.pd.mooncake_abort_s)
+            self._places.leak(engine_id, self._clock(), self._legs.pd.mooncake_abort_s)
         else:
             self._places.free(engine_id)
 
 
 class _Pair:
-    """One request's two halves. ``begun``: the client has had something."""
+    """Both halves of one request. ``begun``: the client has received something."""
 
-    def __init__(self, legs: DisaggForwarder, placement: Attempt, course: DisaggState, send: Send) -> None:
+    def __init__(self, legs: DisaggForwarder, placement: Attempt, disagg: DisaggState, send: Send) -> None:
         if placement.prefill is None or placement.body is None:
             raise ValueError("a request for one engine")
         self.prefill = placement.prefill
@@ -491,25 +491,25 @@ class _Pair:
         self._body = placement.body
         self._placement = placement
         self._legs = legs
-        self._course = course
+        self._disagg = disagg
         self._send = send
         self._transfer_id = new_transfer_id()
         self._handoff: Handoff | None = None
 
     @property
-    def told(self) -> bool:
-        """The second engine has been told before the first one had answered."""
+    def is_early(self) -> bool:
+        """Whether the decode request was sent before the prefill engine had answered."""
         return self._handoff is not None and self._handoff.sent
 
     async def compute(self, out: Outbound) -> None:
         """Implement ``DisaggForwarder.prefill``."""
-        await self._legs.prefill(self.prefill, self._body, out, self._course, self._transfer_id)
+        await self._legs.prefill(self.prefill, self._body, out, self._disagg, self._transfer_id)
 
     async def fetch(
         self, first: asyncio.Task[None], answer: Callable[[Send], Coroutine[Any, Any, Outcome]]
     ) -> Outcome:
-        """The second request, at once if it is known what to say; otherwise after the first one."""
-        self._handoff = await self._legs.ahead(self.prefill, self._course, self._transfer_id)
+        """Send the decode request, early if its parameters are known, otherwise after the prefill."""
+        self._handoff = await self._legs.early_handoff(self.prefill, self._disagg, self._transfer_id)
         if self._handoff is None:
             await asyncio.shield(first)
         else:
@@ -525,7 +525,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-# Reads a page of an engine, or of the bootstrap server beside it, over the proxy's own connections.
+# Pages of an engine, or of the bootstrap server beside it, over the proxy's own connections.
 
 
 _TIMEOUT_S = 5.0

@@ -80,11 +80,11 @@ class Placer(Protocol):
     """Chooses the engine for a request."""
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> Attempt:
         """Raises ``ApiError`` (model_not_found, no_ready_engine) when there is no engine to ask. A request
         may be placed several times (a retry before the first byte), never on an engine in ``exclude``;
-        ``course``: it has been placed on two engines, and what may come now."""
+        ``disagg``: it has been placed on two engines, and what may come now."""
 
 
 class Forwarder:
@@ -140,13 +140,13 @@ class Forwarder:
         left: frozenset[str] = frozenset()  # they went down, but did not fail: better than no engine at all
         outcome: Refusal | UpstreamError | None = None
         breaks = attempt = 0
-        course: DisaggState | None = None
+        disagg: DisaggState | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
-                placement = await self._place(out, exclude, left, course)
+                placement = await self._place(out, exclude, left, disagg)
             except ApiError:
                 if outcome is None:
                     raise
@@ -154,11 +154,11 @@ class Forwarder:
             if attempt:
                 self._stats.retries += 1
                 self._tell_retry(out.record, outcome, placement.engine_id)
-            if course is None and placement.body is not None:
-                course = self._legs.course()
+            if disagg is None and placement.body is not None:
+                disagg = self._legs.disagg()
             try:
-                outcome = await self._carry(placement, out, carrier, send, course)
-            except AgainError as again:  # at most once per prefill that the course allows, plus one
+                outcome = await self._carry(placement, out, carrier, send, disagg)
+            except AgainError as again:  # at most once per prefill that the disagg allows, plus one
                 breaks += again.broke
                 if breaks < _BREAKS_MAX:
                     continue
@@ -178,35 +178,35 @@ class Forwarder:
         await self._give_up(outcome, out.record, send)
 
     def _place(
-        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], course: DisaggState | None
+        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Awaitable[Attempt]:
         """Not on an engine in ``exclude``, and on one in ``left`` only where there is no other."""
-        if course is not None:
-            exclude |= course.failed
+        if disagg is not None:
+            exclude |= disagg.failed
         if left:
-            return self._place_again(out, exclude, left, course)
-        return self._planner.place(out.request, exclude=exclude, course=course)
+            return self._place_again(out, exclude, left, disagg)
+        return self._planner.place(out.request, exclude=exclude, disagg=disagg)
 
     async def _place_again(
-        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], course: DisaggState | None
+        self, out: Outbound, exclude: frozenset[str], left: frozenset[str], disagg: DisaggState | None
     ) -> Attempt:
         try:
-            return await self._planner.place(out.request, exclude=exclude | left, course=course)
+            return await self._planner.place(out.request, exclude=exclude | left, disagg=disagg)
         except ApiError:
-            return await self._planner.place(out.request, exclude=exclude, course=course)
+            return await self._planner.place(out.request, exclude=exclude, disagg=disagg)
 
     def _carry(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
         """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
         if out.entry is not None:
             out.entry.placed(*placement.price())
-        if course is None:
+        if disagg is None:
             return self._attempt(placement, out, carrier, None, send)
-        return self._carry_on(placement, out, carrier, send, course)
+        return self._carry_on(placement, out, carrier, send, disagg)
 
     async def _carry_on(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, course: DisaggState
+        self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState
     ) -> Refusal | UpstreamError | None:
         """Implement ``_attempt``; before it, the prompt is computed by another engine, where the placement
         says so. Raises ``AgainError``."""
@@ -215,10 +215,10 @@ class Forwarder:
             if prefill is not None and body is not None:
                 self._tell(prefill, out)
                 if self._together.allowed(prefill):
-                    answer = partial(self._attempt, placement, out, carrier, course)
-                    return await self._together.run(placement, out, course, send, answer)
-                await self._legs.prefill(prefill, body, out, course, new_transfer_id())
-            return await self._attempt(placement, out, carrier, course, send)
+                    answer = partial(self._attempt, placement, out, carrier, disagg)
+                    return await self._together.run(placement, out, disagg, send, answer)
+                await self._legs.prefill(prefill, body, out, disagg, new_transfer_id())
+            return await self._attempt(placement, out, carrier, disagg, send)
         finally:
             placement.finished(None)
 
@@ -298,7 +298,7 @@ class Forwarder:
         placement: Attempt,
         out: Outbound,
         carrier: Carrier,
-        course: DisaggState | None,
+        disagg: DisaggState | None,
         send: Send,
     ) -> Refusal | UpstreamError | None:
         """None: the request has been answered (or the answer broke off); else why it has not."""
@@ -308,7 +308,7 @@ class Forwarder:
             if placement.body is not None:
                 placement.asked()
             self._tell(placement, out)
-            connection = await self._ask_in_order(placement, out, carrier, course)
+            connection = await self._ask_in_order(placement, out, carrier, disagg)
             if connection is None:
                 out.record.unseen = True
                 return None
@@ -316,7 +316,7 @@ class Forwarder:
             own = (*placement.answer_headers, *limits)
             head = read_answer_headers(connection.headers, out.head.request_id, own)
             if connection.status in REFUSALS:
-                self._legs.failed(placement, out, course, connection.status)
+                self._legs.failed(placement, out, disagg, connection.status)
                 body = await self._read_refusal(connection)
                 wait_s = retry_after_s(head.retry_after, self._settings.retry_after_s_max)
                 return self._refused(placement, wait_s, Refusal(connection.status, head.fields, body))
@@ -336,16 +336,16 @@ class Forwarder:
             if (rest := relay.run()) is not None:
                 await rest
         except UpstreamError as error:
-            self._legs.failed(placement, out, course, _status_of(error, out.request))
+            self._legs.failed(placement, out, disagg, _status_of(error, out.request))
             engine_failed(placement, error, self._stats)
             return error
         except EventRefusedError as error:
-            self._legs.failed(placement, out, course, error.status)
+            self._legs.failed(placement, out, disagg, error.status)
             return self._refused(placement, 0.0, Refusal(error.status, as_json(error.fields), error.body))
         except NotFetchedError:
-            raise self._legs.not_fetched(placement, out, course) from None
+            raise self._legs.not_fetched(placement, out, disagg) from None
         except asyncio.CancelledError:
-            return self._moved(placement, out, course)
+            return self._moved(placement, out, disagg)
         else:
             return None
         finally:
@@ -353,12 +353,12 @@ class Forwarder:
             if connection is not None:
                 carrier.done(connection)
 
-    def _moved(self, placement: Attempt, out: Outbound, course: DisaggState | None) -> UpstreamError:
+    def _moved(self, placement: Attempt, out: Outbound, disagg: DisaggState | None) -> UpstreamError:
         """Its engine went down; raises the ``CancelledError`` that is being handled where the client left."""
         if (error := abandoned(placement, self._stats)) is None:
             self._stats.clients_left_unanswered += placement.left_unanswered()
             raise  # noqa: PLE0704  # called while it is handled
-        self._legs.failed(placement, out, course)
+        self._legs.failed(placement, out, disagg)
         engine_failed(placement, error, self._stats)
         return error
 
@@ -368,28 +368,28 @@ class Forwarder:
         return refusal
 
     def _ask(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, course: DisaggState | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Awaitable[Answer | None]:
         settings = self._settings
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
-        if course is not None and placement.body is not None:
-            return self._legs.fetch(placement, placement.body, out, course, timeout_s)
-        if course is not None and course.distrusts_caches:
+        if disagg is not None and placement.body is not None:
+            return self._legs.fetch(placement, placement.body, out, disagg, timeout_s)
+        if disagg is not None and disagg.distrusts_caches:
             return self._ask_without_cache(placement, out, timeout_s)
         return carrier.ask(placement, out, timeout_s)
 
     async def _ask_in_order(
-        self, placement: Attempt, out: Outbound, carrier: Carrier, course: DisaggState | None
+        self, placement: Attempt, out: Outbound, carrier: Carrier, disagg: DisaggState | None
     ) -> Answer | None:
         """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
         before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
-        answer = await self._ask(placement, out, carrier, course)
+        answer = await self._ask(placement, out, carrier, disagg)
         if answer is None or answer.status != _BAD_REQUEST or carrier is not self._own:
             return answer
         if not placement.drop_order():
             return answer
         carrier.done(answer)
-        answer = await self._ask(placement, out, carrier, course)
+        answer = await self._ask(placement, out, carrier, disagg)
         if answer is not None and answer.status != _BAD_REQUEST:
             placement.order_refused()
             self._stats.priorities_refused += 1

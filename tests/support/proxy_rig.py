@@ -229,7 +229,7 @@ class FakePlanner:
         return self.breakers[url].allows(self.now(), client)
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> FakePlacement:
         self.requests.append(request)
         for url in self.urls:

@@ -67,8 +67,8 @@ def _printable(value: Any) -> Any:
     return value
 
 
-# serde_json refuses bodies with more than 128 levels, of which a few surround the values given here. This also
-# keeps below the recursion limit of every Python: 3.13 renders what 3.11 cannot.
+# serde_json refuses bodies with more than 128 levels, of which a few surround the values given here. The
+# limit is below the recursion limit of every Python: 3.13 renders what 3.11 cannot.
 _LEVELS_MAX: Final = 120
 
 

@@ -80,7 +80,7 @@ def test_both_may_be_asked_at_once(connector: Any) -> None:
 
     async def main() -> None:
         alone = [await told_alone(PATH, completion(number)) for number in range(3)]
-        pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_ahead_max=8)
+        pd = msgspec.structs.replace(SPLITS, connector=connector, mooncake_early_max=8)
         async with apart(pd=pd) as (rig, p, (d,)):
             for number in range(3):
                 with busy(rig):
@@ -100,7 +100,7 @@ def test_both_may_be_asked_at_once(connector: Any) -> None:
 def test_a_prefill_engine_that_dies_while_others_wait_for_it_costs_no_answer(point: str) -> None:
     async def main() -> None:
         alone = await told_alone(PATH, completion(1))
-        pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_ahead_max=8)
+        pd = msgspec.structs.replace(SPLITS, connector="mooncake", mooncake_early_max=8)
         proxy = ProxySettings(first_byte_timeout_s=1.0)
         async with apart({**P, "dies_at": point}, D, D, proxy=proxy, pd=pd) as (rig, _, _):
             with busy(rig):

@@ -138,7 +138,7 @@ def test_client_that_leaves_while_the_planner_thinks() -> None:
         async with routing() as rig:
 
             async def place(
-                request: InboundRequest, *, exclude: frozenset[str], course: object = None
+                request: InboundRequest, *, exclude: frozenset[str], disagg: object = None
             ) -> FakePlacement:
                 rig.planner.requests.append(request)
                 try:

@@ -45,7 +45,7 @@ def told(connector: Connector, answer: Any, source: PrefillHolder = SOURCE) -> A
     found: list[Any] = []
 
     async def main() -> None:
-        got = await connector.told(body, "xfer-1", source)
+        got = await connector.decode_params(body, "xfer-1", source)
         found.append(json.loads(got) if isinstance(got, bytes) else got)
 
     run(main())
@@ -59,7 +59,7 @@ def mooncake(server: Server, port: int = 8998) -> Connector:
 def test_the_prefill_engine_is_told_a_name_and_the_decode_engine_where_it_is() -> None:
     server = Server({"0": ENTRY})
     connector = mooncake(server)
-    assert json.loads(connector.asks("xfer-1")) == {
+    assert json.loads(connector.prefill_params("xfer-1")) == {
         "do_remote_decode": True,
         "do_remote_prefill": False,
         "transfer_id": "xfer-1",
@@ -136,7 +136,7 @@ def test_of_several_ranks_the_one_that_was_asked_is_named() -> None:
 def test_which_connector_an_engine_has_its_answer_tells() -> None:
     server = Server({"0": ENTRY})
     connector = connector_of(PdSettings(), server)
-    asked = json.loads(connector.asks("xfer-1"))
+    asked = json.loads(connector.prefill_params("xfer-1"))
     assert (asked["do_remote_decode"], asked["remote_block_ids"], asked["transfer_id"]) == (
         True,
         None,
@@ -152,7 +152,7 @@ def test_which_connector_an_engine_has_its_answer_tells() -> None:
 def test_a_connector_that_is_configured_is_the_one() -> None:
     server = Server({"0": ENTRY})
     connector = connector_of(PdSettings(connector="nixl"), server)
-    assert b"transfer_id" not in connector.asks("xfer-1")
+    assert b"transfer_id" not in connector.prefill_params("xfer-1")
     assert told(connector, CUT) == "no connector"
     assert server.asked == []
 
@@ -161,7 +161,7 @@ def test_a_connector_that_is_configured_is_the_one() -> None:
 def test_offloading_tiers_are_told_a_name_and_an_address(rank: str, port: int) -> None:
     server = Server(None)
     connector = connector_of(PdSettings(connector="offloading"), server)
-    assert json.loads(connector.asks("xfer-1")) == {"remote_decoder": {"kv_request_id": "xfer-1"}}
+    assert json.loads(connector.prefill_params("xfer-1")) == {"remote_decoder": {"kv_request_id": "xfer-1"}}
     assert told(connector, CUT, PrefillHolder("http://10.0.0.1:8000", rank)) == {
         "remote_prefiller": {"kv_request_id": "xfer-1", "remote_host": "10.0.0.1", "remote_port": port}
     }

@@ -46,76 +46,76 @@ def test_the_lease_runs_from_when_the_answer_may_have_come() -> None:
 
 def asked(*transfer_ids: str) -> DisaggState:
     """After so many prefills were asked for, with these names."""
-    course = DisaggState(SETTINGS)
+    disagg = DisaggState(SETTINGS)
     for transfer_id in transfer_ids:
-        course.asked(transfer_id)
-    return course
+        disagg.prefill_sent(transfer_id)
+    return disagg
 
 
 def test_a_decode_engine_that_was_not_told_leaves_the_parameters_to_another() -> None:
-    course = asked("a")
-    assert course.handed_over("a", handoff(0.0))
-    assert not course.told
-    assert course.handoff(1.0) is not None
+    disagg = asked("a")
+    assert disagg.handed_over("a", handoff(0.0))
+    assert not disagg.is_sent
+    assert disagg.handoff(1.0) is not None
 
 
 def test_what_was_handed_over_early_is_not_handed_over_again_by_the_answer() -> None:
-    course = asked("a")
+    disagg = asked("a")
     early = handoff(0.0)
-    assert course.handed_over("a", early)
+    assert disagg.handed_over("a", early)
     early.take(0.0)
-    course.decode_failed(503)
-    assert not course.handed_over("a", handoff(5.0))
-    assert course.handoff(5.0) is None
+    disagg.decode_failed(503)
+    assert not disagg.handed_over("a", handoff(5.0))
+    assert disagg.handoff(5.0) is None
 
 
 def test_nobody_is_told_of_what_was_handed_over_early_once_the_prefill_has_failed() -> None:
-    course = asked("a")
+    disagg = asked("a")
     early = handoff(0.0)
-    course.handed_over("a", early)
-    course.prefill_failed("a", "p")
-    assert course.handoff(0.0) is None
+    disagg.handed_over("a", early)
+    disagg.prefill_failed("a", "p")
+    assert disagg.handoff(0.0) is None
     with pytest.raises(HandoffRefusedError):
         early.take(0.0)
 
 
 def test_what_is_found_out_after_the_prefill_has_failed_is_told_to_nobody() -> None:
-    course = asked("a")
-    course.nothing_held("a")
-    assert not course.handed_over("a", handoff(0.0))
-    assert course.handoff(0.0) is None
+    disagg = asked("a")
+    disagg.nothing_to_fetch("a")
+    assert not disagg.handed_over("a", handoff(0.0))
+    assert disagg.handoff(0.0) is None
 
 
 def test_a_prefill_that_ends_after_another_was_asked_for_changes_nothing_of_that() -> None:
-    course = asked("a", "b")
+    disagg = asked("a", "b")
     held = handoff(0.0)
-    assert course.handed_over("b", held)
-    assert not course.handed_over("a", handoff(1.0))
-    course.prefill_failed("a", "p")
-    assert course.handoff(1.0) is held
-    assert course.failed == {"p"}
+    assert disagg.handed_over("b", held)
+    assert not disagg.handed_over("a", handoff(1.0))
+    disagg.prefill_failed("a", "p")
+    assert disagg.handoff(1.0) is held
+    assert disagg.failed == {"p"}
 
 
 @pytest.mark.parametrize(("status", "splits"), [(500, False), (503, True), (0, True)])
 def test_after_a_decode_engine_failed_its_parameters_are_gone(status: int, splits: bool) -> None:
     """500 is how vLLM says that it could not fetch: nobody fetches for this request any more."""
-    course = asked("a")
+    disagg = asked("a")
     held = handoff(0.0)
-    course.handed_over("a", held)
+    disagg.handed_over("a", held)
     held.take(1.0)
-    assert course.told
-    course.decode_failed(status)
-    assert course.handoff(1.0) is None
-    assert course.splits is splits
+    assert disagg.is_sent
+    disagg.decode_failed(status)
+    assert disagg.handoff(1.0) is None
+    assert disagg.may_split is splits
 
 
 class AnyCourse(RuleBasedStateMachine):
-    """The proxy's loop over one course, with whatever may happen at each step, and time that passes."""
+    """The proxy's loop over one disagg, with whatever may happen at each step, and time that passes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.course = DisaggState(SETTINGS)
+        self.disagg = DisaggState(SETTINGS)
         self.running: dict[str, float] = {}
         self.names: dict[int, str] = {}
         self.ended_badly: set[str] = set()
@@ -128,14 +128,14 @@ class AnyCourse(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: not self.over and self.course.splits and not self.course.handoff(self.now))
-    @rule(ahead=st.booleans())
-    def prefill(self, ahead: bool) -> None:
-        """``ahead``: what a decode engine may be told is known at once."""
-        transfer_id = f"t{self.course.prefills}"
-        self.course.asked(transfer_id)
+    @precondition(lambda self: not self.over and self.disagg.may_split and not self.disagg.handoff(self.now))
+    @rule(early=st.booleans())
+    def prefill(self, early: bool) -> None:
+        """``early``: what a decode engine may be told is known at once."""
+        transfer_id = f"t{self.disagg.prefills}"
+        self.disagg.prefill_sent(transfer_id)
         self.running[transfer_id] = self.now
-        if ahead:
+        if early:
             self.hand_over(transfer_id, handoff(self.now))
 
     @precondition(lambda self: self.running)
@@ -152,21 +152,21 @@ class AnyCourse(RuleBasedStateMachine):
         if outcome == "held":
             self.hand_over(transfer_id, handoff(began, answered_s=self.now))
         elif outcome == "failed":
-            self.course.prefill_failed(transfer_id, f"p{transfer_id}")
+            self.disagg.prefill_failed(transfer_id, f"p{transfer_id}")
             self.ended_badly.add(transfer_id)
         else:
-            self.course.nothing_held(transfer_id)
+            self.disagg.nothing_to_fetch(transfer_id)
             self.ended_badly.add(transfer_id)
 
     def hand_over(self, transfer_id: str, held: Handoff) -> None:
-        if self.course.handed_over(transfer_id, held):
+        if self.disagg.handed_over(transfer_id, held):
             self.names[id(held)] = transfer_id
             self.given.append(held)
 
-    @precondition(lambda self: not self.over and self.course.handoff(self.now) is not None)
+    @precondition(lambda self: not self.over and self.disagg.handoff(self.now) is not None)
     @rule(outcome=st.sampled_from(["answer", "unreached", 0, 500, 503]), connecting_s=st.floats(0, 40))
     def decode(self, outcome: str | int, connecting_s: float) -> None:
-        held = self.course.handoff(self.now)
+        held = self.disagg.handoff(self.now)
         assert held is not None
         self.now += connecting_s
         if outcome == "unreached":
@@ -181,7 +181,7 @@ class AnyCourse(RuleBasedStateMachine):
         if outcome == "answer":
             self.over = True
         else:
-            self.course.decode_failed(int(outcome))
+            self.disagg.decode_failed(int(outcome))
 
     @invariant()
     def never_twice(self) -> None:
@@ -193,12 +193,12 @@ class AnyCourse(RuleBasedStateMachine):
 
     @invariant()
     def only_the_newest(self) -> None:
-        held = self.course.handoff(self.now)
+        held = self.disagg.handoff(self.now)
         assert held is None or (held is self.given[-1] and held.alive(self.now))
 
     @invariant()
     def it_ends(self) -> None:
-        assert self.course.prefills <= SETTINGS.prefills_max
+        assert self.disagg.prefills <= SETTINGS.prefills_max
 
 
 AnyCourse.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pd.settings import PREFILLED, PREFILLERS, Prefilled, read_prefilled, read_prefillers, tell
+from router.pd.settings import (
+    PREFILLED,
+    PREFILLERS,
+    Prefilled,
+    prefilled_field,
+    read_prefilled,
+    read_prefillers,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,7 @@ def test_the_engines_named_are_read_as_llm_d_writes_them(values: list[bytes], ex
 @given(st.none() | st.integers(0, 7), st.none() | st.integers(0, 10**6))
 def test_what_is_told_is_read(place: int | None, cached: int | None) -> None:
     said = Prefilled(place, None if place is None else cached)
-    assert read_prefilled([tell(said)]) == said
+    assert read_prefilled([prefilled_field(said)]) == said
 
 
 @pytest.mark.parametrize("value", [b"", b"1", b"x y", b"0 -1", b"0 12345678901", b"0 1 2"])

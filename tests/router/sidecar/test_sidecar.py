@@ -258,7 +258,7 @@ def test_every_connector_one_after_the_other_and_at_once(connector: str, ahead: 
     async def main() -> None:
         expected = [await alone(completion(number)) for number in (1, 2)]
         async with (
-            connected(connector, mooncake_ahead_max=ahead) as (p, d, pd),
+            connected(connector, mooncake_early_max=ahead) as (p, d, pd),
             sidecar(d, p, pd=pd) as beside,
         ):
             for number in (1, 2):

@@ -48,7 +48,7 @@ GOOD = says(200, b'{"good": 1}')
 
 
 class PairPlanner(FakePlanner):
-    """Pairs the first prefill engine and the first decode engine that are left, as a course allows."""
+    """Pairs the first prefill engine and the first decode engine that are left, as a disagg allows."""
 
     def __init__(self, prefill: list[str], decode: list[str]) -> None:
         super().__init__(*decode)
@@ -57,14 +57,14 @@ class PairPlanner(FakePlanner):
         """Prefill engines that turned out to hold nothing."""
 
     async def place(
-        self, request: InboundRequest, *, exclude: frozenset[str], course: DisaggState | None = None
+        self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> FakePlacement:
         left = [url for url in self.urls if url not in exclude]
         if not left:
             raise no_ready_engine("nobody is there")
         mates = [url for url in self.prefill if url not in exclude]
-        held = None if course is None else course.handoff(self.now())
-        splits = mates and (course is None or course.splits)
+        held = None if disagg is None else disagg.handoff(self.now())
+        splits = mates and (disagg is None or disagg.may_split)
         placement = self._made(left[0], request, later=bool(held or splits))
         if held or splits:
             placement.body = at_once(split_body(request.path, request.body))

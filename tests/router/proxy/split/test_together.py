@@ -85,7 +85,7 @@ async def together(
         bootstrap = await stack.enter_async_context(Engine(says(200, json.dumps(ENTRIES).encode())))
         planner = PairPlanner([engine.url for engine in first], [engine.url for engine in second])
         rig = await stack.enter_async_context(routing(planner=planner))
-        pd = PdSettings(connector="mooncake", mooncake_bootstrap_port=bootstrap.port, mooncake_ahead_max=most)
+        pd = PdSettings(connector="mooncake", mooncake_bootstrap_port=bootstrap.port, mooncake_early_max=most)
         rig.app.configure(ProxySettings(**proxy), pd, None, claims=False)
         yield Fleet(rig, first, second, bootstrap)
 
