@@ -218,7 +218,7 @@ class GatewayExchange:
         except asyncio.CancelledError:
             self._writer.reset(CANCEL)
             raise
-        except Exception as error:  # noqa: BLE001  # noqa: BLE001 - log any router error and answer
+        except Exception as error:  # noqa: BLE001 - log any router error and answer
             trace = "".join(traceback.format_exception(error))
             _log.error("request failed", path=scope["path"], traceback=trace)
             self._own.clear()
