@@ -82,16 +82,16 @@ async def measure(port: int, engines: int, interval_s: float, seconds: float) ->
     listed = tuple(EngineAddress(f"http://127.0.{n // 250}.{n % 250 + 1}:{port}") for n in range(engines))
     settings = FleetSettings(gauge_interval_s=interval_s)
     router = Router(Config(engines=listed, fleet=settings))
-    polls, report = 0, router.following.engine_load
+    polls, report = 0, router.lifecycle.engine_load
 
     def count(engine: Engine, *, running: int, waiting: int) -> None:
         nonlocal polls
         polls += 1
         report(engine, running=running, waiting=waiting)
 
-    router.following.engine_load = count  # type: ignore[method-assign]
+    router.lifecycle.engine_load = count  # type: ignore[method-assign]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        poller = FleetPoller(router.fleet, router.following, settings, session)
+        poller = FleetPoller(router.fleet, router.lifecycle, settings, session)
         running = asyncio.create_task(poller.run())
         while polls < engines:  # noqa: ASYNC110  # each has been read once
             await asyncio.sleep(0.1)

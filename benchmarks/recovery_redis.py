@@ -98,8 +98,8 @@ def follower(pipe: Connection, url: str, blocks: int) -> None:
                 list(hashes), None, encode_tokens(ids), 16, None, "GPU", None, None, 0, "full_attention"
             )
             fleet.apply(ENGINE, decode_batch(encode_batch(0.0, [event], 0, None)))
-        engine, seat = fleet.engine(ENGINE), fleet.residency(ENGINE).query()
-        mirror.describe(ENGINE, engine_facts(engine, seat, FeedState.READY, 0))
+        engine, worker = fleet.engine(ENGINE), fleet.residency(ENGINE).query()
+        mirror.describe(ENGINE, engine_facts(engine, worker, FeedState.READY, 0))
         await mirror.flush()
         pipe.send("mirrored")
         tasks = [

@@ -69,7 +69,7 @@ async def by_engines(engines: int, rounds: int) -> dict[str, Any]:
         engine.load.admit(uncached_tokens=500, now=time.monotonic())
 
     def report() -> None:
-        LoadGossip("0", router.sharing.own_load, started=1).field(time.monotonic())
+        LoadGossip("0", router.peers.own_load, started=1).field(time.monotonic())
 
     pairs = [
         _stored_and_removed(payload) for payload in payloads(EVENT_BLOCKS, 1 << 14, EVENTS_PER_BATCH, rng)

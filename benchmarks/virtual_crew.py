@@ -110,9 +110,9 @@ class Worker:
         entries, self._entries = self._entries, []
         for sibling in self._fleet.workers:
             if sibling is not self and (entries or load):
-                self._fleet.later(HEARD_S, partial(sibling.hear, self._name, entries, load))
+                self._fleet.later(HEARD_S, partial(sibling.receive, self._name, entries, load))
 
-    def hear(self, name: str, entries: list[bytes], load: bytes | None) -> None:
+    def receive(self, name: str, entries: list[bytes], load: bytes | None) -> None:
         """A sibling's message."""
         if load is not None:
             self.fields[name] = load

@@ -44,8 +44,8 @@ from router.serve.command import configure_logging
 from router.serve.server import make_server
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
+from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import WorkerContext
 
 E = "http://engine:8000"
 TRACE_SPEED = 8.0
@@ -191,7 +191,7 @@ async def quality(
     engines = tuple(map(EngineAddress, urls))
     config: Config = demo._config(engines, 0, IndexSettings(), "")  # noqa: SLF001  # the demo's own
     with seats(workers, folder) as places:
-        routers = [Router(config, seat=place) if workers > 1 else Router(config) for place in places]
+        routers = [Router(config, worker=place) if workers > 1 else Router(config) for place in places]
         servers = [make_server(router) for router in routers]
         serving = [asyncio.create_task(server.serve()) for server in servers]
         for router, server in zip(routers, servers, strict=True):
@@ -211,7 +211,7 @@ async def quality(
         for router in routers:
             for engine_id, tokens in _computed(router).items():
                 computed[engine_id] = computed.get(engine_id, 0) + tokens
-        delays = [gossip.delays for router in routers if (gossip := router.sharing.gossip) is not None]
+        delays = [gossip.delays for router in routers if (gossip := router.peers.gossip) is not None]
         for server in servers:
             server.drain()
         await asyncio.wait(serving)

@@ -1,8 +1,8 @@
-"""Entry point of the ``kvatlas`` command, and its outer edge: whatever ends a command ends it in a sentence.
+"""Entry point of the ``kvatlas`` command and its error boundary: every failure ends in one sentence.
 
-Light on purpose: a wheel installed without its extras gets as far as here and is told what to install.
-Always true: no traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set, and the status is 0 done,
-1 no or could not, 2 bad arguments or configuration, 130 interrupted.
+Light to import: a wheel installed without its extras gets this far and learns what to install. Invariants: no
+traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set; the status is 0 done, 1 no or failed, 2
+bad arguments or configuration, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Sequence
 
 TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
 _EXTRA_OF = {"matplotlib": "plot", "torch": "connectors", "mooncake": "connectors-mooncake"}
-"""Extras that hold a module; every other one comes with ``router``."""
+"""Extra that provides a module; all others come with ``router``."""
 _OWN = frozenset({"router", "publisher", "connectors"})
 _COLLECT_EVERY = 50_000
-"""New objects between two collections of garbage. Imports make none; looking takes a tenth of their time."""
+"""New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
+time."""
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command; returns its exit status, and says on stderr why it is not 0."""
+    """Run one command; returns its exit status and prints to stderr why it is not 0."""
     gc.set_threshold(_COLLECT_EVERY)
     try:
         for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows "?"
@@ -50,19 +51,19 @@ def run(words: Sequence[str]) -> int:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """What a task group wraps, where it is a single error."""
+    """Unwrap a task group's error if it holds a single one."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def _told(error: BaseException) -> int:
-    """Say what ended the command; returns the status."""
+    """Print why the command failed; returns the status."""
     nobody_reads = _let_go_of_output()
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, BrokenPipeError) and nobody_reads:
-        return 1  # nobody reads any more: head, or a pager that was left
+        return 1  # the reader has gone: head, or a pager that was left
     if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
         extra = _EXTRA_OF.get(name, "router")
         _say(
@@ -79,7 +80,7 @@ def _told(error: BaseException) -> int:
 
 
 def _of_system(error: OSError) -> str:
-    """What the system said, and of which file, without its number."""
+    """Format an operating system error with its file, without its number."""
     said = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {said}" if error.filename else said
 
@@ -90,9 +91,9 @@ def _say(text: str) -> None:
 
 
 def _let_go_of_output() -> bool:
-    """Write out what was printed; let an output go that is gone or full: nothing then fails on it at exit.
+    """Flush the output; drop an output that is closed or full, so that nothing fails on it at exit.
 
-    Returns whether nobody reads it any more.
+    Returns whether the reader has gone.
     """
     if sys.stdout is None:
         return False

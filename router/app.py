@@ -24,12 +24,12 @@ from router.api.metrics_page import Sources
 from router.api.ops import Application, Front, OpsPort, ops_authenticator
 from router.api.views import Readiness, ReadinessCheck
 from router.config.schema import Config
+from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer
 from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
-from router.following import EngineLifecycle
 from router.http.server.server import lifespan
 from router.http.server.settings import ListenSettings, ListenStats
 from router.http.tls import Certificates
@@ -37,59 +37,59 @@ from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
+from router.peer_sharing import PeerSharing
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
 from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
-from router.sharing import PeerSharing
-from router.workers.seat import WorkerContext
+from router.workers.context import WorkerContext
 from router.workers.supervisor import WorkerGroup
 from router.workers.view import AggregateView, worker_families
 
 
 class Router:
-    """One router process. ``clock`` is monotonic seconds; ``seat``: it is one of several workers."""
+    """One router process. ``clock``: monotonic seconds; ``worker``: set if it is one of several workers."""
 
     def __init__(
         self,
         config: Config,
         *,
         clock: Callable[[], float] = time.monotonic,
-        seat: WorkerContext | None = None,
+        worker: WorkerContext | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
         self.accounts = Accounts(clock)
         self.usage = UsageLog(config.usage, config.traces) if config.usage.path else None
-        self.sharing = PeerSharing(config, self.accounts, clock=clock, seat=seat)
-        self.following = EngineLifecycle(
+        self.peers = PeerSharing(config, self.accounts, clock=clock, worker=worker)
+        self.lifecycle = EngineLifecycle(
             config,
             self.accounts,
-            self.sharing.index,
+            self.peers.index,
             clock=clock,
             leaving=(
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
                 lambda engine: self.proxy.client.forget(engine.engine.base_url),
             ),
         )
-        self.fleet, self.scopes = self.following.fleet, self.following.scopes
+        self.fleet, self.scopes = self.lifecycle.fleet, self.lifecycle.scopes
         self.gate = self._open_gate()
-        self.sharing.begin(self.fleet, self.gate)
-        self.accounts.inflight.is_stored = self.following.is_stored
+        self.peers.begin(self.fleet, self.gate)
+        self.accounts.inflight.is_stored = self.lifecycle.is_stored
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
-        """Hears of other limits of client connections."""
+        """Called with new limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
         self.poller: FleetPoller[Engine] | None = None
         self.roster = DesiredState(engines_max=_engines_max(config))
         self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
         self.crew: WorkerGroup | None = None
-        if seat is not None and self.sharing.gossip is not None:
+        if worker is not None and self.peers.gossip is not None:
             self.crew = WorkerGroup(
-                seat,
-                self.sharing.gossip,
+                worker,
+                self.peers.gossip,
                 self.roster,
                 applied=self._assign,
                 unheard=self.fleet_sources.unsynced,
@@ -103,10 +103,10 @@ class Router:
             health_timeout_s=config.prompts.engine_timeout_s,
         )
         self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """What else works in the background, for as long as the router does."""
+        """Further coroutines to run in the background while the router runs."""
         self._tasks: asyncio.TaskGroup | None = None
         self.reader = PromptReader(
-            self.following.prompts_of(config),
+            self.lifecycle.prompts_of(config),
             config.prompts,
             self.calls.post,
             engine_url=self._engine_url,
@@ -119,8 +119,8 @@ class Router:
             self.reader,
             config.prompts,
             self.calls.ask,
-            setting_of=self.following.tokenizer_of,
-            file_found=self.following.learn_file,
+            setting_of=self.lifecycle.tokenizer_of,
+            file_found=self.lifecycle.learn_file,
             clock=clock,
         )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
@@ -129,7 +129,7 @@ class Router:
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
-            index_problem=lambda: self.sharing.problem,
+            index_problem=lambda: self.peers.problem,
             clock=clock,
             warm_up_s_max=config.fleet.warm_up_s_max,
         )
@@ -144,7 +144,7 @@ class Router:
             lambda: self.listen_stats,
             self.proxy.requests,
             HistoryLog(clock()),
-            self.sharing.index,
+            self.peers.index,
             self.fleet_sources,
             None if self.admin is None else self.admin.stats,
             self.gate,
@@ -155,13 +155,13 @@ class Router:
             pd=self.planner.pd_stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
-            others=self.sharing.others,
+            others=self.peers.others,
         )
         self._view: AggregateView | None = None
-        if seat is not None and self.crew is not None:
+        if worker is not None and self.crew is not None:
             gossip = self.crew.gossip
             self.sources.more = lambda: worker_families(
-                seat.slot, gossip.stats, gossip.delays, self.listen_stats
+                worker.slot, gossip.stats, gossip.delays, self.listen_stats
             )
             self._view = self.crew.view(self.sources)
         insight: Any = create_ops(
@@ -178,8 +178,8 @@ class Router:
             port=config.server.ops_listens_on if self.leads else None,
             authenticator=door,
             names=config.server.ops_names,
-            sock=None if seat is None else seat.ops,
-            at="" if seat is None else seat.ops_at,
+            sock=None if worker is None else worker.ops,
+            at="" if worker is None else worker.ops_at,
         )
         ops_here = config.server.ops_port == "public"
         control: Any = insight
@@ -208,8 +208,8 @@ class Router:
             retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
             check_every=self.config.server.check_every,
-            shared=self.sharing.lookup,
-            told=self.sharing.told,
+            shared=self.peers.lookup,
+            peer_state=self.peers.peer_state,
             queue=self.config.queue,
             pd=self.config.pd,
         )
@@ -238,7 +238,7 @@ class Router:
         return planner, proxy
 
     def _open_gate(self) -> KeyGate | None:
-        """Raises ``KeyFileError`` for a key file of no use."""
+        """Read the keys. Raises ``KeyFileError`` for an unusable key file."""
         keys = self.config.keys
         if keys.file is None:
             return None
@@ -263,7 +263,7 @@ class Router:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything that works in the background, for as long as the context lasts."""
+        """Run all background work for the duration of the context."""
         async with (
             self.calls.open() as session,
             self.ops.listening(),
@@ -273,14 +273,14 @@ class Router:
             asyncio.TaskGroup() as tasks,
         ):
             self._tasks = tasks
-            works = self.following.begin(tasks)
-            poller = self.poller = FleetPoller(self.fleet, self.following, self.config.fleet, session)
+            works = self.lifecycle.begin(tasks)
+            poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, session)
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
             works.append(self.finder.run())
             works += [work() for work in self.works]
-            works += self.sharing.works()
+            works += self.peers.works()
             if self.config.prompts.renderers:
                 works.append(
                     self.reader.renderers.watch(self.calls.healthy, self.config.prompts.renderer_check_s)
@@ -288,9 +288,10 @@ class Router:
             background = [tasks.create_task(work) for work in works]
             if self.usage is not None:
                 self.usage.start()
-            if self.crew is not None and self.crew.seat.life:
-                # Its siblings serve: a replacement that accepts before it knows an engine refuses what they
-                # would answer. Until then connections wait in the backlog of its socket.
+            if self.crew is not None and self.crew.worker.life:
+                # The sibling workers serve meanwhile: a replacement that accepts before it knows an engine
+                # refuses requests that they would answer. Until then connections wait in the backlog of its
+                # socket.
                 await poller.first_polls(self.config.fleet.poll_timeout_s)
             try:
                 yield
@@ -299,8 +300,8 @@ class Router:
                     await self.picker.drained()
                 for task in background:
                     task.cancel()
-                await self.sharing.close()
-                self.following.end()
+                await self.peers.close()
+                self.lifecycle.end()
                 if self.usage is not None:
                     await asyncio.to_thread(self.usage.close)
                 if self.traces is not None:
@@ -310,7 +311,7 @@ class Router:
                 self._tasks = self.poller = None
 
     async def _expire_inflight(self) -> None:
-        """Prompts whose grace is over leave also while no request comes."""
+        """Expire prompts whose grace period is over, also while no request comes."""
         inflight = self.accounts.inflight
         while True:
             await asyncio.sleep(inflight.settings.grace_s)
@@ -328,15 +329,15 @@ class Router:
 
     @property
     def leads(self) -> bool:
-        """It answers for all workers, or is alone."""
+        """Whether this process answers for all workers, or is the only one."""
         return self.crew is None or self.crew.leads
 
     def _to_lead(self) -> Application | None:
-        """Where the lead of the workers is asked; None: it is this one."""
+        """Return the application that forwards to the leading worker; None: it is this one."""
         return None if self.crew is None or self.leads else self.crew.calls.to_lead
 
     def discard(self) -> None:
-        """It was made to check the configuration, and will not run: what it started ends."""
+        """Release a router that was made only to check the configuration."""
         if self.traces is not None:
             self.traces.close()
         self.reader.close()
@@ -346,19 +347,19 @@ class Router:
         return self._readiness_check.check(draining=self.draining())
 
     def retire(self) -> None:
-        """The server drains: what other replicas can take over, they may take now."""
+        """Hand over to other replicas what they can take, because the server drains."""
         if self.picker is not None:
             self.picker.drain()
-        if self.sharing.index is not None and self._tasks is not None:
-            self._tasks.create_task(self.sharing.index.release_leases())
+        if self.peers.index is not None and self._tasks is not None:
+            self._tasks.create_task(self.peers.index.release_leases())
 
     def _assign(self) -> None:
-        """The roster changed: the fleet is what it says."""
+        """Update the fleet from the desired state."""
         if self.poller is not None:
             self.poller.assign(self.roster.wanted())
 
     def _open_picker(self) -> PickerServer | None:
-        """Raises ``TlsError`` for files of no use."""
+        """Make the endpoint picker, if configured. Raises ``TlsError`` for unusable files."""
         config = self.config
         if not config.epp.listen:
             return None
@@ -383,30 +384,31 @@ class Router:
             self.clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
-            others=self.sharing.others,
+            others=self.peers.others,
         )
-        seat = None if self.crew is None else self.crew.seat
+        worker = None if self.crew is None else self.crew.worker
         return AdminApi(
             self.config.admin,
             actions,
             clock=self.clock,
             certificates=self.certificates,
             port=self.leads,
-            sock=None if seat is None else seat.admin,
+            sock=None if worker is None else worker.admin,
             settled=None if self.crew is None else self.crew.roster.changed,
         )
 
     def _engine_url(self, model: str | None) -> str | None:
-        """The least loaded engine of this model: none is to tokenize for the whole fleet."""
+        """Return the URL of the least loaded engine of this model, so that no engine tokenizes for the whole
+        fleet."""
         now = self.clock()
         ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
         loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
     def take(self, config: Config) -> None:
-        """Another configuration is running."""
+        """Apply a changed configuration."""
         before, self.config = self.config, config
-        self.following.take(config)
+        self.lifecycle.take(config)
         if config.models != before.models:
             self.finder.forget()
         if config.engines != before.engines:

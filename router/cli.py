@@ -1,9 +1,9 @@
-"""The ``kvatlas`` command. Each subcommand's arguments are in the ``cli`` module of its room, which
-imports what it needs when it runs, so that --help is quick.
+"""The ``kvatlas`` command. Each subcommand's arguments are in the ``cli`` module of its package, which
+imports its implementation only when it runs, so that --help is quick.
 
 Every subcommand checks its input before it starts anything: bad arguments and bad configuration end with
-status 2 and a message that names the argument or key. Other statuses: 0 done, 1 the answer is no (a probe
-not exact, a check failed).
+status 2 and a message that names the argument or key. Other statuses: 0 done, 1 the answer is no (a probe not
+exact, a check failed).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from router.tools import cli as tools
 from router.tools.cli import index_app, top
 from router.tools.doctor.cli import certify, doctor
 
-# The arguments of ``kvatlas serve`` and ``epp``. Light to import: the work is loaded when it runs.
+# Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
 
 
 _SERVER = ServerConfig()
@@ -158,7 +158,7 @@ def epp(
     print_config: PrintFlag = False,
     check_config: CheckFlag = False,
 ) -> int:
-    """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine is to get each request."""
+    """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine should get each request."""
     from router.serve.command import pick
 
     flags = {
@@ -184,7 +184,7 @@ def epp(
 
 
 def _at(name: str, address: str | None, port_name: str, port: int | None) -> str | None:
-    """HOST:PORT from either flag. Raises ``ConfigError`` for both."""
+    """HOST:PORT from either flag. Raises ``ConfigError`` if both are given."""
     if port is None:
         return address
     if address is not None:
@@ -205,7 +205,7 @@ def _start(
     return start(read, check, run, print_config=print_config, check_config=check_config)
 
 
-# The arguments of ``kvatlas demo``. Light to import: the work is loaded when it runs.
+# Arguments of ``kvatlas demo``. Light to import: the implementation is loaded when it runs.
 
 
 def demo(
@@ -259,7 +259,7 @@ def demo(
     )
 
 
-# The arguments of ``kvatlas sidecar``. Light to import: the work is loaded when it runs.
+# Arguments of ``kvatlas sidecar``. Light to import: the implementation is loaded when it runs.
 
 
 def sidecar(
@@ -332,10 +332,10 @@ for each in (
 
 
 def call(words: Sequence[str]) -> int:
-    """Run one command; 2 where its arguments or its configuration cannot be used. Raises everything else."""
+    """Run one command; returns 2 if its arguments or configuration cannot be used. Raises everything else."""
     try:
         status = app(list(words), result_action="return_value", exit_on_error=False)
-    except CycloptsError:  # printed already, with a box around it
+    except CycloptsError:  # already printed, in a box
         return 2
     except ConfigError as error:
         print(f"kvatlas: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The sidecar as one ASGI application: what the proxy does, with one engine to answer and others to help.
+"""The sidecar as one ASGI application: the proxy with one engine to answer and others to prefill.
 
 Health, metrics and readiness are on the ops port, since on the public one ``/health`` and ``/metrics`` are
-the engine's: routers ask it through the sidecar.
+the engine's: routers poll it through the sidecar.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from router.serve.command import configure_logging, share_the_interpreter, tame_
 from router.serve.reload import Decided, Reloads, decide, hold_back, try_usage_record
 from router.serve.server import RouterServer, configure, run_server, server_ends_within_s, server_of
 
-# Which engines a request may name to compute its prompt: any other address is never asked.
+# Allowed prefill engines: any other address is refused.
 #
-# Pure. A header names the address, and a client may have written it: without this rule it could send
-# requests from inside the cluster to anywhere.
+# Pure. A header names the address, and a client may have written it: without this rule a client could send
+# requests from inside the cluster to any address.
 
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -69,13 +69,13 @@ class Pattern(msgspec.Struct, frozen=True):
     """``HOST:PORT`` or ``NETWORK:PORT``."""
 
     name: str
-    """Lower case; "" where there is a network."""
+    """Lower case; "" for a network."""
     network: _Network | None
     port: int
 
     @classmethod
     def of(cls, text: str) -> Pattern:
-        """Raises ``ValueError``."""
+        """Parse a pattern. Raises ``ValueError``."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{text!r}: expected HOST:PORT or NETWORK:PORT, e.g. 10.4.0.0/16:8000")
@@ -101,15 +101,15 @@ class Pattern(msgspec.Struct, frozen=True):
 
 
 class Allowed:
-    """``patterns`` of the configuration, and ``listed``: endpoints that sources of engines name. Raises
-    ``ValueError`` for a pattern that is none."""
+    """``patterns`` of the configuration, and ``listed``: endpoints from sources of engines. Raises
+    ``ValueError`` for an invalid pattern."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self.listed: frozenset[str] = frozenset()
         self.configure(patterns)
 
     def configure(self, patterns: Iterable[str]) -> None:
-        """From now on these. Raises as the class does."""
+        """Replace the patterns. Raises like the class."""
         self._patterns = tuple(Pattern.of(text) for text in patterns)
 
     def __contains__(self, endpoint: str) -> bool:
@@ -120,11 +120,11 @@ class Allowed:
         return any(pattern.allows(bare, int(port)) for pattern in self._patterns)
 
 
-# Where a request goes that reached the sidecar: always to the engine beside it, and before that to one that
-# computes its prompt, if the request names one that may.
+# Placement of a request that reached the sidecar: always the engine beside it, preceded by the prefill engine
+# that the request names, if it is allowed.
 #
-# What is always true of both requests (``router.proxy.split``) is so here: it is the same code. What came
-# of a first request is told to the picker in the answer's head (``router.pd.settings``).
+# Both requests use the code of ``router.proxy.disaggregated``, with the same invariants. The picker learns
+# the outcome of the prefill from the answer's head (``router.pd.settings``).
 
 
 _PREFILLERS_MAX = 1024
@@ -132,7 +132,8 @@ _FORGETS = 0.9
 
 
 class SidecarPlacer:
-    """Implements ``Placer``. ``engine``: base URL of the engine beside it; ``scheme``: of prefill engines."""
+    """Implements ``Placer``. ``engine``: base URL of the engine beside it; ``scheme``: that of prefill
+    engines."""
 
     def __init__(
         self, engine: str, allowed: Allowed, *, scheme: str, stats: PdStats, clock: Callable[[], float]
@@ -144,7 +145,7 @@ class SidecarPlacer:
         self._clock = clock
         self._breaker = Breaker()
         self._prefillers: OrderedDict[str, _Prefiller] = OrderedDict()
-        """The one asked last at the end."""
+        """Most recently asked last."""
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
@@ -173,7 +174,7 @@ class SidecarPlacer:
     def _find(
         self, request: InboundRequest, named: list[str], exclude: frozenset[str], disagg: DisaggState | None
     ) -> tuple[str | None, str]:
-        """The engine that computes the prompt, or why there is none; "": it has no prompt."""
+        """Return the prefill engine, or None and the reason; "": the request has no prompt."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
             return None, ""
         if disagg is not None and not disagg.may_split:
@@ -204,21 +205,21 @@ class SidecarPlacer:
 
 
 class _Prefiller:
-    """What is known of one prefill engine."""
+    """State of one prefill engine."""
 
     __slots__ = ("breaker", "s_per_byte")
 
     def __init__(self) -> None:
         self.breaker = Breaker()
         self.s_per_byte = 0.0
-        """Seconds from a request to its answer per byte of its body: of the slowest lately."""
+        """Seconds from a request to its answer per byte of its body: the slowest recent value."""
 
     def answered(self, seconds: float, body_bytes: int) -> None:
         self.s_per_byte = max(seconds / max(1, body_bytes), _FORGETS * self.s_per_byte)
 
 
 class _Helper(Attempt):
-    """The prompt's computation. ``cached_tokens`` is None until the engine has said it."""
+    """The prefill. ``cached_tokens`` is None until the engine has reported it."""
 
     __slots__ = ("_prefiller", "cached_tokens")
 
@@ -244,7 +245,7 @@ class _Helper(Attempt):
 
 
 class _Answerer(Attempt):
-    """The answer, by an engine that is told what the helper holds."""
+    """The decode: the engine is told which blocks to fetch."""
 
     __slots__ = ("_helper", "_place")
 
@@ -265,20 +266,20 @@ class _Answerer(Attempt):
 
     @property
     def answer_headers(self) -> Fields:
-        """Implement ``Attempt``. The prompt has been computed by then, or (both were asked at once) perhaps
-        not."""
+        """Implement ``Attempt``. The prompt has been computed by then, except perhaps if both engines were
+        asked at once."""
         return (prefilled_field(Prefilled(self._place, self._helper.cached_tokens)),)
 
 
 class Sidecar:
-    """Raises ``ConfigError`` where it may ask no prefill engine at all."""
+    """The ASGI application. Raises ``ConfigError`` if no prefill engine is allowed."""
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         own = config.sidecar
         self.config = config
         self.allowed = usable(config)
         self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """What else is to run in the background."""
+        """Further coroutines to run in the background."""
         self.reloads: ReloadStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
         self.pd_stats = PdStats()
@@ -345,7 +346,7 @@ class Sidecar:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Everything that works in the background, for as long as the context lasts."""
+        """Run all background work for the duration of the context."""
         async with self._calls.open(), self.ops.listening(), asyncio.TaskGroup() as tasks:
             begun = [self._sources.run(), self.certificates.watch(), *(work() for work in self.works)]
             works = [tasks.create_task(work) for work in begun]
@@ -363,7 +364,7 @@ class Sidecar:
                 self.proxy.close()
 
     async def take(self, config: Config) -> None:
-        """This configuration, which is ``usable``, holds from now on in all that ``LIVE`` names."""
+        """Apply a changed configuration, which is ``usable``: everything that ``LIVE`` names."""
         before, self.config = self.config, config
         self.allowed.configure(config.sidecar.prefills)
         self.proxy.configure(_passing(config.proxy), config.pd, None, claims=False)
@@ -379,7 +380,7 @@ class Sidecar:
         return json_answer({"status": "ok", "version": __version__})
 
     async def _ready(self, request: Request) -> Response:
-        """Whether its engine answers; without prefill engines it serves all the same."""
+        """Whether its engine answers; it serves without prefill engines too."""
         if self.draining():
             return json_answer({"ready": False, "reason": "draining"}, 503)
         if not await self._calls.healthy(self._engine):
@@ -407,12 +408,12 @@ class Sidecar:
 
 
 def _passing(proxy: ProxySettings) -> ProxySettings:
-    """Routers ask the engine through the sidecar."""
+    """Settings with which routers poll the engine through the sidecar."""
     return msgspec.structs.replace(proxy, passed_paths=proxy.passed_paths | OBSERVED)
 
 
 def usable(config: Config) -> Allowed:
-    """Whom it may ask. Raises ``ConfigError`` where that is nobody."""
+    """Return the allowed prefill engines. Raises ``ConfigError`` if there are none."""
     own = config.sidecar
     if not own.prefills and not config.fleet.discovers:
         raise ConfigError(
@@ -425,14 +426,14 @@ def usable(config: Config) -> Allowed:
         raise ConfigError(f"sidecar.prefills: {error}") from None
 
 
-# ``kvatlas sidecar``: from a checked configuration to a listening process, and back at SIGTERM.
+# ``kvatlas sidecar``: from a checked configuration to a listening process, until SIGTERM.
 
 
 _log = structlog.get_logger()
 
 
 def check(config: Config) -> tuple[Sidecar, RouterServer]:
-    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    """Build every part that can fail before listening. Raises ``ConfigError`` naming the key."""
     try_usage_record(config)
     try:
         sidecar = Sidecar(config)
@@ -442,7 +443,7 @@ def check(config: Config) -> tuple[Sidecar, RouterServer]:
 
 
 def make_server(sidecar: Sidecar) -> RouterServer:
-    """The server of this sidecar, not started yet."""
+    """Make the server of this sidecar; it is not started yet."""
     server = server_of(sidecar, sidecar.config, sidecar.certificates, sidecar.listen_stats)
     sidecar.draining = lambda: server.draining
     sidecar.on_listen = lambda listen: configure(server, listen)
@@ -450,7 +451,7 @@ def make_server(sidecar: Sidecar) -> RouterServer:
 
 
 def reloads_of(sidecar: Sidecar, load: Callable[[], Config]) -> Reloads:
-    """Those of a sidecar, which does them from now on."""
+    """Make and install the reloads of a sidecar."""
 
     def judge(running: Config) -> Decided:
         return decide(running, load, usable)

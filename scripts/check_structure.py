@@ -79,7 +79,7 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 382,
     "modules under 60 lines": 7,
-    "banned phrases": 198,
+    "banned phrases": 167,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""

@@ -297,9 +297,9 @@ def _sources() -> Sources:
     )
     for engine in router.fleet:
         engine.feed = FeedStats()
-    if router.sharing.index is not None:
-        router.sharing.index.scope("model")
-        router.sharing.index.share_limits(_gate(), "")
+    if router.peers.index is not None:
+        router.peers.index.scope("model")
+        router.peers.index.share_limits(_gate(), "")
     sources = Sources(
         router.fleet,
         router.scopes,
@@ -309,7 +309,7 @@ def _sources() -> Sources:
         ListenStats,
         router.proxy.requests,
         router.sources.history,
-        router.sharing.index,
+        router.peers.index,
         router.fleet_sources,
         AdminStats(),
         _gate(),

@@ -95,7 +95,7 @@ class _Known(msgspec.Struct):
     whole_beat: int | None = None
     """The first message that had every tenant: who is missing there had used nothing."""
     uses: dict[str, tuple[int, Use]] = {}
-    """By tenant: the beat and what it said."""
+    """By tenant: the beat and what it uses."""
     silent: bool = False
     late_beat: int = _TOTAL_MAX
     """Of a message that came in the silence, and may have been written before it."""
@@ -109,18 +109,18 @@ class OthersUse:
         self._refused = refused
         self._known: dict[Hashable, _Known] = {}
 
-    def hear(self, other: Hashable, said: Uses, now: float) -> None:
+    def receive(self, other: Hashable, uses: Uses, now: float) -> None:
         """A message, in whatever order it comes."""
-        known = self._life_of(other, said, now)
+        known = self._life_of(other, uses, now)
         if known is None:
             return
-        if said.beat > known.beat:
-            known.beat, known.at_s = said.beat, now
-        for tenant, use in said.tenants.items():
+        if uses.beat > known.beat:
+            known.beat, known.at_s = uses.beat, now
+        for tenant, use in uses.tenants.items():
             if self._ledger.knows(tenant):
-                self._take(other, known, said.beat, tenant, use)
-        if said.whole:
-            known.whole_beat = said.beat if known.whole_beat is None else min(said.beat, known.whole_beat)
+                self._take(other, known, uses.beat, tenant, use)
+        if uses.whole:
+            known.whole_beat = uses.beat if known.whole_beat is None else min(uses.beat, known.whole_beat)
 
     def age(self, now: float) -> None:
         """Time has passed without a message, perhaps."""
@@ -150,19 +150,19 @@ class OthersUse:
             for other, known in self._known.items()
         }
 
-    def _life_of(self, other: Hashable, said: Uses, now: float) -> _Known | None:
+    def _life_of(self, other: Hashable, uses: Uses, now: float) -> _Known | None:
         """The process as known so far; None for a message from before what is known."""
         self.age(now)
         known, replaced = self._known.get(other), False
         if known is not None:
-            if said.life == known.life:
-                if not known.silent or said.beat > known.beat:
+            if uses.life == known.life:
+                if not known.silent or uses.beat > known.beat:
                     known.silent = False
                     return known
-                late, known.late_beat = known.late_beat, said.beat
-                if said.beat <= late:
+                late, known.late_beat = known.late_beat, uses.beat
+                if uses.beat <= late:
                     return None  # what it left behind; if it speaks, the next one will differ
-            elif said.life < known.life and not known.silent:
+            elif uses.life < known.life and not known.silent:
                 return None
             else:
                 replaced = not known.silent
@@ -170,7 +170,7 @@ class OthersUse:
         elif len(self._known) >= PROCESSES_MAX:
             self._refused()
             return None
-        known = self._known[other] = _Known(said.life, now)
+        known = self._known[other] = _Known(uses.life, now)
         if replaced:  # all that the new one has used came since the old one was heard
             known.whole_beat = -1
         return known

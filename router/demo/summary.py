@@ -189,7 +189,7 @@ def _feed(routers: Sequence[Router], engine: Engine) -> str:
 
 def _follower(routers: Sequence[Router], engine_id: str) -> int | None:
     """Which of the routers has the engine's feed."""
-    return next((n for n, r in enumerate(routers) if engine_id in r.following.feeds.stats), None)
+    return next((n for n, r in enumerate(routers) if engine_id in r.lifecycle.feeds.stats), None)
 
 
 def _exact(sums: list[EngineReceipts]) -> str:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from router.epp import grpc
 from router.epp import messages as m
 from router.epp.answers import GatewayAnswer
-from router.epp.context import PickerContext, Timer, Wakeup
-from router.epp.context import told as told_of
+from router.epp.context import PickerContext, Timer, Wakeup, request_changes
 from router.epp.grpc import SERVED_KEY, GrpcError, Header, status_of
 from router.epp.response_writer import ResponseWriter
 from router.fleet.identity import endpoint_of
@@ -241,8 +240,8 @@ class GatewayCarrier:
             self.broken = True
             raise
         self.broken = answer.status in REDIRECTS
-        if (told := read_prefilled(answer.headers)) is not None:
-            attempt.prefilled(told)
+        if (prefilled := read_prefilled(answer.headers)) is not None:
+            attempt.prefilled(prefilled)
         return answer
 
     def done(self, answer: Answer) -> None:
@@ -265,7 +264,7 @@ class GatewayCarrier:
         length = None if changed is None or out.head.content_length is None else len(changed)
         fallbacks = context.settings.fallbacks
         target = None if out.target == self._target else out.target
-        headers, metadata = told_of(
+        headers, metadata = request_changes(
             self._head, out.head.fields, attempt, fallbacks, length=length, target=target
         )
         context.stats.picked("buffered" if buffered else "duplex")

@@ -159,7 +159,7 @@ def destination(attempt: Attempt, fallbacks: int) -> str:
     return ",".join(dict.fromkeys(map(endpoint_of, (attempt.base_url, *attempt.next_best(fallbacks)))))
 
 
-def told(
+def request_changes(
     head: list[Header],
     wanted: Iterable[Header],
     attempt: Attempt,

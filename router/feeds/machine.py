@@ -203,7 +203,7 @@ class FeedMachine:
             recovery.beats = recovery.beats or (frame.publisher_id is not None and not frame.batch.events)
         if recovery.unverified and self._position.is_same(frame):
             recovery.unverified = False
-        self._snapshots.hear(now, frame)
+        self._snapshots.add_live(now, frame)
 
     def _check_silence(self, now: float) -> None:
         recovery = self._recovery

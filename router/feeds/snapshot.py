@@ -217,7 +217,7 @@ class SnapshotAnswers:
         if repair is not None:
             repair.deadline = now + self._recovery.settings.hold_s_max
 
-    def hear(self, now: float, frame: Frame) -> None:
+    def add_live(self, now: float, frame: Frame) -> None:
         """A live frame that the snapshot asked for may not cover: kept until it is here."""
         recovery = self._recovery
         repair = recovery.repair

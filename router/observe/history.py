@@ -1,8 +1,9 @@
-"""The last minutes in numbers: counts per interval, kept in a ring of fixed size.
+"""Counts of the last minutes per interval, in a ring of fixed size.
 
-Counters elsewhere only grow. ``HistoryLog`` is given them every ``EVERY_S`` seconds and keeps the
-differences, so requests cost nothing more. Intervals are numbered by the monotonic clock, which all processes
-of a machine share: histories of several workers are added up interval by interval. Pure and bounded.
+Counters elsewhere only grow. ``HistoryLog`` receives them every ``EVERY_S`` seconds and keeps the
+differences, so requests cost nothing extra. Intervals are numbered by the monotonic clock, which all
+processes of a machine share: histories of several workers are added up interval by interval. Pure and
+bounded.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ INTERVALS_MAX = 60
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one engine, or of all. ``requests``: those that ended, however they ended; ``errors``: of these,
-    those answered with a status of 500 or above or broken off by the engine; ``unavailable``: of these, those
-    answered with 503. ``hit_tokens`` of ``prompt_tokens`` were cached, as the engines report; ``exact`` of
-    ``compared`` predictions were right."""
+    """Counts of one engine, or of all. ``requests``: ended requests; ``errors``: those answered with a status
+    of 500 or above, or cut by the engine; ``unavailable``: those answered with 503. Engines reported
+    ``hit_tokens`` of ``prompt_tokens`` as cached; ``exact`` of ``compared`` predictions were right."""
 
     requests: int = 0
     errors: int = 0
@@ -42,7 +42,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 0
 
     def since(self, before: Counts) -> Counts:
-        """The difference; all of it where a counter fell, because the engine left and came back."""
+        """The difference; the whole count if a counter fell, because the engine left and came back."""
         was, now = msgspec.structs.asdict(before), msgspec.structs.asdict(self)
         if any(now[name] < was[name] for name in was):
             return self
@@ -58,8 +58,8 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryInterval(Counts, frozen=True, kw_only=True):
-    """Counts of one interval. ``slot`` is its number, one more every ``every_s``; ``seconds`` its length,
-    shorter for the one that is not over. ``active``, ``engines`` and ``engines_up`` are values at its end."""
+    """Counts of one interval. ``slot``: its number, which grows by one every ``every_s``; ``seconds``: its
+    length, shorter for the current one. ``active``, ``engines`` and ``engines_up`` are values at its end."""
 
     slot: int
     seconds: float
@@ -68,7 +68,8 @@ class HistoryInterval(Counts, frozen=True, kw_only=True):
     engines_up: int
 
     def joined(self, other: Self) -> Self:
-        """With another worker's view: counts are added up; of what all see alike the largest counts."""
+        """Merge with another worker's interval: counts are added; gauges that all workers share take the
+        maximum."""
         one, two = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
         added = {name: one[name] + two[name] for name in (*Counts.__struct_fields__, "active")}
         largest = {name: max(one[name], two[name]) for name in ("seconds", "engines", "engines_up")}
@@ -76,15 +77,15 @@ class HistoryInterval(Counts, frozen=True, kw_only=True):
 
 
 class RecentHistory(msgspec.Struct, frozen=True):
-    """Intervals of the last five minutes, oldest first; the last one is not over. ``at_s``: time of the data,
-    in Unix time."""
+    """Intervals of the last five minutes, oldest first; the last one is the current one. ``at_s``: time of
+    the data, Unix time."""
 
     at_s: float
     every_s: float
     intervals: list[HistoryInterval]
 
     def joined(self, others: Iterable[RecentHistory]) -> RecentHistory:
-        """With those of sibling workers."""
+        """Merge with the histories of sibling workers."""
         by_slot: dict[int, HistoryInterval] = {}
         for history in (self, *others):
             for interval in history.intervals:
@@ -94,7 +95,7 @@ class RecentHistory(msgspec.Struct, frozen=True):
 
 
 class HistoryLog:
-    """Of one process, which started at ``now`` (monotonic seconds) with all counters at zero."""
+    """History of one process, which started at ``now`` (monotonic seconds) with all counters at zero."""
 
     def __init__(self, now: float) -> None:
         self._ring: deque[HistoryInterval] = deque(maxlen=INTERVALS_MAX)
@@ -102,8 +103,8 @@ class HistoryLog:
         self._begun_s = now
 
     def add(self, now: float, counts: Mapping[str, Counts], gauges: Gauges) -> float:
-        """End the present interval if it is over; ``counts`` are by engine. Returns the seconds until
-        the next one is."""
+        """End the current interval if it is over; ``counts`` are by engine. Returns the seconds until the
+        next end."""
         if int(now // EVERY_S) != int(self._begun_s // EVERY_S):
             self._ring.append(self._present(now, counts, gauges))
             self._before, self._begun_s = counts, now
@@ -128,11 +129,11 @@ class HistoryLog:
         )
 
 
-# The prefixes that most prompts begin with: a bounded tree of block hashes with decaying counts.
+# Most frequent prompt prefixes: a bounded tree of block hashes with decaying counts.
 #
 # Of one prompt in ``EVERY``, the hashes at ``FIRST_TOKENS`` tokens, twice that, four times, ... enter the
-# tree, each below the one before. Hashes say nothing of the text. Always true: at most ``NODES_MAX`` nodes,
-# the one that was longest unused goes first; a count halves every ``HALF_LIFE_S``.
+# tree, each below the previous one. Hashes reveal no text. Invariants: at most ``NODES_MAX`` nodes, the least
+# recently used one is evicted first; a count halves every ``HALF_LIFE_S``.
 
 
 EVERY = 4
@@ -142,7 +143,7 @@ HALF_LIFE_S = 600.0
 
 
 class HotPrefix(msgspec.Struct, gc=False):
-    """One prefix. ``parent`` is the next shorter one's hash; ``rate`` decays."""
+    """One prefix. ``parent``: hash of the next shorter one; ``rate`` decays."""
 
     tokens: int
     parent: BlockHash | None
@@ -151,12 +152,12 @@ class HotPrefix(msgspec.Struct, gc=False):
     seen_s: float
 
     def at(self, now: float) -> float:
-        """Its rate now, in prompts of the last minutes."""
+        """Current rate, in prompts of the last minutes."""
         return self.rate * math.exp2((self.seen_s - now) / HALF_LIFE_S)
 
 
 class HotPrefixes:
-    """``now`` is monotonic seconds."""
+    """The tree of one router; ``now`` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[BlockHash, HotPrefix] = OrderedDict()
@@ -166,7 +167,7 @@ class HotPrefixes:
         return len(self._nodes)
 
     def add(self, model: str, hashes: Sequence[BlockHash], block_tokens: int, now: float) -> None:
-        """A prompt with these block hashes was placed."""
+        """Count a placed prompt with these block hashes."""
         self._turn += 1
         if self._turn % EVERY:
             return
@@ -197,7 +198,7 @@ class HotPrefixes:
         return found
 
     def hottest(self, count: int, now: float) -> list[tuple[BlockHash, HotPrefix]]:
-        """The ``count`` with the highest rates, and what they lie below; parents first."""
+        """The ``count`` prefixes with the highest rates and their ancestors; parents first."""
         ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].at(now))[:count]
         wanted: dict[BlockHash, HotPrefix] = {}
         for key in ranked:
@@ -208,14 +209,13 @@ class HotPrefixes:
         return sorted(wanted.items(), key=lambda pair: pair[1].tokens)
 
 
-# Ids that tell prefixes of a prompt apart and say nothing of their text: what a usage record may hold.
+# Ids of prompt prefixes that reveal no text, for usage records.
 #
-# A prompt is cut into units of ``UNIT_TOKENS`` tokens; each gets one id, the last one for what is left. An
-# id is a keyed hash (BLAKE2b) of everything up to the end of its unit: tokens, adapter, cache salt, images.
-# The key is made once per installation and stays there, so equal prompts have equal ids here and unrelated
-# ids elsewhere, and nobody without the key can try texts out. Always true: two prompts share an id exactly
-# where their prefixes up to it are the same, but for chance (ids have 53 bits, which every JSON reader
-# keeps).
+# A prompt is cut into units of ``UNIT_TOKENS`` tokens; each gets one id, the last one for the rest. An id is
+# a keyed hash (BLAKE2b) of everything up to the end of its unit: tokens, adapter, cache salt, images. The key
+# is made once per installation and stays there, so equal prompts have equal ids here and unrelated ids
+# elsewhere, and texts cannot be guessed without the key. Two prompts share an id exactly if their prefixes up
+# to it are equal, except by chance (ids have 53 bits, which every JSON reader keeps).
 
 
 UNIT_TOKENS = 512
@@ -225,7 +225,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_key(path: Path) -> bytes:
-    """The key of this installation, made on first use, for its owner's eyes only. Raises ``OSError``."""
+    """Read the key of this installation; it is made on first use, readable by its owner only. Raises
+    ``OSError``."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -249,7 +250,7 @@ def _key_of(path: Path) -> bytes:
 
 
 def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes) -> list[int]:
-    """One id per unit of the prompt."""
+    """Return one id per unit of the prompt."""
     state = blake2b(
         _encoder.encode([model, extras.lora_name, extras.lora_path, extras.cache_salt]),
         key=key,
@@ -261,7 +262,7 @@ def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes)
         unit = blake2b(state, key=key, digest_size=16)
         unit.update(view[start : start + UNIT_TOKENS])
         for item in extras.multimodal:
-            if start <= item.offset < start + UNIT_TOKENS:  # before it the prefix is the same without it
+            if start <= item.offset < start + UNIT_TOKENS:  # the prefix before it is the same without it
                 unit.update(_encoder.encode([item.identifier, item.offset]))
         state = unit.digest()
         ids.append(int.from_bytes(state[:8], "big") >> (64 - _ID_BITS))

@@ -1,13 +1,13 @@
-"""Receipts: what was predicted for a request, and what the engine then reported.
+"""Receipts: the prediction for a request, and the engine's report.
 
 Per engine ``EngineReceipts`` counts exact, over and under predictions, sums the tokens, keeps a histogram of
 the error and a window of the last ``WINDOW`` outcomes: an engine whose wrong share in it exceeds
-``DRIFT_SHARE`` is flagged as drifting. An engine reports one number, what it took from its GPU and what it
-loaded together, so that is what is compared; outcomes are also kept by the farthest medium that a prediction
-rested on. Those that rest on storage do not enter the window: what a store evicts nobody tells. The latest
-receipts are kept for inspection. First tokens are compared too (``router.observe.receipts``).
-``CacheFunnel`` sums up by model and tenant how much of the prompts was held anywhere, held where they went,
-and delivered, and why the rest was missed. Pure and bounded.
+``DRIFT_SHARE`` is flagged as drifting. An engine reports one number for tokens from its GPU and loaded ones
+together, so that sum is compared; outcomes are also kept by the farthest medium that a prediction used. Those
+that used storage do not enter the window, because evictions of a store are not reported. The latest receipts
+are kept for inspection. First tokens are compared too. ``CacheFunnel`` sums up by model and tenant how much
+of the prompts was held anywhere, held by the chosen engine, and delivered, and why the rest was missed. Pure
+and bounded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import msgspec
 
 from publisher.events import MEDIA
 
-# A histogram that costs next to nothing to feed: a list of counts, read when scraped.
+# A histogram that is cheap to feed: a list of counts, read when scraped.
 
 
 class Histogram:
-    """``bounds`` are upper bounds, ascending; one more count is for what lies above all of them."""
+    """``bounds`` are ascending upper bounds; one more count is for values above all of them."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -43,7 +43,7 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound as text, values up to it), as Prometheus wants them."""
+        """(upper bound as text, values up to it), as Prometheus expects."""
         found, running = [], 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             running += count
@@ -53,17 +53,17 @@ class Histogram:
 
 # Time to first token: the prediction part by part, and the errors of one engine's predictions.
 #
-# A prediction holds where the measured time differs from it by at most ``HOLDS_S`` or ``HOLDS_SHARE`` of
-# the prediction, whichever is more. Errors are measured minus predicted seconds: above 0 the token came
-# late. Pure and bounded: at most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
+# A prediction holds if the measured time differs from it by at most ``HOLDS_S`` or ``HOLDS_SHARE`` of the
+# prediction, whichever is more. Errors are measured minus predicted seconds: above 0 the token came late.
+# Pure and bounded: at most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 
 
 HOLDS_S = 0.05
-"""Several scheduler steps of an engine: what no prediction from outside can know."""
+"""Several scheduler steps of an engine, which cannot be known from outside."""
 HOLDS_SHARE = 0.1
 WINDOW = 100
 MARGIN_QUANTILE = 0.95
-"""Of the errors: a first token comes later than prediction and margin in one request of twenty."""
+"""Quantile of the errors: a first token comes later than prediction and margin in one request of twenty."""
 MODELS_MAX = 16
 OTHER = "other"
 """The model label of an engine's further models (LoRA adapters)."""
@@ -84,13 +84,13 @@ class FirstTokenParts(msgspec.Struct, frozen=True, gc=False):
     load_s: float
     """Loading from memory outside the GPU."""
     prefill_s: float
-    """Computing what is not cached."""
+    """Computing the uncached tokens."""
     engine_s: float
-    """The engine's own overhead for a request, and what its running requests add."""
+    """The engine's own overhead per request, and the delay by its running requests."""
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Sum of the parts."""
         return self.queue_s + self.pages_s + self.load_s + self.prefill_s + self.engine_s
 
 
@@ -117,16 +117,16 @@ class SloStats(msgspec.Struct):
     )
     """Streams whose first token came after the target of their service level, by class."""
     decisions: Annotated[int, "kvatlas_slo_decisions_total"] = 0
-    """Decisions on requests with a service level; one that waited in the queue is decided twice."""
+    """Decisions on requests with a service level; a request that waited in the queue is decided twice."""
     hopeless: Annotated[int, "kvatlas_slo_hopeless_total"] = 0
-    """Of these, those for which every engine was predicted to miss the target: the cost decided."""
+    """Of these, those for which every engine was predicted to miss the target, so that the cost decided."""
     engines_skipped: Annotated[int, "kvatlas_slo_engines_skipped_total"] = 0
-    """Engines left out of decisions, where the one of the lowest cost was predicted to miss the target and
-    others were not."""
+    """Engines left out of decisions, because the cheapest one was predicted to miss the target and others
+    were not."""
 
 
 class FirstTokenErrors:
-    """Predictions of one engine against the first tokens that came."""
+    """Predictions of one engine compared with measured first tokens."""
 
     __slots__ = ("_latest", "_margin_s", "_refresh_in", "by_model", "outcomes")
 
@@ -160,7 +160,7 @@ class FirstTokenErrors:
         return self._margin_s
 
     def summary(self) -> FirstTokenSummary:
-        """The window in a few numbers."""
+        """Summarize the window."""
         if not self._latest:
             return FirstTokenSummary()
         return FirstTokenSummary(
@@ -180,34 +180,34 @@ def _outcome(predicted_s: float, error_s: float) -> str:
 
 GPU, CPU, STORAGE = MEDIA
 DRIFT_SHARE = 0.25
-"""One in four wrong over the window. Load alone makes about one in ten wrong in the demo: what a prompt
-finds is decided when the engine gets to it, not when it is placed."""
+"""One in four wrong over the window. Load alone makes about one in ten wrong in the demo: a prompt's hit is
+decided when the engine reaches it, not when it is placed."""
 DRIFT_MIN = 20
 EVIDENCE_KEPT = 4
 RECEIPTS_KEPT = 4096
 """Found by request id; pages show the latest few."""
 FUNNELS_MAX = 1024
-"""Pairs of model and tenant with counts of their own."""
+"""Pairs of model and tenant with separate counts."""
 ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
 """Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
 
 Leg = Literal["", "prefill", "decode"]
 COMPARED = ("exact", "over", "under")
-"""Outcomes of predictions that the engine's report can be held against."""
+"""Outcomes of predictions that can be compared with the engine's report."""
 Missed = Literal["", "load", "pages", "choice", "slo"]
-"""Why a prompt went elsewhere than to the engine that holds most of it: its queue was longer; prompts wait
-there for KV cache pages; for other parts of the cost; or it was predicted to miss the service level."""
+"""Why a prompt went to another engine than the one that holds most of it: its queue was longer; prompts wait
+there for KV cache pages; other parts of the cost; or it was predicted to miss the service level."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request on one engine; tokens.
 
-    ``predicted_tokens`` is the whole hit; ``cpu_tokens`` and ``storage_tokens`` are the parts of it that
-    would be loaded, the rest is on the GPU. ``actual_tokens`` is the engine's ``cached_tokens``: all of it.
+    ``predicted_tokens`` is the whole hit; ``cpu_tokens`` and ``storage_tokens`` are its parts that would be
+    loaded, the rest is on the GPU. ``actual_tokens`` is the engine's ``cached_tokens``, which includes both.
 
-    ``mode`` says where the prediction came from; ``fallback``: there was none, because the index shared
-    with other replicas did not answer in time.
+    ``mode``: where the prediction came from; ``fallback``: there was none, because the index shared with
+    other replicas did not answer in time.
     """
 
     request_id: str
@@ -221,14 +221,14 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     storage_tokens: int = 0
     trunk_tokens: int = 0
     evicted_tokens: int = 0
-    """Tokens there or coming when the request was sent, but expected to be evicted for prompts ahead of it;
-    no part of ``predicted_tokens``."""
+    """Tokens present or coming when the request was sent, but expected to be evicted for prompts ahead of it;
+    not part of ``predicted_tokens``."""
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
     api: str = ""
-    """The API that was asked: chat, completions, messages, responses, ..."""
+    """API of the request: chat, completions, messages, responses, ..."""
     read: str = ""
-    """Who tokenized the prompt: ``local`` or ``engine``."""
+    """Tokenizer of the prompt: ``local`` or ``engine``."""
     reason: str = ""
     ttft_s: float | None = None
     """Measured seconds from asking the engine to the first token of a stream."""
@@ -243,8 +243,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The router's own seconds: from the request's last byte until this engine was asked, without
     ``waited_s``; earlier attempts are included."""
     leg: Leg = ""
-    """``prefill``: it computed the prompt for another engine; ``decode``: it fetched what another one had
-    computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
+    """``prefill``: it computed the prompt for another engine; ``decode``: it fetched blocks that another one
+    had computed, and ``actual_tokens`` is the other one's hit; "": it did both."""
     gap_s: float | None = None
     """Of a decode leg: seconds between the answer of the prefill engine and this request."""
     slo_ttft_s: float | None = None
@@ -253,22 +253,22 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds that the request waited in the router before an engine was asked."""
     tenant: str = ""
     held_tokens: int = 0
-    """Most of the prompt that any engine that could have taken it would have had in its caches."""
+    """Most tokens of the prompt that any eligible engine would have had in its caches."""
     missed: Missed = ""
-    """Why it did not go where that is."""
+    """Why the request did not go to that engine."""
     elsewhere_s: float = 0.0
-    """Seconds to compute here what is held there."""
+    """Seconds to compute the tokens that are held there."""
     seen_tokens: int = 0
-    """Longest prefix that earlier prompts are known to have had (one in four is kept, at powers of two) where
-    it is longer than the hit; else 0."""
+    """Longest prefix known from earlier prompts (one in four is kept, at powers of two) if it is longer than
+    the hit; else 0."""
     salted: bool = False
-    """It has a cache salt."""
+    """Whether it has a cache salt."""
     index_problem: str = ""
-    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
+    """Why the index shared with other replicas could not be used; "" if it answered, or if there is none."""
 
     @property
     def outcome(self) -> Outcome:
-        """How the prediction did; unreported when the engine told no ``cached_tokens``."""
+        """Outcome of the prediction; unreported if the engine reported no ``cached_tokens``."""
         if self.predicted_tokens is None:
             return "unpredicted"
         if self.actual_tokens is None:
@@ -279,7 +279,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def by_medium(self) -> dict[str, int]:
-        """The predicted tokens by where they lie; nothing where nothing was predicted."""
+        """Predicted tokens by medium; empty without a prediction."""
         if self.predicted_tokens is None:
             return {}
         gpu = self.predicted_tokens - self.cpu_tokens - self.storage_tokens
@@ -287,7 +287,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
-    """One request whose engine reported other cached tokens than its own events imply."""
+    """A request whose engine reported other cached tokens than its own events imply."""
 
     request_id: str
     kind: Literal["more", "fewer", "impossible"]
@@ -298,14 +298,15 @@ class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WORTH_HALF_LIFE_S = 600.0
-"""As that of hot prefixes: the order of engines for scale-down should outlast the pauses of a session."""
+"""Equal to that of hot prefixes: the order of engines for scale-down should outlast the pauses of a
+session."""
 
 
 class CacheWorth(msgspec.Struct):
     """Prefill work that one engine's cache alone can save, as a decaying sum.
 
-    Every prompt adds the seconds that its hit there is longer than on any other engine that could have taken
-    it, whichever engine was chosen: what the fleet would compute again if this cache were lost.
+    Every prompt adds the seconds by which its hit there is longer than on any other eligible engine,
+    whichever engine was chosen: the work that the fleet would repeat if this cache were lost.
     """
 
     seconds: float = 0.0
@@ -339,14 +340,14 @@ class EngineReceipts(msgspec.Struct):
     prompt_tokens: int = 0
     abs_error_tokens: int = 0
     prompt_mismatches: int = 0
-    """Prompts of another length at the engine than here: tokenizer or chat template differ."""
+    """Prompts with another length at the engine than here: tokenizer or chat template differ."""
     errors: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ERROR_BUCKETS) + 1))
     """Histogram of predicted - actual; bucket i ends at ``ERROR_BUCKETS[i]``, the last one is open."""
     window: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
     contradictions: dict[str, int] = msgspec.field(default_factory=dict)
     """Receipts in which engine and index cannot both be right, by kind."""
     checked: deque[str] = msgspec.field(default_factory=lambda: deque(maxlen=WINDOW))
-    """The latest receipts that can contradict the engine: the kind, or ""."""
+    """Latest receipts that can contradict the engine: the kind, or ""."""
     evidence: deque[Contradiction] = msgspec.field(default_factory=lambda: deque(maxlen=EVIDENCE_KEPT))
     first_tokens: FirstTokenErrors = msgspec.field(default_factory=FirstTokenErrors)
     worth: CacheWorth = msgspec.field(default_factory=CacheWorth)
@@ -380,8 +381,8 @@ class EngineReceipts(msgspec.Struct):
         self._check(receipt, predicted, actual)
 
     def _check(self, receipt: Receipt, predicted: int, actual: int) -> None:
-        """Only where the index was complete: exact hashes, a feed without gaps, the same prompt length, and
-        nothing in a store, whose evictions are not reported."""
+        """Check the report, only if the index was complete: exact hashes, a feed without gaps, the same
+        prompt length, and no tokens from a store, whose evictions are not reported."""
         reported = receipt.reported_prompt_tokens
         impossible = reported is not None and actual > reported
         complete = receipt.mode == "native" and receipt.feed == "ready" and not receipt.storage_tokens
@@ -406,8 +407,8 @@ class EngineReceipts(msgspec.Struct):
 
     @property
     def contradicting(self) -> list[Contradiction]:
-        """The latest evidence that its reported cached tokens cannot be trusted; empty: they can. One report
-        that is impossible is enough; load alone makes others differ now and then, so those need a share."""
+        """Latest evidence that its reported cached tokens cannot be trusted; empty if they can. One
+        impossible report is enough; others differ occasionally under load alone, so those need a share."""
         wrong = sum(kind != "" for kind in self.checked)
         many = len(self.checked) >= DRIFT_MIN and wrong > DRIFT_SHARE * len(self.checked)
         return list(self.evidence) if many or "impossible" in self.checked else []
@@ -428,11 +429,11 @@ class FunnelCounts(msgspec.Struct):
 
     prompt: int = 0
     held: int = 0
-    """By the engine that holds most of each prompt."""
+    """Held by the engine that holds most of each prompt."""
     chosen: int = 0
-    """By the engine that was chosen."""
+    """Held by the chosen engine."""
     delivered: int = 0
-    """As engines reported."""
+    """Reported by engines."""
     missed: dict[str, int] = msgspec.field(default_factory=dict)
     elsewhere_s: float = 0.0
 
@@ -487,7 +488,7 @@ class ReceiptLog:
         self.latest: deque[Receipt] = deque(maxlen=RECEIPTS_KEPT)
         self.funnel = CacheFunnel()
         self.listener: Callable[[Receipt], None] | None = None
-        """Told of every receipt."""
+        """Called with every receipt."""
 
     def add(self, receipt: Receipt) -> None:
         """Keep one receipt."""

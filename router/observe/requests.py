@@ -1,7 +1,7 @@
-"""What became of each proxied request: counts and times for the metrics page, and a log line if asked for.
+"""Outcome of each proxied request: counts and times for the metrics page, and an optional log line.
 
-A ``RequestRecord`` goes with the request and is told what happens to it; ``end`` enters it once. Series are
-bounded: a model has its own only once an engine that serves it was found, up to ``MODELS_MAX``; engines are
+A ``RequestRecord`` accompanies the request and collects its events; ``end`` counts it once. Series are
+bounded: a model has its own only after an engine that serves it was found, up to ``MODELS_MAX``; engines are
 those of the fleet; statuses are HTTP's.
 """
 
@@ -34,10 +34,11 @@ class LogThrottle:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()  # key -> said at, unsaid since
+        # key -> time of the last line, lines omitted since
+        self._said: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def due(self, key: str, now: float) -> int | None:
-        """None: do not log. Else log; the number of lines left out since the last one."""
+        """Return None to omit the line, else the number of lines omitted since the last one."""
         at, unsaid = self._said.get(key, (float("-inf"), 0))
         if now - at < self._every_s:
             self._said[key] = at, unsaid + 1
@@ -54,11 +55,11 @@ _log = structlog.get_logger()
 MODELS_MAX = 256
 OTHER = "other"
 GONE, BROKEN, UNSEEN = "client_gone", "broken_stream", "unseen"
-"""Instead of the status, where the client left before the end, where the engine broke off, and where a
-gateway passed the answer on without showing it."""
+"""Labels instead of the status: the client left before the end; the engine cut the response; a gateway
+forwarded the answer without showing it."""
 ENDED_KEPT = 4096
 REQUEST_ID_CHARS_MAX = 256
-"""Of a request id, as receipts and pages show it: clients choose it."""
+"""Length of a request id in receipts and pages: clients choose it."""
 _TEXT_MAX = 200
 _TELL_EVERY_S = 5.0
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -98,7 +99,8 @@ class ModelTimes:
 
 
 class RequestTracker:
-    """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: a line for each."""
+    """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: write a line for
+    each."""
 
     def __init__(
         self,
@@ -112,26 +114,26 @@ class RequestTracker:
         self.log = log
         self.traces = traces
         self.on_end: Callable[[RequestRecord, float], None] | None = None
-        """Called once with every request that ended, and the time."""
+        """Called once with every ended request, and the time."""
         self.counts: dict[tuple[str, str, str], int] = {}
-        """(model, engine, status) -> requests that ended so."""
+        """(model, engine, status) -> number of ended requests."""
         self.models: dict[str, ModelTimes] = {}
         self.live: set[RequestRecord] = set()
-        """Requests that have not ended."""
+        """Requests in progress."""
         self.ended: deque[RequestRecord] = deque(maxlen=ENDED_KEPT)
-        """The latest that have, oldest first."""
+        """Latest ended requests, oldest first."""
         self._here = here
         self._seldom = LogThrottle(_TELL_EVERY_S)
 
     def begin(self, method: str, path: str) -> RequestRecord:
-        """A request's head was read."""
+        """Begin a record when a request's head has been read."""
         now = self.clock()
         record = RequestRecord(self, method, path, now, now)
         self.live.add(record)
         return record
 
     def trace(self, record: RequestRecord, fields: Fields) -> None:
-        """Trace this request, with these header fields, if it is one of those to be traced."""
+        """Trace this request, with these header fields, if it is sampled."""
         if self.traces is not None:
             record.trace = self.traces.begin(fields, record.method, record.path)
             if record.trace is not None:
@@ -152,7 +154,7 @@ class RequestTracker:
         return found
 
     def end(self, record: RequestRecord) -> None:
-        """Enter what became of a request."""
+        """Count an ended request."""
         self.live.discard(record)
         engine = record.engine
         engine = engine if engine and self._here(engine) else ""
@@ -175,12 +177,12 @@ class RequestTracker:
         self.ended.append(record)
 
     def forget(self, engine_id: str) -> None:
-        """The engine left the fleet."""
+        """Drop the counts of an engine that left the fleet."""
         for key in [key for key in self.counts if key[1] == engine_id]:
             del self.counts[key]
 
     def warn(self, event: str, record: RequestRecord, about: str, **more: Any) -> None:
-        """A warning, one in a few seconds at most for each event and ``about``."""
+        """Log a warning, rate-limited for each event and ``about``."""
         unsaid = self._seldom.due(f"{event} {about}", self.clock())
         if unsaid is not None:
             more |= {"unsaid": unsaid} if unsaid else {}
@@ -194,7 +196,7 @@ def _no_facts() -> None:
 
 
 class RequestRecord(msgspec.Struct, eq=False):
-    """One request on its way. ``completion``: its times count."""
+    """One request in progress. ``completion``: its times count."""
 
     tracker: RequestTracker
     method: str
@@ -205,26 +207,26 @@ class RequestRecord(msgspec.Struct, eq=False):
     request_id: str = ""
     label: str = ""
     tenant: str = ""
-    """Whose key it came with, where clients have keys."""
+    """Tenant of its key, if clients have keys."""
     key_id: str = ""
-    """Which key: the first digits of its SHA-256."""
+    """Its key: the first digits of its SHA-256."""
     session: Session | None = None
     charged_tokens: int | None = None
-    """Prompt tokens that its tenant was charged."""
+    """Prompt tokens charged to its tenant."""
     streams: bool = False
     engine: str = ""
     attempts: int = 0
     status: int = 0
     gone: bool = False
     explained: bool = False
-    """Why it will not be answered is in the log already."""
+    """The reason of its refusal is in the log already."""
     broken: bool = False
     unseen: bool = False
     bytes_in: int = 0
     bytes_out: int = 0
     waited_s: float = 0.0
     asked_s: float | None = None
-    """When the latest engine was asked."""
+    """Time at which the latest engine was asked."""
     first_s: float | None = None
     last_s: float = 0.0
     ended_s: float | None = None
@@ -232,17 +234,17 @@ class RequestRecord(msgspec.Struct, eq=False):
     times: ModelTimes | None = None
     trace: RequestTrace | None = None
     why: Callable[[], dict[str, Any]] = dict
-    """What spoke for the engine that has it, as attributes of a trace."""
+    """Reasons for the chosen engine, as attributes of a trace."""
     placement_facts: Callable[[], Any] = _no_facts
     """Facts known when it was placed (``PlacementFacts``), until it ended."""
 
     def read(self, size: int) -> None:
-        """The request is whole."""
+        """Note that the request has been received completely."""
         self.read_s = self.tracker.clock()
         self.bytes_in = size
 
     def placed(self, engine_id: str, *, completion: bool, waited_s: float = 0.0) -> None:
-        """An engine is asked now; the request waited for it in the queue."""
+        """Note that an engine is asked; the request waited for it in the queue."""
         self.engine = engine_id
         self.attempts += 1
         self.waited_s += waited_s
@@ -257,7 +259,7 @@ class RequestRecord(msgspec.Struct, eq=False):
                 times.overhead.observe(self.asked_s - self.read_s - waited_s)
 
     def piece(self) -> None:
-        """A piece of a successful stream came, the first one with its first token."""
+        """Note a piece of a successful stream; the first one carries the first token."""
         times = self.times
         if times is None:
             return
@@ -283,7 +285,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         return str(self.status)
 
     def retire(self, now: float) -> None:
-        """It ended and is kept as one of the latest: without its prompt, and texts of clients only so far."""
+        """Reduce an ended request to what is kept: no prompt, and bounded texts of clients."""
         self.ended_s = now
         self.why = dict
         self.trace = None
@@ -291,7 +293,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.request_id = self.request_id[:REQUEST_ID_CHARS_MAX]
 
     def facts(self) -> dict[str, Any]:
-        """Attributes of its span, by OpenTelemetry's names where there are some."""
+        """Attributes of its span, with OpenTelemetry's names if there are some."""
         usage = self.usage
         return {
             "http.request.method": self.method,
@@ -308,7 +310,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         }
 
     def session_fields(self) -> dict[str, str]:
-        """The session and the sub-agent that it belongs to, where its client names them."""
+        """Session and sub-agent of the request, if its client names them."""
         session = self.session
         if session is None:
             return {}
@@ -339,13 +341,12 @@ class RequestRecord(msgspec.Struct, eq=False):
         }
 
 
-# The sentence written below a field of a stats struct: HELP of its metric, and its row in the reference.
+# Texts below the fields of a stats struct: HELP of the metric, and its row in the reference.
 
 
 @cache
 def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field -> its text, of inherited ones too; without what has none. Empty where the source is not at
-    hand."""
+    """Field -> its text, of inherited ones too, if it has one. Empty if the source is not available."""
     found: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         if base not in {object, msgspec.Struct} and issubclass(base, msgspec.Struct):

@@ -1,9 +1,9 @@
 """OpenTelemetry spans of sampled requests, by the official SDK (the extra ``otel``).
 
-One span for the request, children for what takes its time: reading the prompt, deciding, and each engine
-asked, whose span the engine's own becomes a child of (W3C ``traceparent``). A request that is not sampled
-costs one random number, and its fields go on as they came. Always true: spans carry ids, counts and times,
-no text; what the collector does not take in time is dropped and counted, and holds nobody up.
+One span per request, with children for reading the prompt, deciding, and each engine request, whose span
+becomes the parent of the engine's own (W3C ``traceparent``). A request that is not sampled costs one random
+number, and its fields pass unchanged. Invariants: spans carry ids, counts and times, no text; spans that the
+collector does not accept in time are dropped and counted, and never delay a request.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ FLUSH_MS = 2000
 
 class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """OpenTelemetry traces, off by default. They need the extra `otel` (in a checkout: `python -m pip install
-    '.[otel]'`). The SDK's own variables hold for the rest, e.g. ``OTEL_EXPORTER_OTLP_HEADERS`` and
+    '.[otel]'`). The SDK's own variables apply for the rest, e.g. ``OTEL_EXPORTER_OTLP_HEADERS`` and
     ``OTEL_RESOURCE_ATTRIBUTES``."""
 
     endpoint: str = ""
-    """Where spans go: the OTLP/HTTP address of a collector, e.g. `http://collector:4318`."""
+    """OTLP/HTTP address of the collector, e.g. `http://collector:4318`."""
     sample_ratio: float = 0.01
-    """Share of requests that are traced, of those that come without a ``traceparent``; others are traced
-    where that says so."""
+    """Share of requests without a ``traceparent`` that are traced; the others are traced if that says so."""
     service_name: str = "kvatlas"
     """``service.name`` of the spans."""
 
@@ -60,20 +59,20 @@ class TraceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TracesNotInstalledError(ValueError):
-    """The SDK is not there."""
+    """The SDK is not installed."""
 
 
 class TraceStats(msgspec.Struct):
     """Counters for metrics."""
 
     requests: Annotated[int, "kvatlas_traces_requests_total"] = 0
-    """Requests that were traced."""
+    """Traced requests."""
     spans: Annotated[int, "kvatlas_traces_spans_total"] = 0
-    """Spans made."""
+    """Created spans."""
     spans_exported: Annotated[int, "kvatlas_traces_spans_exported_total"] = 0
-    """Spans that the collector took."""
+    """Spans accepted by the collector."""
     export_failures: Annotated[int, "kvatlas_traces_export_failures_total"] = 0
-    """Spans that the collector did not take."""
+    """Spans not accepted by the collector."""
 
     def count_exported(self, spans: int, taken: bool) -> None:
         """Count one batch."""
@@ -84,7 +83,7 @@ class TraceStats(msgspec.Struct):
 
 
 class Traces:
-    """Begins a trace where one is wanted. ``exporter`` is for tests. Raises ``TracesNotInstalledError``."""
+    """Begins traces of sampled requests. ``exporter`` is for tests. Raises ``TracesNotInstalledError``."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Traces:
         self._tracer, self._shutdown = _open(settings, exporter, self.stats)
 
     def begin(self, fields: Sequence[tuple[bytes, bytes]], method: str, path: str) -> RequestTrace | None:
-        """For a request with these header fields; None: it is not traced."""
+        """Begin a trace of a request with these header fields; None if it is not traced."""
         parent = next((value for name, value in fields if name == TRACEPARENT), None)
         known = None if parent is None else _PARENT.fullmatch(parent)
         sampled = self._chance() < self._ratio if known is None else int(known[3], 16) & _SAMPLED
@@ -110,12 +109,12 @@ class Traces:
         return RequestTrace(self._tracer, self.stats, known, state, f"{method} {path}"[:_TEXT_MAX])
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most. Blocks: call it in a thread."""
+        """Send the remaining spans, for at most two seconds. Blocks: call it in a thread."""
         self._shutdown()
 
 
 class RequestTrace:
-    """The spans of one request. Phases follow each other; the next one ends the one before."""
+    """Spans of one request. Phases follow each other; the next one ends the previous one."""
 
     def __init__(
         self,
@@ -142,12 +141,13 @@ class RequestTrace:
         self._now: Span | None = None
 
     def phase(self, name: str) -> None:
-        """The router does this now."""
+        """Begin a phase."""
         self._end_phase()
         self._now = self._start(name, self._within, self._trace.SpanKind.INTERNAL)
 
     def asks(self, engine_id: str, facts: dict[str, Any]) -> Fields:
-        """An engine is asked now, for these reasons. Returns the fields that make its spans children."""
+        """Begin the span of an engine request, with these attributes. Returns the fields that make the
+        engine's spans its children."""
         self._end_phase()
         self._now = self._start("upstream", self._within, self._trace.SpanKind.CLIENT)
         self._now.set_attribute("kvatlas.engine", engine_id)
@@ -158,17 +158,17 @@ class RequestTrace:
         return ((TRACEPARENT, field), *state)
 
     def learned(self, facts: dict[str, Any]) -> None:
-        """Of what goes on now, known only since it began."""
+        """Add attributes to the current span."""
         if self._now is not None:
             self._set(self._now, facts)
 
     def first_token(self) -> None:
-        """The first token came."""
+        """Mark the first token."""
         if self._now is not None:
             self._now.add_event("first token")
 
     def end(self, facts: dict[str, Any], *, failed: str = "") -> None:
-        """The request ended."""
+        """End all spans of the request."""
         self._end_phase()
         self._set(self._root, facts)
         if failed:
@@ -204,7 +204,7 @@ def _open(
         ) from None
     provider = TracerProvider(
         resource=Resource.create(settings.resource),
-        sampler=sampling.ALWAYS_ON,  # who is traced is decided before
+        sampler=sampling.ALWAYS_ON,  # sampling is decided before
         shutdown_on_exit=False,
     )
     batches = BatchSpanProcessor(
@@ -232,7 +232,7 @@ def _exporter(settings: TraceSettings) -> SpanExporter:
 
 
 def counting(exporter: Any, succeeded: object, count: Callable[[int, bool], None]) -> Any:
-    """The same exporter of the SDK; ``count`` gets the length of each batch, and whether it was taken."""
+    """Wrap an exporter of the SDK; ``count`` gets the length of each batch, and whether it was accepted."""
     export = exporter.export
 
     def counted(batch: Sequence[Any]) -> Any:

@@ -77,7 +77,7 @@ class Planner:
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
-        told: Callable[[], PeerSnapshot] = lambda: NO_PEER_SNAPSHOT,
+        peer_state: Callable[[], PeerSnapshot] = lambda: NO_PEER_SNAPSHOT,
         queue: QueueSettings = _NO_QUEUE,
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
@@ -93,7 +93,7 @@ class Planner:
         self._completed = -1, -1
         """Changes of fleet and scopes before layouts were completed last."""
         self._shared = shared
-        self._told = told
+        self._peer_state = peer_state
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self._refusals_logged = LogThrottle(_LOG_EVERY_S)
@@ -292,7 +292,7 @@ class Planner:
         if request.trace is not None:
             request.trace.phase("decide")
         look = (
-            self._told()
+            self._peer_state()
             if self._shared is None
             else await self._look(self._shared, read, asked_of, rehearsal)
         )

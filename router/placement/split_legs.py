@@ -58,7 +58,7 @@ class PrefillPlacement(Placement):
         self._untimed = False
         self.version = self.engine.version
 
-    def end_unseen(self) -> None:
+    def end_unobserved(self) -> None:
         """When it is over nobody will say: the engine's numbers of running requests tell."""
         self._untimed = True
         self.engine.load.unseen(self._ticket, self.now(), lambda: None)
@@ -68,7 +68,7 @@ class PrefillPlacement(Placement):
         if self._untimed:
             self._ttft_s = None
 
-    def held_nothing(self) -> None:
+    def nothing_held(self) -> None:
         """Implement ``Attempt``."""
         self.engine.rests_until = self.now() + self._rest_s
 
@@ -175,7 +175,7 @@ class SidecarPlacement(DecodePlacement):
         self.watched = True
         self.expected_s += prefill.expected_s
         if not request.stream:
-            prefill.end_unseen()
+            prefill.end_unobserved()
         urls = prefill.base_url, *prefill.next_best(named_max - 1)
         self.engine_headers += ((PREFILLERS, ",".join(map(endpoint_of, urls)).encode()),)
         self.asked()

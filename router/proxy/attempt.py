@@ -161,7 +161,7 @@ class Attempt:
         if not self._heard:
             now = self.now()
             self._heard = True
-            self._breaker.heard(now)
+            self._breaker.answered_at(now)
             if self._open and 200 <= status < 300:
                 self._begun(now)
 
@@ -210,7 +210,7 @@ class Attempt:
     def prefilled(self, told: Prefilled) -> None:
         """The engine's sidecar says who computed the prompt."""
 
-    def held_nothing(self) -> None:
+    def nothing_held(self) -> None:
         """The engine was to keep a prompt for another one, and has no connector for that."""
 
     def broke(self, reason: str) -> bool:

@@ -161,7 +161,7 @@ class Silence:
         self._probe_at = now + self._settings.silent_probe_s
         return True
 
-    def heard(self, now: float) -> None:
+    def answered_at(self, now: float) -> None:
         self._heard_at = now
         self._asked_at = self.due_at = self._given_up_at = math.inf
         self.give_ups = 0
@@ -273,9 +273,9 @@ class Breaker:
         self._pause.refused(request, now + wait_s, now, client)
         self._told()
 
-    def heard(self, now: float) -> None:
+    def answered_at(self, now: float) -> None:
         """The first byte of an answer came."""
-        self._silence.heard(now)
+        self._silence.answered_at(now)
         if self.free_until != math.inf:
             self._told()
 

@@ -227,7 +227,7 @@ class DisaggForwarder:
         elif result:
             disagg.nothing_to_fetch(transfer_id)
             if result != "stopped":
-                attempt.held_nothing()
+                attempt.nothing_held()
             raise AgainError(result)
 
     def _handoff(

@@ -91,7 +91,7 @@ class OtherReplicas:
         self.age(now)
         self._uses.keep(received.keys())
         for name, uses in received.items():
-            self._uses.hear(name, uses, now)
+            self._uses.receive(name, uses, now)
         self._fields = {name: self._since(name, field, now) for name, field in fields.items()}
         return [
             name for name, (_, at_s) in self._fields.items() if now - at_s > GONE_S and name != self._name

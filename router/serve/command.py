@@ -31,13 +31,13 @@ from router.serve.reload import (
     check_shared_index,
     decide,
     hand_over,
-    handed_over,
     hold_back,
+    inherited,
     refused,
     reloads_of,
 )
 from router.serve.server import ShutdownGuard, ends_within_s, make_server, run_server
-from router.workers.seat import LEAD, WorkerContext, WorkerSockets, cores
+from router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
 from router.workers.supervisor import Supervisor
 
 # Where log lines go, and in what form.
@@ -156,7 +156,7 @@ class Parent:
         url = address_url(sockets.public[0][0].getsockname(), is_ssl=server.tls.given)
         return Supervisor(
             sockets,
-            lambda seat: _work(self._config, seat),
+            lambda worker: _work(self._config, worker),
             on_up=lambda: _log.info("listening", url=url, workers=self._workers),
             on_hup=lambda: self._reload(sockets.folder),
             stop_s_max=listen.drain_delay_s + listen.drain_s_max + _STOP_S,
@@ -175,42 +175,42 @@ class Parent:
         configure_logging(self._config.server.log_level, self._config.server.log_format)
 
 
-def _work(config: Config, seat: WorkerContext) -> int:
+def _work(config: Config, worker: WorkerContext) -> int:
     """One worker, in its own process; returns its exit status."""
-    configure_logging(config.server.log_level, config.server.log_format, worker=seat.slot)
-    router = Router(worker_config(config, seat), seat=seat)
+    configure_logging(config.server.log_level, config.server.log_format, worker=worker.slot)
+    router = Router(worker_config(config, worker), worker=worker)
     if router.usage is not None:
-        router.usage.worker_paths = [Path(_usage_path(config, slot)) for slot in range(1, seat.count)]
+        router.usage.worker_paths = [Path(_usage_path(config, slot)) for slot in range(1, worker.count)]
     reloads_of(
         router,
-        lambda _: _handed_over(seat),
-        on_log=partial(configure_logging, worker=seat.slot),
-        counts=seat.slot == LEAD,
+        lambda _: _inherited(worker),
+        on_log=partial(configure_logging, worker=worker.slot),
+        counts=worker.slot == LEAD,
     )
     server = make_server(router)
-    server.seat = seat
-    return run_server(server, lambda: ends_within_s(router), seat.public)
+    server.worker = worker
+    return run_server(server, lambda: ends_within_s(router), worker.public)
 
 
-def _handed_over(seat: WorkerContext) -> Decided:
+def _inherited(worker: WorkerContext) -> Decided:
     """Return the parent's current decisions, including those this worker has missed."""
-    decided = handed_over(seat.folder)
+    decided = inherited(worker.folder)
     if decided.config is None:
         return decided
-    return msgspec.structs.replace(decided, config=worker_config(decided.config, seat))
+    return msgspec.structs.replace(decided, config=worker_config(decided.config, worker))
 
 
-def worker_config(config: Config, seat: WorkerContext) -> Config:
+def worker_config(config: Config, worker: WorkerContext) -> Config:
     """Settings that differ at one worker: names of its own, and its part of the usage record."""
     index, usage = config.index, config.usage
     if index.replica:
-        index = msgspec.structs.replace(index, replica=f"{index.replica}/{seat.slot}")
+        index = msgspec.structs.replace(index, replica=f"{index.replica}/{worker.slot}")
     if usage.path:
         usage = msgspec.structs.replace(
             usage,
-            path=_usage_path(config, seat.slot),
+            path=_usage_path(config, worker.slot),
             key_file=_key_file(config),
-            file_bytes_max=max(1, usage.file_bytes_max // seat.count),
+            file_bytes_max=max(1, usage.file_bytes_max // worker.count),
         )
     return msgspec.structs.replace(config, index=index, usage=usage)
 

@@ -155,7 +155,7 @@ def hand_over(folder: Path, decided: Decided) -> None:
     part.replace(folder / _PENDING_NAME)
 
 
-def handed_over(folder: Path) -> Decided:
+def inherited(folder: Path) -> Decided:
     """Return the parent's last decision."""
     return msgspec.msgpack.decode((folder / _PENDING_NAME).read_bytes(), type=Decided)
 
@@ -248,7 +248,7 @@ async def apply(router: Router, config: Config) -> None:
         file = KeyFile(Path(keys.file), clock=router.clock)
     aliases = Aliases.of(config.alias_shares())
     if config.models != before.models:
-        await router.reader.set_models(router.following.prompts_of(config))
+        await router.reader.set_models(router.lifecycle.prompts_of(config))
     # Nothing fails and nothing waits from here on.
     if gate is not None and file is not None:
         priorities = keys.engine_priorities and not config.policy.engine_priority

@@ -25,7 +25,7 @@ from router.http.server.server import ListenError, ProxyServer, listen_config, u
 from router.http.server.settings import ListenSettings, ListenStats
 from router.http.sockets import connections_held
 from router.http.tls import Certificates, server_context
-from router.workers.seat import WorkerContext
+from router.workers.context import WorkerContext
 
 # The last bound of a process that is to end: after it the process ends, and says what did not.
 #
@@ -92,10 +92,10 @@ TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class RouterServer(ProxyServer):
-    """Says where it listens, once it does: port 0 takes a free one. ``seat``: it is a worker, whose parent
+    """Says where it listens, once it does: port 0 takes a free one. ``worker``: it is a worker, whose parent
     says so; it drains when that ends. ``guard`` ends the process where a signal does not."""
 
-    seat: WorkerContext | None = None
+    worker: WorkerContext | None = None
     guard: ShutdownGuard | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -115,16 +115,16 @@ class RouterServer(ProxyServer):
 
     def on_listening(self) -> None:
         """It listens."""
-        if self.seat is None:
+        if self.worker is None:
             _log.info("listening", url=self.base_url)
         else:
-            asyncio.get_running_loop().add_reader(self.seat.parent, self._parent_ended, self.seat.parent)
-            self.seat.started()
+            asyncio.get_running_loop().add_reader(self.worker.parent, self._parent_ended, self.worker.parent)
+            self.worker.started()
 
     def _parent_ended(self, pipe: int) -> None:
         asyncio.get_running_loop().remove_reader(pipe)
-        if self.seat is not None:
-            shutil.rmtree(self.seat.folder, ignore_errors=True)
+        if self.worker is not None:
+            shutil.rmtree(self.worker.folder, ignore_errors=True)
         self._guarded()
         self.drain()
 

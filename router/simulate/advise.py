@@ -22,8 +22,8 @@ from router.simulate.advise_trials import (
     TrialResult,
     doubt,
     judge,
+    results_of,
     reusable_share,
-    told_of,
     trials,
 )
 from router.simulate.command import (
@@ -126,19 +126,19 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
         jobs = [trial.job(seed) for trial in tried for seed in seeds]
         total = len(jobs) * len(workloads[0])
         with progress_bar(total, quiet=as_json) as placed:
-            results = run_all(jobs, workloads, processes=processes, placed=placed)
-    told = told_of(tried, {job: result.outcome for job, result in results.items()}, seeds)
+            ran = run_all(jobs, workloads, processes=processes, placed=placed)
+    results = results_of(tried, {job: result.outcome for job, result in ran.items()}, seeds)
     reusable = reusable_share(workloads[0])
     advice = judge(
-        setup, told, reusable=reusable, num_requests=len(workloads[0]), ttft_target_s=options.ttft_target
+        setup, results, reusable=reusable, num_requests=len(workloads[0]), ttft_target_s=options.ttft_target
     )
-    unsure = doubt(told, len(workloads[0]))
+    unsure = doubt(results, len(workloads[0]))
     facts = _facts(options, setup, workloads, reusable, notes)
     if as_json:
-        report = {"facts": facts, "runs": told, "advice": advice, "doubt": unsure}
+        report = {"facts": facts, "runs": results, "advice": advice, "doubt": unsure}
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
         return 0
-    _show(facts, told, advice, unsure, output_console())
+    _show(facts, results, advice, unsure, output_console())
     return 0
 
 
@@ -180,7 +180,7 @@ def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
     try:
         return fit_capture(captured, Timing()).timing, ["rates: fitted to the usage record"]
     except FitError as error:
-        return Timing(), [f"rates: the defaults, as the usage record does not tell them: {error}"]
+        return Timing(), [f"rates: the defaults, as the usage record does not result_of_trial them: {error}"]
 
 
 def _setup(
@@ -259,7 +259,7 @@ def _facts(
 
 
 def _show(
-    facts: dict[str, Any], told: list[TrialResult], advice: list[Advice], unsure: str, console: Console
+    facts: dict[str, Any], results: list[TrialResult], advice: list[Advice], unsure: str, console: Console
 ) -> None:
     console.print(
         f"[bold]{facts['workload']}[/]: {facts['requests']} requests, {facts['seeds']} seeds; "
@@ -274,7 +274,7 @@ def _show(
     for name in ("hit %", "mean s", "p90 s", "p99 s", "busy %", "mean"):
         table.add_column(name, justify="right", no_wrap=True)
     topic = ""
-    for one in told:
+    for one in results:
         shown, topic = ("" if one.topic == topic else one.topic), one.topic
         table.add_row(
             shown,

@@ -174,7 +174,7 @@ def allowed(setup: FleetSetup, retention: int | None) -> bool:
     return True
 
 
-def tell(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> TrialResult:
+def result_of_trial(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> TrialResult:
     """Sums up one trial; ``outcomes`` and ``base`` are in the same order of seeds."""
 
     def mean(name: str) -> float:
@@ -222,21 +222,21 @@ def reusable_share(requests: Sequence[Request]) -> float:
     return reused / total if total else 0.0
 
 
-def told_of(
+def results_of(
     tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]
 ) -> list[TrialResult]:
     """The trials' numbers, in their order; those apart are compared with the same engines alike."""
     base = [outcomes[tried[0].job(seed)] for seed in seeds]
     alike = next((trial for trial in tried if trial.topic == "apart"), None)
     against = [] if alike is None else [outcomes[alike.job(seed)] for seed in seeds]
-    told = []
+    results = []
     for trial in tried:
         found = [outcomes[trial.job(seed)] for seed in seeds]
-        one = tell(trial, found, against if trial.topic == "apart" else base)
+        one = result_of_trial(trial, found, against if trial.topic == "apart" else base)
         if trial.arm.prefill:
             one = msgspec.structs.replace(one, apart=verdict(against, found))
-        told.append(one)
-    return told
+        results.append(one)
+    return results
 
 
 # What to set, by the outcomes of trials: one piece of advice per topic.
@@ -267,19 +267,19 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 def judge(
     setup: FleetSetup,
-    told: Sequence[TrialResult],
+    results: Sequence[TrialResult],
     *,
     reusable: float,
     num_requests: int,
     ttft_target_s: float | None = None,
 ) -> list[Advice]:
-    """One piece of advice per topic, in the order of ``Topic``; ``told`` is in the order of ``trials``.
+    """One piece of advice per topic, in the order of ``Topic``; ``results`` is in the order of ``trials``.
 
     Where there is ``doubt``, none of it is firm.
     """
-    base = told[0]
+    base = results[0]
     by_topic: dict[Topic, list[TrialResult]] = {}
-    for one in told[1:]:
+    for one in results[1:]:
         by_topic.setdefault(one.topic, []).append(one)
     found = [_routing(base, by_topic["routing"], reusable)]
     found.append(_retention(setup, base, by_topic.get("retention", [])))
@@ -288,17 +288,19 @@ def judge(
     found.append(_engines(setup, base, by_topic.get("engines", []), ttft_target_s))
     found += _apart(by_topic.get("apart", []))
     found.append(_knobs(setup, base, by_topic["knobs"]))
-    if doubt(told, num_requests):
+    if doubt(results, num_requests):
         return [msgspec.structs.replace(one, value=None, firm=False) for one in found]
     return found
 
 
-def doubt(told: Sequence[TrialResult], num_requests: int) -> str:
+def doubt(results: Sequence[TrialResult], num_requests: int) -> str:
     """Why nothing firm follows from these runs; "" where it does."""
     if num_requests < REQUESTS_MIN:
         return f"{num_requests} requests are too few for advice, which takes {REQUESTS_MIN}"
-    if told[0].refused:
-        return f"{told[0].refused} requests fit into no engine's cache and are left out: --pool is too small"
+    if results[0].refused:
+        return (
+            f"{results[0].refused} requests fit no engine's cache and are left out: --pool is too small"
+        )
     return ""
 
 

@@ -178,7 +178,7 @@ def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Conso
     refused = max(outcome.refused for report in study.reports for outcome in report.outcomes)
     if refused:
         console.print(
-            f"[yellow]{refused} requests fit into no engine's cache and are left out; --pool is too small "
+            f"[yellow]{refused} requests fit no engine's cache and are left out; --pool is too small "
             "for them.[/]"
         )
     legend = _LEGEND + (_LEGEND_SEEDS if facts.seeds > 1 else "")

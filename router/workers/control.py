@@ -19,7 +19,7 @@ from starlette.responses import Response
 from router.fleet.desired import AdminDecisions, DesiredState
 from router.fleet.status import HeldResponse, ResponseHolders
 from router.http.server.server import SIDE_LISTEN, SideServer, listen_config
-from router.workers.seat import LEAD, WorkerContext
+from router.workers.context import LEAD, WorkerContext
 from router.workers.view import PEER_HEADER, AggregateView, SiblingCalls
 
 # An administrator's decisions at every worker: made at the lead, and told to all others.
@@ -39,14 +39,14 @@ class SharedRoster:
 
     def __init__(
         self,
-        seat: WorkerContext,
+        worker: WorkerContext,
         roster: DesiredState,
         calls: SiblingCalls,
         *,
         applied: Callable[[], None],
         unheard: Callable[[], list[str]],
     ) -> None:
-        self._seat = seat
+        self._worker = worker
         self._roster = roster
         self._calls = calls
         self._applied = applied
@@ -64,7 +64,7 @@ class SharedRoster:
 
     async def restore(self) -> None:
         """At the start of a worker that takes another one's place: what was decided before."""
-        if self._seat.life == 0:
+        if self._worker.life == 0:
             return
         for state in (await self._calls.ask_all(ROSTER_PATH)).values():
             self._restored = msgspec.json.decode(state, type=AdminDecisions)
@@ -78,7 +78,7 @@ class SharedRoster:
 
     async def run(self) -> None:
         """Repeat what is decided, until cancelled."""
-        while self._seat.slot == LEAD:
+        while self._worker.slot == LEAD:
             await asyncio.sleep(_REPEAT_S)
             if self._restored.any:
                 self._adopt(self._restored)
@@ -108,7 +108,7 @@ class ControlPort:
 
     def __init__(
         self,
-        seat: WorkerContext,
+        worker: WorkerContext,
         view: AggregateView,
         roster: SharedRoster,
         responses: ResponseHolders,
@@ -122,7 +122,7 @@ class ControlPort:
             listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
             name="control port",
             key="workers",
-            sock=seat.control,
+            sock=worker.control,
         )
 
     def listening(self) -> AbstractAsyncContextManager[None]:

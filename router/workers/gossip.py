@@ -27,7 +27,7 @@ from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.inflight import InflightPrompt
 from router.placement.load.others import OthersLoad
 from router.replication.gossip import GossipedInflight, LoadGossip
-from router.workers.seat import MESSAGE_BYTES_MAX, Mesh, WorkerContext
+from router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
 # Shortest pause between two reports of load.
@@ -89,7 +89,7 @@ class SharedAffinity(AffinityMap):
         super().record(keys, engine_id)
         self._tell(keys, engine_id)
 
-    def hear(self, keys: Sequence[int], engine_id: str) -> None:
+    def receive(self, keys: Sequence[int], engine_id: str) -> None:
         """Another worker's."""
         super().record(keys, engine_id)
 
@@ -104,7 +104,7 @@ class SiblingGossip:
 
     def __init__(
         self,
-        seat: WorkerContext,
+        worker: WorkerContext,
         own_load: Callable[[float], dict[str, OthersLoad]],
         *,
         clock: Callable[[], float],
@@ -121,9 +121,9 @@ class SiblingGossip:
         self.delays = Histogram(DELAY_BUCKETS)
         self._clock = clock
         self._whole = whole
-        self._name = str(seat.slot)
-        self._life = seat.life
-        self._mesh = Mesh(seat.mesh, self._hear)
+        self._name = str(worker.slot)
+        self._life = worker.life
+        self._mesh = Mesh(worker.mesh, self._on_message)
         started = time.time_ns() >> 10
         self.load = LoadGossip(self._name, own_load, started=started, refused=self._malformed)
         self.inflight = GossipedInflight(
@@ -146,7 +146,7 @@ class SiblingGossip:
 
     # -- what the planner asks -------------------------------------------------------------------------
 
-    def told(self) -> PeerSnapshot:
+    def peer_state(self) -> PeerSnapshot:
         """Return the siblings' state as reported by themselves."""
         if self._clock() >= self._count_at_s:
             self._count()
@@ -267,7 +267,7 @@ class SiblingGossip:
 
     # -- hearing ---------------------------------------------------------------------------------------
 
-    def _hear(self, sibling: int, encoded: bytes) -> None:
+    def _on_message(self, sibling: int, encoded: bytes) -> None:
         try:
             message = _DECODE.decode(encoded)
         except (msgspec.DecodeError, ValueError):
@@ -292,7 +292,7 @@ class SiblingGossip:
         for response_id, held in message.responses:
             self.responses.learn(response_id, held)
         for keys, engine_id in message.texts:
-            self.affinity.hear(np.frombuffer(keys, "<u8").tolist(), engine_id)
+            self.affinity.receive(np.frombuffer(keys, "<u8").tolist(), engine_id)
         if message.uses is not None and self._others is not None:
-            self._others.hear(sibling, message.uses, now)
+            self._others.receive(sibling, message.uses, now)
         self.delays.observe(max(0.0, now - message.sent_s))

@@ -27,9 +27,9 @@ import structlog
 
 from router.api.metrics_page import Sources
 from router.fleet.desired import DesiredState
+from router.workers.context import LEAD, WorkerContext, WorkerSockets
 from router.workers.control import ControlPort, SharedRoster, find_response
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import LEAD, WorkerContext, WorkerSockets
 from router.workers.view import AggregateView, SiblingCalls
 
 _log = structlog.get_logger()
@@ -46,7 +46,7 @@ class _Process(msgspec.Struct, eq=False):
     slot: int
     life: int
     began_s: float
-    told: int
+    ready_fd: int
     """Reading end of the pipe on which it says that it listens."""
     up: bool = False
 
@@ -161,7 +161,7 @@ class Supervisor:
         process = self._processes[pid] = _Process(pid, slot, life, time.monotonic(), reads)
         self._selector.register(reads, selectors.EVENT_READ, process)
 
-    def _become_worker(self, slot: int, life: int, told: int) -> None:
+    def _become_worker(self, slot: int, life: int, ready_fd: int) -> None:
         """In the child; never returns."""
         status = 1
         try:
@@ -173,10 +173,12 @@ class Supervisor:
             os.close(self._parent_holds)
             self._selector.close()
             for other in self._processes.values():
-                if other.told >= 0:
-                    os.close(other.told)
-            seat = self._sockets.seat(slot, life, lambda: _tell(told), self._parent_reads)
-            status = self._work(seat)
+                if other.ready_fd >= 0:
+                    os.close(other.ready_fd)
+            worker = self._sockets.open_worker(
+                slot, life, lambda: _signal_ready(ready_fd), self._parent_reads
+            )
+            status = self._work(worker)
         except BaseException:  # noqa: BLE001  # nothing of the parent's may run in a child
             traceback.print_exc()
         finally:
@@ -187,10 +189,10 @@ class Supervisor:
 
     def _listens(self, process: _Process) -> None:
         """A worker said so, or its pipe ended with it."""
-        self._selector.unregister(process.told)
-        process.up = bool(os.read(process.told, 1))
-        os.close(process.told)
-        process.told = -1
+        self._selector.unregister(process.ready_fd)
+        process.up = bool(os.read(process.ready_fd, 1))
+        os.close(process.ready_fd)
+        process.ready_fd = -1
         if not self._all_were_up and len(self._processes) == self._sockets.count:
             self._all_were_up = all(one.up for one in self._processes.values())
             if self._all_were_up:
@@ -203,9 +205,9 @@ class Supervisor:
                 self._ended(self._processes.pop(pid), os.waitstatus_to_exitcode(status))
 
     def _ended(self, process: _Process, status: int) -> None:
-        if process.told >= 0:
-            self._selector.unregister(process.told)
-            os.close(process.told)
+        if process.ready_fd >= 0:
+            self._selector.unregister(process.ready_fd)
+            os.close(process.ready_fd)
         if self._stop_by is not None:
             self._status = self._status or int(status != 0)
             return
@@ -223,7 +225,7 @@ class Supervisor:
         )
 
 
-def _tell(pipe: int) -> None:
+def _signal_ready(pipe: int) -> None:
     os.write(pipe, b"1")
     os.close(pipe)
 
@@ -239,27 +241,27 @@ class WorkerGroup:
 
     def __init__(
         self,
-        seat: WorkerContext,
+        worker: WorkerContext,
         gossip: SiblingGossip,
         roster: DesiredState,
         *,
         applied: Callable[[], None],
         unheard: Callable[[], list[str]],
     ) -> None:
-        self.seat = seat
+        self.worker = worker
         self.gossip = gossip
-        self.calls = SiblingCalls(seat)
+        self.calls = SiblingCalls(worker)
         gossip.responses.sources.append(partial(find_response, self.calls))
-        self.roster = SharedRoster(seat, roster, self.calls, applied=applied, unheard=unheard)
+        self.roster = SharedRoster(worker, roster, self.calls, applied=applied, unheard=unheard)
 
     @property
     def leads(self) -> bool:
         """This worker answers for all."""
-        return self.seat.slot == LEAD
+        return self.worker.slot == LEAD
 
     def view(self, sources: Sources) -> AggregateView:
         """Return the workers' state for the ops port."""
-        return AggregateView(self.seat, sources, self.calls)
+        return AggregateView(self.worker, sources, self.calls)
 
     @asynccontextmanager
     async def working(self, view: AggregateView, whole: Any) -> AsyncIterator[None]:
@@ -270,7 +272,7 @@ class WorkerGroup:
             background.append(tasks.create_task(self.roster.run()))
             try:
                 async with ControlPort(
-                    self.seat, view, self.roster, self.gossip.responses, whole
+                    self.worker, view, self.roster, self.gossip.responses, whole
                 ).listening():
                     yield
             finally:

@@ -27,8 +27,8 @@ from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
 from router.openai.errors import ApiError, worker_unavailable
 from router.openai.members import at_once, run_cooperatively
+from router.workers.context import LEAD, WorkerContext
 from router.workers.gossip import WorkerGossipStats
-from router.workers.seat import LEAD, WorkerContext
 
 # One metrics page out of those of several workers.
 #
@@ -104,7 +104,7 @@ class CounterStore:
         if file is not None:
             self._load(file)
 
-    def heard(self, slot: int, life: int, counts: dict[Key, float]) -> None:
+    def update(self, slot: int, life: int, counts: dict[Key, float]) -> None:
         """A worker told its counts."""
         known = self._last.get(slot)
         if known is not None and known[0] != life:
@@ -163,7 +163,7 @@ def merged(pages: Iterable[WorkerPage], ledger: CounterStore, *, shared_index: b
                     into.setdefault(key, 0.0)
                 else:
                     into[key] = into.get(key, 0.0) + value
-        ledger.heard(page.slot, page.life, counts)
+        ledger.update(page.slot, page.life, counts)
     _settle(values, ledger.total(), families)
     ledger.save()
     return [_metric(family, values[name]) for name, family in families.items()]
@@ -203,14 +203,14 @@ PEER_HEADER = "x-kvatlas-peer"
 class SiblingCalls:
     """Connections to the siblings of one worker; an async context."""
 
-    def __init__(self, seat: WorkerContext) -> None:
-        self.siblings = sorted(seat.mesh)
-        self._seat = seat
+    def __init__(self, worker: WorkerContext) -> None:
+        self.siblings = sorted(worker.mesh)
+        self._worker = worker
         self._sessions: dict[int, aiohttp.ClientSession] = {}
 
     async def __aenter__(self) -> Self:
         for slot in self.siblings:
-            connector = aiohttp.UnixConnector(self._seat.control_path(slot), limit=64)
+            connector = aiohttp.UnixConnector(self._worker.control_path(slot), limit=64)
             self._sessions[slot] = aiohttp.ClientSession(
                 "http://worker", connector=connector, cookie_jar=aiohttp.DummyCookieJar()
             )
@@ -316,8 +316,8 @@ class AggregateView:
     """An ``OpsView`` of this worker and its siblings. What a sibling does not say in time is left out, but
     for what it has counted before."""
 
-    def __init__(self, seat: WorkerContext, sources: Sources, calls: SiblingCalls) -> None:
-        self._seat = seat
+    def __init__(self, worker: WorkerContext, sources: Sources, calls: SiblingCalls) -> None:
+        self._worker = worker
         self._sources = sources
         self._own = LocalView(sources)
         self._calls = calls
@@ -330,7 +330,7 @@ class AggregateView:
     async def own_page(self) -> WorkerPage:
         """This worker's part of ``metrics``, for a sibling."""
         found = await run_cooperatively(in_steps(family_of, families(self._sources)))
-        return WorkerPage(self._seat.slot, self._seat.life, found)
+        return WorkerPage(self._worker.slot, self._worker.life, found)
 
     async def own_part(self, name: str, request_id: str = "") -> bytes | None:
         """This worker's part of what the method of this name shows; None: there is none."""
@@ -356,11 +356,11 @@ class AggregateView:
     def _page(self, own: WorkerPage, answers: list[bytes]) -> bytes:
         pages = [own, *map(_PAGE.decode, answers)]
         if self._ledger is None:
-            self._ledger = CounterStore(self._seat.ledger)
+            self._ledger = CounterStore(self._worker.ledger)
         found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered
-        found += crew_families(self._seat.count, answered, self._lives)
+        found += crew_families(self._worker.count, answered, self._lives)
         return at_once(page_steps(found))
 
     async def engines(self) -> list[Any]:

@@ -79,7 +79,7 @@ class Rig:
 
     async def caught_up(self, *engines: SimulatedEngine) -> None:
         """The router has applied every batch that these engines have published."""
-        stats = self.router.following.feeds.stats
+        stats = self.router.lifecycle.feeds.stats
 
         def applied() -> bool:
             for engine in engines:

@@ -20,11 +20,11 @@ import msgspec
 from msgspec.structs import replace
 
 from router.config.schema import Config
+from router.engine_lifecycle import complete, setup_evidence
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
-from router.following import complete, setup_evidence
 from router.http.reasons import reason_of
 from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence

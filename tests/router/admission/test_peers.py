@@ -104,21 +104,21 @@ def play(happens: list[tuple[str, object, object]], replaced: list[tuple[int, st
             at = int(which) % len(on_the_way)  # type: ignore[call-overload]
             sender, to, said = on_the_way[at] if how == "again" else on_the_way.pop(at)
             if how != "lost":
-                fleet[to].others.hear(sender, said, 0.0)
+                fleet[to].others.receive(sender, said, 0.0)
     for sender, to, said in on_the_way:
-        fleet[to].others.hear(sender, said, 0.0)
+        fleet[to].others.receive(sender, said, 0.0)
     greet(fleet)
     for sender, to, said in on_the_way:  # and late ones change nothing any more
-        fleet[to].others.hear(sender, said, 0.0)
+        fleet[to].others.receive(sender, said, 0.0)
     return fleet
 
 
 def greet(fleet: dict[str, Process]) -> None:
-    said = {name: one.says() for name, one in fleet.items()}
+    messages = {name: one.says() for name, one in fleet.items()}
     for to, one in fleet.items():
-        for sender, uses in said.items():
+        for sender, uses in messages.items():
             if sender != to:
-                one.others.hear(sender, uses, 0.0)
+                one.others.receive(sender, uses, 0.0)
 
 
 @settings(max_examples=examples(400))
@@ -162,11 +162,11 @@ def test_a_replaced_process_has_no_more_left_than_a_sibling_used(
 def test_what_a_successor_uses_is_charged_to_its_siblings_whole() -> None:
     one, two = Process(), Process()
     two.works(10)
-    one.others.hear("two", two.says(), 0.0)
+    one.others.receive("two", two.says(), 0.0)
     successor = Process(life=1)
     successor.works(20)
     successor.works(30)
-    one.others.hear("two", successor.says(), 1.0)
+    one.others.receive("two", successor.says(), 1.0)
     assert one.left == (PLENTY - 3, PLENTY - 60)
 
 
@@ -179,7 +179,7 @@ def test_who_is_silent_or_gone_has_no_active_requests() -> None:
         lambda: one.others.age(SILENCE_S + 1),
     )
     for ended in ends:
-        one.others.hear("two", two.says(), 0.0)
+        one.others.receive("two", two.says(), 0.0)
         with pytest.raises(ApiError, match="concurrent"):
             TenantRequest(one.tenant, lambda: 0.0)
         ended()
@@ -190,10 +190,10 @@ def test_a_life_that_looks_older_counts_once_the_newer_one_is_silent() -> None:
     """A clock was set back between two starts of one replica."""
     one, late, now = Process(), Process(life=5), Process(life=9)
     now.works(2)
-    one.others.hear("x", now.says(), 0.0)
-    one.others.hear("x", late.says(), 1.0)
+    one.others.receive("x", now.says(), 0.0)
+    one.others.receive("x", late.says(), 1.0)
     assert one.active_elsewhere() == 1
-    one.others.hear("x", late.says(), SILENCE_S + 1)
+    one.others.receive("x", late.says(), SILENCE_S + 1)
     assert one.active_elsewhere() == 0
 
 
@@ -204,28 +204,28 @@ def test_what_a_silent_process_left_behind_counts_no_more_until_it_speaks() -> N
     left_behind = two.says()
     forged = msgspec.structs.replace(left_behind, beat=2**40)
     for last in (left_behind, forged):
-        one.others.hear("two", last, 0.0)
+        one.others.receive("two", last, 0.0)
         for now in range(1, 20):
-            one.others.hear("two", last, float(now))
+            one.others.receive("two", last, float(now))
         assert one.active_elsewhere() == 0
-        one.others.hear("two", two.says(), 20.0)
-        one.others.hear("two", two.says(), 20.1)
+        one.others.receive("two", two.says(), 20.0)
+        one.others.receive("two", two.says(), 20.1)
         assert one.active_elsewhere() == 1
         one.others.forget("two")
 
 
 def test_a_total_that_falls_is_refused_and_what_comes_after_it_counts() -> None:
     one, two = Process(), Process()
-    one.others.hear("two", two.says(), 0.0)
+    one.others.receive("two", two.says(), 0.0)
     forged = Uses(two.life, two.beat + 1, True, {"t": Use(requests=500, tokens=500)})
-    one.others.hear("two", forged, 0.0)
+    one.others.receive("two", forged, 0.0)
     left = one.left
     two.works(10)
     two.beat += 1
-    one.others.hear("two", two.says(), 0.0)
+    one.others.receive("two", two.says(), 0.0)
     assert one.refused == 1
     two.works(10)
-    one.others.hear("two", two.says(), 0.0)
+    one.others.receive("two", two.says(), 0.0)
     assert (one.left, one.refused) == ((left[0] - 1, left[1] - 10), 1)
     assert one.active_elsewhere() == 2
 
@@ -234,7 +234,7 @@ def test_no_more_processes_than_are_kept_track_of(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("router.admission.peers.PROCESSES_MAX", 2)
     one = Process()
     for number in range(5):
-        one.others.hear(number, Uses(1, 1, True, {"t": Use(active=1)}), 0.0)
+        one.others.receive(number, Uses(1, 1, True, {"t": Use(active=1)}), 0.0)
     assert (one.active_elsewhere(), one.refused) == (2, 3)
 
 

@@ -72,7 +72,7 @@ async def check(rig: Rig, publisher: ZmqPublisher) -> None:
     writer = Writer(SCHEME, kind="chunked_local_attention")
     publisher.publish([writer.stored(prompt(n), start=4) for n in range(TOLD)])
     (status,) = rig.router.fleet
-    feed = rig.router.following.feeds.stats[status.engine_id]
+    feed = rig.router.lifecycle.feeds.stats[status.engine_id]
     await until(lambda: feed.last_seq == publisher.next_seq - 1, "applied")
     assert (await told(rig))["assumed_scheme"]["seed"] == DEFAULT_SEED
 

@@ -238,7 +238,7 @@ def test_stopping_leaves_no_task_and_no_connection() -> None:
                 router: Router = rig.router
             await until(lambda: not (_named(asyncio.all_tasks()) - _named(with_engines)), "tasks ended")
             assert router.calls._in_clients_names is None
-            assert router.following.feeds.stats == {}
+            assert router.lifecycle.feeds.stats == {}
         await until(lambda: asyncio.all_tasks() <= before, "everything ended")
         gc.collect()  # unclosed sockets and sessions would warn here, and warnings are errors
 
@@ -283,7 +283,7 @@ def test_a_fault_of_one_part_does_not_stop_the_router(monkeypatch: pytest.Monkey
                 raise RuntimeError("a fault")
 
             monkeypatch.setattr(rig.router.scopes, "advance_detection", broken)
-            monkeypatch.setattr(rig.router.following, "engine_load", lambda *_, **__: broken())
+            monkeypatch.setattr(rig.router.lifecycle, "engine_load", lambda *_, **__: broken())
             await until(lambda: faults > 2, "faults happened")
             monkeypatch.undo()
             await rig.ready()

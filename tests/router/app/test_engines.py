@@ -226,7 +226,7 @@ def test_a_connection_that_was_cut_counts_again_once_the_process_is_confirmed() 
         async with started() as engine, routing(configure(engine, fleet=NEVER)) as rig:
             assert await check_exact(rig, [engine], TEXT * 20) > 100
             (known,) = rig.router.fleet
-            rig.router.following.engine_restarted(known)  # as a changed start time in its metrics would say
+            rig.router.lifecycle.engine_restarted(known)  # as a changed start time in its metrics would say
             assert known.feed.unconfirmed
             await until(lambda: not known.feed.unconfirmed, "confirmed by replay")
             predicted, reported, _ = await hits(rig, TEXT * 20)
@@ -258,7 +258,7 @@ def test_an_engine_that_begins_to_publish_events_is_followed() -> None:
                         predicted, reported, engine = await hits(rig, TEXT * 20)
                         assert predicted == reported > 100
                         assert rig.router.fleet.get(engine).shadow is not None
-                        assert rig.router.following.feeds.stats == {}
+                        assert rig.router.lifecycle.feeds.stats == {}
                         assert rig.router.scopes.scope(MODEL).stats().residencies == 0
 
     run(main())
@@ -388,7 +388,7 @@ async def behind_front(*settings: dict[str, Any]) -> AsyncIterator[tuple[list[Si
 async def applied(rig: Rig, engine_id: str, publisher: ZmqPublisher | None) -> None:
     """The router has applied all that this publisher has published, under this engine id."""
     assert publisher is not None
-    feed = rig.router.following.feeds.stats[engine_id]
+    feed = rig.router.lifecycle.feeds.stats[engine_id]
     await until(lambda: feed.last_seq == publisher.next_seq - 1 or not publisher.next_seq, "applied")
 
 
@@ -436,7 +436,7 @@ def test_ranks_that_come_and_go_are_followed() -> None:
             await make_ranks(front)
             await until(lambda: len(fleet) == 2, "two ranks")
             await rig.ready()
-            assert set(rig.router.following.feeds.stats) == {status.engine_id for status in fleet}
+            assert set(rig.router.lifecycle.feeds.stats) == {status.engine_id for status in fleet}
             assert rig.router.scopes.engine(front.base_url) is None
             assert fleet.get(front.base_url) is None
             await hits(rig, TEXT * 10)
@@ -497,7 +497,7 @@ def test_event_sources_are_asked_again_after_a_failure_but_not_after_a_no() -> N
                 assert rig.router.fleet.get(front.base_url).shadow is not None
                 await until(lambda: front.asked("/kv_event_sources") > 2, "asked again")
                 del front.overrides["/kv_event_sources"]
-                await until(lambda: front.base_url in rig.router.following.feeds.stats, "followed")
+                await until(lambda: front.base_url in rig.router.lifecycle.feeds.stats, "followed")
                 await rig.ready()
                 assert rig.router.fleet.get(front.base_url).shadow is None
             front.seen.clear()

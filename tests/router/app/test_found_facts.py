@@ -22,7 +22,7 @@ async def twice(rig: Rig, engine: SimulatedEngine, count: int) -> Sequence[str]:
     """Outcomes of the second request for each of some prompts, in order."""
     publisher, (status,) = engine.publisher, rig.router.fleet
     assert publisher is not None
-    feed = rig.router.following.feeds.stats[status.engine_id]
+    feed = rig.router.lifecycle.feeds.stats[status.engine_id]
     for number in range(count):
         body = {"model": MODEL, "prompt": f"{number} {TEXT * 3}", "max_tokens": 2}
         for _ in range(2):

@@ -68,7 +68,7 @@ def test_kinds_and_windows_of_groups(
                         groups = () if one.layout is None else one.layout.groups
                         return [g.kind for g in groups], [g.sliding_window for g in groups]
 
-                    following = rig.router.following
+                    following = rig.router.lifecycle
                     await until(lambda: MODEL in following._layouts, "compared")
                     await until(lambda: seen() == (kinds, windows), lambda: f"{seen()}")
             other = [entry for entry in logs if "config_json_tokens" in entry]

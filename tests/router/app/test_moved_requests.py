@@ -85,7 +85,7 @@ def test_when_the_engine_goes_down_another_one_answers(how: str, more: dict[str,
             assert waited > 0
             if how == "polled":
                 lost.up = False
-                rig.router.following.engine_down(lost)
+                rig.router.lifecycle.engine_down(lost)
             elif how == "removed":
                 assert rig.router.poller is not None
                 rig.router.poller.assign(DesiredFleet((EngineAddress(two.url),)))
@@ -165,11 +165,11 @@ def test_a_request_that_has_been_moved_from_every_engine_comes_back_to_one_that_
             await until(lambda: any(engine.waiting for engine in rig.router.fleet), "it is at an engine")
             first = next(engine for engine in rig.router.fleet if engine.waiting)
             second = next(engine for engine in rig.router.fleet if engine is not first)
-            rig.router.following.engine_down(first)
+            rig.router.lifecycle.engine_down(first)
             await until(lambda: bool(second.waiting), "it is at the other one")
             for script in scripts:
                 script.slow = False
-            rig.router.following.engine_down(second)
+            rig.router.lifecycle.engine_down(second)
             status, _ = await task
             assert status == 200
             assert rig.router.proxy.stats.requests_moved == 2
@@ -186,7 +186,7 @@ def test_where_no_other_engine_is_up_the_request_waits_on() -> None:
             script.slow = True
             (task,) = await _spread(rig, [script])
             engine.up, engine.silent = False, True
-            rig.router.following.engine_down(engine)
+            rig.router.lifecycle.engine_down(engine)
             assert len(engine.waiting) == 1
             one.go.set()
             assert (await task)[0] == 200
@@ -208,7 +208,7 @@ def test_a_client_that_leaves_at_that_moment_is_a_client_that_left() -> None:
                 task.cancel()
             await until(lambda: rig.router.proxy.stats.clients_gone == len(tasks), "seen to have left")
             lost.up = False
-            rig.router.following.engine_down(lost)
+            rig.router.lifecycle.engine_down(lost)
             await until(lambda: rig.idle)
             assert rig.router.proxy.stats.requests_moved == 0
             rig.check_books()

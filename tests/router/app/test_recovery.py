@@ -71,19 +71,19 @@ def test_more_blocks_than_the_engine_has_raise_an_alarm_and_are_gone_after_it() 
             await rig.chat(TEXT * 20)
             await rig.caught_up(engine)
             router, engine_id = rig.router, engine.base_url
-            status, stats = router.fleet.get(engine_id), router.following.feeds.stats[engine_id]
+            status, stats = router.fleet.get(engine_id), router.lifecycle.feeds.stats[engine_id]
             residency = router.scopes.engine(engine_id)
             assert status is not None
             assert residency is not None
             status.pool_blocks = 2048
-            router.following.audit(status)
+            router.lifecycle.audit(status)
             assert stats.phantom_alarms == 0
             phantoms = [BlockHash(number) for number in range(5000)]
             residency.index.store(engine_id, Plane("GPU", 0), phantoms)
             status.pool_blocks = 2048
-            router.following.audit(status)
+            router.lifecycle.audit(status)
             assert stats.phantom_alarms == 1
-            router.following.audit(status)
+            router.lifecycle.audit(status)
             assert stats.phantom_alarms == 1  # under way
 
             def clean() -> bool:

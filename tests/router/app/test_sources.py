@@ -52,7 +52,7 @@ def test_engines_come_serve_are_drained_and_leave_without_a_restart(tmp_path: Pa
                 }
                 listed(path, two)
                 await until(lambda: len(rig.router.fleet) == 1, "the first is forgotten")
-                assert one.base_url not in rig.router.following.feeds.stats
+                assert one.base_url not in rig.router.lifecycle.feeds.stats
                 _, page = await rig.ask("GET", "/metrics")
                 assert one.base_url not in page
                 assert 'kvatlas_source_engines{source="file"} 1.0' in page

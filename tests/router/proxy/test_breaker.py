@@ -60,7 +60,7 @@ def test_requests_at_a_silent_engine_are_lost_and_probes_only_after_their_time()
     probe_at = silent_at + 1
     assert not breaker.lost(probe_at, probe_at + S.silent_s_max - 0.1, expected_s=0.0)
     assert breaker.lost(probe_at, probe_at + S.silent_s_max, expected_s=0.0)
-    breaker.heard(probe_at + 1)
+    breaker.answered_at(probe_at + 1)
     assert not breaker.lost(probe_at, probe_at + 100, expected_s=0.0)
     assert breaker.left_unanswered(probe_at + 2, probe_at + 9, expected_s=0.0, streams=True)
     assert breaker.lost(probe_at + 3, probe_at + 10, expected_s=0.0)
@@ -214,7 +214,7 @@ def test_a_client_that_gives_up_on_a_stream_shows_a_silent_engine() -> None:
     assert breaker.allows(now)
     breaker.begin(now, streams=True)
     assert not breaker.allows(now + 1.0)
-    breaker.heard(now + 1.0)
+    breaker.answered_at(now + 1.0)
     assert breaker.allows(now + 1.0)
 
 
@@ -231,7 +231,7 @@ def test_who_leaves_early_or_while_others_are_answered_says_nothing() -> None:
     for _ in range(10):
         assert not breaker.left_unanswered(0.0, S.give_up_s / 2, expected_s=0.0, streams=True)
         assert not breaker.left_unanswered(0.0, 9.0, expected_s=5.0, streams=True)
-    breaker.heard(9.5)
+    breaker.answered_at(9.5)
     assert not breaker.left_unanswered(0.0, 30.0, expected_s=0.0, streams=True)
     assert breaker.allows(30.0)
 
@@ -243,7 +243,7 @@ def test_a_stream_that_waits_too_long_shows_a_silent_engine_too() -> None:
     breaker.begin(100.0, streams=True)
     assert breaker.allows(100.0 + S.silent_s_max - 1)
     assert not_probed(breaker, 100.0 + S.silent_s_max)
-    breaker.heard(150.0)
+    breaker.answered_at(150.0)
     assert breaker.allows(150.0)
 
 
@@ -256,7 +256,7 @@ def test_silence_is_measured_against_the_expected_time() -> None:
     breaker.begin(10.0, streams=True, expected_s=1.0)
     assert breaker.allows(10.0 + S.silent_s_max + 1.9)
     assert not_probed(breaker, 10.0 + S.silent_s_max + 2)
-    breaker.heard(100.0)
+    breaker.answered_at(100.0)
     assert breaker.free_until == float("inf")
 
 
@@ -337,7 +337,7 @@ def test_free_until_then_means_allowed_until_then(steps: list[tuple[float, str]]
             case "begin" | "stream":
                 breaker.begin(now, streams=what == "stream", expected_s=number % 7)
             case "heard":
-                breaker.heard(now)
+                breaker.answered_at(now)
             case "gave up":
                 breaker.left_unanswered(now - 5, now, expected_s=0.1, streams=True)
             case _:

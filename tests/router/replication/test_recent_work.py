@@ -41,7 +41,7 @@ def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
 
             async def placed() -> bool:
                 await other.chat("a prompt, so that the index is asked")
-                load = (other.router.sharing.others() or {}).get(there.engine_id, OthersLoad())
+                load = (other.router.peers.others() or {}).get(there.engine_id, OthersLoad())
                 found.append(load)
                 return load.recent_ms > 1000
 

@@ -145,7 +145,7 @@ def test_a_response_is_found_by_another_replica_for_its_tenant_alone(server: Ser
             clients = [client(one, "ada"), client(other, "ada"), client(other, "eve")]
             ada, ada_there, eve = [await stack.enter_async_context(each) for each in clients]
             made = await ada.responses.create(model=MODEL, input="x", max_output_tokens=4)
-            written = one.router.sharing.index.responses.stats  # type: ignore[union-attr]
+            written = one.router.peers.index.responses.stats  # type: ignore[union-attr]
             await until(lambda: written.written, "it is written")
             assert (await ada_there.responses.retrieve(made.id)).id == made.id
             with pytest.raises(openai.NotFoundError):

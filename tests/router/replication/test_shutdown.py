@@ -30,7 +30,7 @@ def test_a_router_with_several_leases_ends_without_a_fault_and_releases_each(
     async def main() -> None:
         async with running({}, {}, {}) as engines:
             async with routing(configure(*engines, index=settings)) as rig:
-                await _all_followed(rig.router.sharing.index, engines)
+                await _all_followed(rig.router.peers.index, engines)
                 rig.server.drain()  # by a signal; the end of the lifespan comes while the leases are released
             client = Client(settings)
             assert await client.start(10)
@@ -52,7 +52,7 @@ def test_every_caller_of_the_release_waits_for_the_same_one(plain_server: Server
             running({}, {}) as engines,
             routing(configure(*engines, index=settings)) as rig,
         ):
-            index = rig.router.sharing.index
+            index = rig.router.peers.index
             await _all_followed(index, engines)
             assert index is not None
             first = asyncio.create_task(index.release_leases())

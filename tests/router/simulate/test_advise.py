@@ -74,8 +74,8 @@ def test_a_retention_that_helps_is_advised_with_those_that_do_as_well() -> None:
 
 def test_a_retention_that_helps_too_little_or_not_for_every_seed_is_not() -> None:
     assert of(judged(retention_1024=0.98), "retention").value is None
-    told = told_with(retention_4096=0.7)
-    luck = [msgspec.structs.replace(one, every_seed=False) for one in told]
+    results = told_with(retention_4096=0.7)
+    luck = [msgspec.structs.replace(one, every_seed=False) for one in results]
     found = of(judge(SETUP, luck, reusable=0.5, num_requests=REQUESTS_MIN), "retention")
     assert found.value is None
     assert found.text.startswith("Leave prefix_cache_retention_interval at 0")
@@ -154,17 +154,17 @@ def test_an_endless_cache_is_held_against_the_same_requests_as_the_fleet() -> No
 
 
 def test_few_requests_give_hints_and_no_advice() -> None:
-    told = told_with(retention_1024=0.5, memory_200=0.5)
-    few = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN - 1)
+    results = told_with(retention_1024=0.5, memory_200=0.5)
+    few = judge(SETUP, results, reusable=0.5, num_requests=REQUESTS_MIN - 1)
     assert {(one.value, one.firm) for one in few} == {(None, False)}
-    enough = judge(SETUP, told, reusable=0.5, num_requests=REQUESTS_MIN)
+    enough = judge(SETUP, results, reusable=0.5, num_requests=REQUESTS_MIN)
     assert (of(enough, "retention").value, of(enough, "retention").firm) == ("1024", True)
 
 
 def test_where_requests_do_not_fit_the_pool_is_named_and_nothing_is_advised() -> None:
-    told = [msgspec.structs.replace(one, refused=7) for one in told_with(retention_1024=0.5)]
-    assert doubt(told, 1000) == "7 requests fit into no engine's cache and are left out: --pool is too small"
-    assert not any(one.firm for one in judge(SETUP, told, reusable=0.5, num_requests=1000))
+    results = [msgspec.structs.replace(one, refused=7) for one in told_with(retention_1024=0.5)]
+    assert doubt(results, 1000) == "7 requests fit no engine's cache and are left out: --pool is too small"
+    assert not any(one.firm for one in judge(SETUP, results, reusable=0.5, num_requests=1000))
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

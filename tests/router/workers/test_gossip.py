@@ -25,8 +25,8 @@ from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.engine import PromptView, candidates
 from router.placement.load.others import NO_OTHERS, OthersLoad
+from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
-from router.workers.seat import WorkerContext
 from tests.support.waiting import run, until
 
 E = "http://e"
@@ -89,10 +89,10 @@ async def running(gossip: SiblingGossip) -> AsyncIterator[None]:
 class Worker:
     """One worker's gossip, and its load."""
 
-    def __init__(self, seat: WorkerContext, life: int = 0, gate: KeyGate | None = None) -> None:
+    def __init__(self, worker: WorkerContext, life: int = 0, gate: KeyGate | None = None) -> None:
         self.load: dict[str, OthersLoad] = {}
         self.served: list[str] = []
-        place = {name: getattr(seat, name) for name in seat.__struct_fields__}
+        place = {name: getattr(worker, name) for name in worker.__struct_fields__}
         self.gossip = SiblingGossip(
             WorkerContext(**{**place, "life": life}),
             lambda now: self.load,
@@ -107,7 +107,7 @@ class Worker:
             yield self
 
     def sees(self) -> dict[str, OthersLoad]:
-        return dict(self.gossip.told().load)
+        return dict(self.gossip.peer_state().load)
 
 
 def test_siblings_see_each_others_load_and_add_it_up() -> None:
@@ -129,14 +129,14 @@ def test_siblings_see_each_others_load_and_add_it_up() -> None:
 def test_gauges_that_show_a_siblings_requests_count_them_once() -> None:
     async def main() -> None:
         with seats(2) as places:
-            router, sibling = Router(Config(engines=(EngineAddress(E),)), seat=places[0]), Worker(places[1])
-            assert router.sharing.gossip is not None
-            async with sibling.running(), running(router.sharing.gossip):
+            router, sibling = Router(Config(engines=(EngineAddress(E),)), worker=places[0]), Worker(places[1])
+            assert router.peers.gossip is not None
+            async with sibling.running(), running(router.peers.gossip):
                 sibling.load = {E: OthersLoad(3, 0, 0)}
-                gossip = router.sharing.gossip
+                gossip = router.peers.gossip
                 await until(lambda: gossip.others() == sibling.load, "it is told")
                 (engine,) = router.fleet
-                router.following.engine_load(engine, running=4, waiting=0)  # one of another client
+                router.lifecycle.engine_load(engine, running=4, waiting=0)  # one of another client
                 now = router.clock()
                 rate = engine.rates.prefill_s_per_token(now)
                 assert engine.load.ahead(now, gossip.others()[E], rate)[1] == 4
@@ -149,8 +149,8 @@ def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
     async def main() -> None:
         with seats(2) as places:
             config = Config(engines=(EngineAddress(E),))
-            one, two = (Router(config, seat=place) for place in places)
-            gossips = [router.sharing.gossip for router in (one, two)]
+            one, two = (Router(config, worker=place) for place in places)
+            gossips = [router.peers.gossip for router in (one, two)]
             assert gossips[0] is not None and gossips[1] is not None  # noqa: PT018
             hearing = gossips[1]
             async with running(gossips[0]), running(hearing):
@@ -160,11 +160,11 @@ def test_recent_work_of_a_sibling_counts_where_a_prompt_is_placed() -> None:
                 engine.load.finish(engine.load.admit(uncached_tokens=work, now=now), now)
                 await until(lambda: E in hearing.others(), "it is reported")
                 assert hearing.others()[E].in_flight == (0, 0, 0)
-                asked = PromptView(1000, others=hearing.told().load)
+                asked = PromptView(1000, others=hearing.peer_state().load)
                 (candidate,) = candidates([mirrored], asked, two.clock())
                 assert 1.0 < candidate.recent_s <= 8.05
                 assert candidate.queue_s == 0.0
-                assert two.sharing.own_load(two.clock()) == {}
+                assert two.peers.own_load(two.clock()) == {}
 
     run(main())
 

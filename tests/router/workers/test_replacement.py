@@ -10,7 +10,7 @@ import pytest
 
 from router.app import Router
 from router.fleet.identity import EngineAddress
-from router.workers.seat import WorkerSockets
+from router.workers.context import WorkerSockets
 from tests.support.proxy_rig import Call, Engine, answer
 from tests.support.waiting import run, until
 from tests.support.whole_router import configure
@@ -29,8 +29,8 @@ def test_only_a_replacement_waits_for_its_first_poll(life: int) -> None:
     async def main() -> None:
         async with Engine(_slow_to_say) as engine:
             with closing(WorkerSockets(1, ("127.0.0.1", 0))) as sockets:
-                seat = sockets.seat(0, life, lambda: None, -1)
-                router = Router(configure(EngineAddress(engine.url)), seat=seat)
+                worker = sockets.open_worker(0, life, lambda: None, -1)
+                router = Router(configure(EngineAddress(engine.url)), worker=worker)
                 begun, leave = asyncio.Event(), asyncio.Event()
 
                 async def works() -> None:
@@ -61,7 +61,7 @@ def test_a_replacement_begins_though_no_engine_answers() -> None:
                 config = configure(EngineAddress(engine.url))
                 fleet = msgspec.structs.replace(config.fleet, poll_timeout_s=0.1)
                 config = msgspec.structs.replace(config, fleet=fleet)
-                router = Router(config, seat=sockets.seat(0, 1, lambda: None, -1))
+                router = Router(config, worker=sockets.open_worker(0, 1, lambda: None, -1))
                 async with router.running():
                     assert not router.fleet.ready(None)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from router.workers.seat import PortTakenError, WorkerSockets, cores
+from router.workers.context import PortTakenError, WorkerSockets, cores
 
 
 def test_a_port_that_somebody_has_is_refused_also_if_it_may_be_shared() -> None:
@@ -29,13 +29,13 @@ def test_a_worker_keeps_its_own_sockets_and_closes_all_others() -> None:
     sockets = WorkerSockets(3, ("127.0.0.1", 0), ops=("127.0.0.1", 0))
     try:
         public, control = [copy[0] for copy in sockets.public], sockets.folder / "1"
-        seat = sockets.seat(1, 0, lambda: None, -1)
+        worker = sockets.open_worker(1, 0, lambda: None, -1)
         assert [sock.fileno() >= 0 for sock in public] == [False, True, False]
-        assert (seat.ops, sorted(seat.mesh)) == (None, [0, 2])
-        assert seat.ops_at.endswith("of 127.0.0.1")
-        assert seat.control.getsockname() == str(control) == seat.control_path(1)
+        assert (worker.ops, sorted(worker.mesh)) == (None, [0, 2])
+        assert worker.ops_at.endswith("of 127.0.0.1")
+        assert worker.control.getsockname() == str(control) == worker.control_path(1)
         assert os.stat(sockets.folder).st_mode & 0o777 == 0o700
-        own = {*seat.public, seat.control, *seat.mesh.values()}
+        own = {*worker.public, worker.control, *worker.mesh.values()}
         assert all(sock.fileno() >= 0 for sock in own)
         with socket.create_connection(public[1].getsockname(), 5):
             pass  # it listens from the start

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily
 from router.api.views import LATEST_SHOWN, LocalView
 from router.app import Router
 from router.config.schema import Config
-from router.workers.seat import WorkerSockets
+from router.workers.context import WorkerSockets
 from router.workers.view import AggregateView, SiblingCalls, WorkerPage, family_of
 
 
@@ -39,8 +39,8 @@ async def _scrapes() -> None:
     sockets = WorkerSockets(2, ("127.0.0.1", 0))
     router, sibling = Router(Config()), LateSibling()
     try:
-        seat = sockets.seat(0, 0, lambda: None, -1)
-        view = AggregateView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        worker = sockets.open_worker(0, 0, lambda: None, -1)
+        view = AggregateView(worker, router.sources, cast("SiblingCalls", cast("Any", sibling)))
         first, second, gone = (asyncio.create_task(view.metrics()) for _ in range(3))
         while not sibling.asked:
             await asyncio.sleep(0)
@@ -82,12 +82,12 @@ async def _merged() -> None:
             record = router.proxy.requests.begin("POST", "/v1/completions")
             record.request_id, record.status = request_id, 200
             router.proxy.requests.end(record)
-        seat = sockets.seat(0, 0, lambda: None, -1)
+        worker = sockets.open_worker(0, 0, lambda: None, -1)
         own = LocalView(router.sources)
         theirs, history = await own.answers(), await own.history()
         later = [msgspec.structs.replace(one, at_s=one.at_s + 60, request_id="theirs") for one in theirs]
         sibling = Sibling(answers=later * LATEST_SHOWN, receipts=[], history=history)
-        view = AggregateView(seat, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        view = AggregateView(worker, router.sources, cast("SiblingCalls", cast("Any", sibling)))
         shown = await view.answers()
         assert len(shown) == LATEST_SHOWN
         assert {one.request_id for one in shown} == {"theirs"}, "the latest of all"

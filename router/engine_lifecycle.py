@@ -1,8 +1,8 @@
-"""The fleet, and what this router knows of each engine's cache: the one listener of the fleet's poller.
+"""Engine lifecycle: start and stop following each engine's cache. The one listener of the fleet's poller.
 
-An engine that comes up is followed (its feed, here or on the replica that holds the lease), or shadowed where
-it publishes no events; one that leaves is forgotten. Always true: an engine is followed for one model at one
-address; what was known of it under another one is gone before it is followed anew.
+An engine that comes up gets a feed (here or on the replica that holds the lease), or a shadow if it publishes
+no events; one that leaves is forgotten. Invariant: an engine is followed for one model at one address; state
+of an earlier model or address is dropped before it is followed again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from router.prompts.origin.model_config import ModelConfigFile
 from router.prompts.reader import AdapterPaths
 from router.prompts.settings import ModelPrompts
 
-if TYPE_CHECKING:  # redis-py comes with it, which a router without a shared index does without
+if TYPE_CHECKING:  # it imports redis-py, which a router without a shared index does not need
     from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
 
 _WATCH_S = 1.0
-"""How often engines at which requests wait are looked at."""
+"""Interval between checks of engines at which requests wait."""
 _OF_FILE = ("attention_chunk_size", "kinds", "windows")
-"""Facts that a model's file may give in place of the configuration."""
+"""Facts that a model's file may supply if they are not configured."""
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 
 class EngineLifecycle:
-    """Implements ``FleetListener``. ``leaving`` are told of each engine that goes, besides those here."""
+    """Implements ``FleetListener``. ``leaving`` are also notified of each engine that leaves."""
 
     def __init__(
         self,
@@ -60,11 +60,12 @@ class EngineLifecycle:
         self._leaving = leaving
         self._adapters = AdapterPaths(config.adapters())
         self._files: dict[str, ModelConfigFile] = {}
-        """By served model: what its own ``config.json`` says."""
+        """By served model: its own ``config.json``."""
         self._kinds: dict[str, tuple[str, ...]] = {}
-        """By served model: kinds of its groups by that file, where the events name none and show as many."""
+        """By served model: kinds of its groups from that file, if the events show as many groups but name no
+        kinds."""
         self._layouts: dict[str, CacheLayout] = {}
-        """By served model: the layout that was last compared with the file."""
+        """By served model: the layout last compared with the file."""
         self.scopes = ModelIndexes(
             self._facts,
             None if shared is None else shared.index_of,
@@ -80,12 +81,12 @@ class EngineLifecycle:
         self._tasks: asyncio.TaskGroup | None = None
 
     def begin(self, tasks: asyncio.TaskGroup) -> list[Coroutine[Any, Any, None]]:
-        """From now on feeds run in ``tasks``. Returns what is to work beside them."""
+        """Run feeds in ``tasks`` from now on. Returns coroutines to run beside them."""
         self._tasks = tasks
         return [self._audit.detect(), self._audit.audit_all(), self._watch_waiting()]
 
     def end(self) -> None:
-        """Stop every feed; none begins until the next ``begin``."""
+        """Stop every feed; none starts until the next ``begin``."""
         self._control.stop_all()
         self._tasks = None
 
@@ -94,7 +95,7 @@ class EngineLifecycle:
         self._audit.audit(engine)
 
     def _applied(self, engine_id: str) -> None:
-        self._accounts.inflight.applied(engine_id)  # looked up late: sharing may replace it
+        self._accounts.inflight.applied(engine_id)  # resolved late: sharing may replace it
 
     def is_stored(self, engine_id: str, block: BlockHash) -> bool:
         """Whether the engine's events have shown that it stored this block, or will never show it here."""
@@ -113,7 +114,7 @@ class EngineLifecycle:
         if base is None or self._tasks is None:
             return
         self._learn_adapters(engine, base)
-        if not self._control.follows(address, base):  # new, moved, or another model: known anew
+        if not self._control.follows(address, base):  # new, moved, or another model: follow it from the start
             self._control.stop(engine.engine_id)
             self.scopes.remove(engine.engine_id)
         shadow = None if engine.publishes_events else self._config.model(base).shadow_spec()
@@ -123,14 +124,14 @@ class EngineLifecycle:
             self._control.follow(address, base, self._tasks)
 
     def engine_down(self, engine: Engine) -> None:
-        """Implement ``FleetListener``. Of an engine without events nothing is known then: start over."""
+        """Implement ``FleetListener``. Without events the state of its cache is unknown now: start over."""
         engine.reset()
         self._abandon(engine)
         if not engine.silent:
             self.feeds.suspect(engine.engine_id)
 
     def _abandon(self, engine: Engine, *, lost: bool = False) -> None:
-        """Requests that wait for its first byte go to other engines, where there are any."""
+        """Move requests that wait for its first byte to other engines, if there are any."""
         now = self._clock()
 
         def elsewhere(model: str | None) -> bool:
@@ -143,7 +144,7 @@ class EngineLifecycle:
         engine.abandon(elsewhere, lost=lost)
 
     async def _watch_waiting(self) -> None:
-        """Breakers say nothing by themselves: look now and then for requests that wait in vain."""
+        """Check waiting requests regularly: breakers do not notify."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for engine in self.fleet:
@@ -156,7 +157,7 @@ class EngineLifecycle:
         self.feeds.suspect(engine.engine_id)
 
     def engine_asleep(self, engine: Engine) -> None:
-        """Implement ``FleetListener``. Going to sleep empties vLLM's cache."""
+        """Implement ``FleetListener``. Sleep empties vLLM's cache."""
         engine.reset(cleared=True)
 
     def engine_load(self, engine: Engine, *, running: int, waiting: int) -> None:
@@ -181,7 +182,7 @@ class EngineLifecycle:
         engine.residency.writer.learn_setup(evidence)
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
-        """The one place where engines are made, and where it is said what they leave behind when they go."""
+        """Make an engine and register its cleanup. The only place where engines are made."""
         return Engine(
             address,
             self._accounts,
@@ -199,7 +200,7 @@ class EngineLifecycle:
         )
 
     def _feed_is(self, engine_id: str, stats: FeedStats | None) -> None:
-        """A feed began, or was stopped."""
+        """Note that a feed started, or stopped (None)."""
         engine = self.fleet.get(engine_id)
         if engine is not None:
             engine.feed = stats
@@ -209,7 +210,7 @@ class EngineLifecycle:
         self._adapters.learn(base, {card.id: card.root or "" for card in cards})
 
     def _forget_adapters(self, engine: Engine) -> None:
-        """The engine left: adapters that no other one has are forgotten."""
+        """Forget adapters that only the engine that left had."""
         if engine.base_model is not None:
             others = (other for other in self.fleet if other is not engine)
             self._adapters.keep(engine.base_model, {card.id for other in others for card in other.models})
@@ -221,7 +222,7 @@ class EngineLifecycle:
         return msgspec.structs.replace(facts, lora_paths=self._adapters.of(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
-        """How the prompts of each model become tokens; the adapters' paths are the dicts kept here."""
+        """Prompt settings of each model; the adapters' paths are the dicts kept here."""
         return {
             name: msgspec.structs.replace(
                 config.model(name).prompts(), lora_paths=self._adapters.named(name, configured)
@@ -230,14 +231,14 @@ class EngineLifecycle:
         }
 
     def tokenizer_of(self, model: str) -> tuple[str, ModelPrompts]:
-        """The configured tokenizer of a served model, and how its prompts are made besides."""
+        """Return the configured tokenizer of a served model and its other prompt settings."""
         configured = self._config.model(model)
         prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own(model))
         return configured.tokenizer, prompts
 
     def take(self, config: Config) -> None:
-        """Another configuration is running: engines of models of which other facts are known are followed
-        anew, adapters have the paths that it says."""
+        """Apply a changed configuration: follow engines of models with changed facts again, and update the
+        paths of adapters."""
         before, self._config = self._config, config
         self._adapters.configure(config.adapters())
         served = [engine for engine in self.fleet if engine.base_model is not None]
@@ -247,8 +248,8 @@ class EngineLifecycle:
         self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
 
     def learn_file(self, model: str, file: ModelConfigFile) -> None:
-        """What a served model's own ``config.json`` says. Configured values go first, and what the events
-        tell of a group goes before both."""
+        """Use a served model's own ``config.json``. Configured values take precedence over it, and the
+        events' values of a group over both."""
         if self._files.get(model) == file:
             return
         before = self._facts(model)
@@ -262,9 +263,9 @@ class EngineLifecycle:
                 self._learn_setup(engine)
 
     def _compare_layout(self, model: str, engine: Engine, layout: CacheLayout) -> None:
-        """A model's file against groups as an engine's events show them. Kinds that these do not name (vLLM
-        0.20 and 0.21) are taken from the file once it makes as many groups of its layers; not before, since
-        a look-up in a window that is not there would predict too much."""
+        """Compare a model's file with the groups that an engine's events show. Kinds that the events do not
+        name (vLLM 0.20 and 0.21) are taken from the file once it yields the same number of groups; not
+        before, since a look-up in a window that is not there would predict too much."""
         if self._layouts.get(model) == layout:
             return
         self._layouts[model] = layout
@@ -286,7 +287,7 @@ class EngineLifecycle:
             )
 
     def _relearn(self, bases: set[str]) -> None:
-        """Follow the engines of these models again, with other facts."""
+        """Follow the engines of these models again, with changed facts."""
         engines = [engine for engine in self.fleet if engine.base_model in bases]
         for engine in engines:
             self._control.stop(engine.engine_id)
@@ -299,8 +300,8 @@ class EngineLifecycle:
 
 
 def complete(facts: ModelFacts, file: ModelConfigFile, kinds: tuple[str, ...] = ()) -> ModelFacts:
-    """Configured facts with what a model's ``config.json`` says where nothing is configured; ``kinds`` are
-    those of the groups, () where they are not to be taken from the file."""
+    """Complete configured facts by a model's ``config.json``. ``kinds``: those of the groups, () if they must
+    not be taken from the file."""
     if facts.attention_chunk_size is None:
         facts = msgspec.structs.replace(facts, attention_chunk_size=file.attention_chunk_size)
     if facts.kinds or not kinds:
@@ -317,8 +318,8 @@ def setup_evidence(
     configured: ModelFacts,
     facts: ModelFacts,
 ) -> SetupEvidence:
-    """Statements of an engine, the first before the next, with hints of its model's file; ``facts`` are the
-    configured ones, completed by it."""
+    """Statements of an engine in order of precedence, with hints of its model's file; ``facts`` are the
+    configured ones, completed by the file."""
     return SetupEvidence(
         statements=tuple(one for one in statements if one is not None),
         drafter=file.drafter_kind,
@@ -328,6 +329,7 @@ def setup_evidence(
 
 
 def _cache_facts(config: Config, model: str) -> tuple[bool, ModelConfig]:
-    """All but how prompts are read: what the index was laid out by. Paths of adapters enter as they are."""
+    """All facts except prompt settings: those that the index layout depends on. Adapter paths enter
+    unchanged."""
     rest = msgspec.structs.replace(config.model(model), **dict.fromkeys(_OF_PROMPTS))
     return model in config.models, rest

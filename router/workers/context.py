@@ -91,11 +91,11 @@ class WorkerSockets:
             self.close()
             raise
 
-    def seat(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerContext:
+    def open_worker(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerContext:
         """The place of one worker; called in it, after the fork: what belongs to others is closed."""
         lead = slot == LEAD
         mesh = {a + b - slot: ends[a != slot] for (a, b), ends in self._mesh.items() if slot in (a, b)}
-        seat = WorkerContext(
+        worker = WorkerContext(
             slot,
             self.count,
             life,
@@ -110,11 +110,11 @@ class WorkerSockets:
             started,
             parent,
         )
-        own = {*seat.public, seat.ops, seat.admin, seat.control, *mesh.values()}
+        own = {*worker.public, worker.ops, worker.admin, worker.control, *mesh.values()}
         for sock in self._all:
             if sock not in own:
                 sock.close()
-        return seat
+        return worker
 
     def stop_listening(self) -> None:
         """Release the public port: it closes when the workers close it."""
@@ -204,11 +204,13 @@ _READ_AT_ONCE = 32
 
 
 class Mesh:
-    """``sockets``: by sibling, not blocking. ``hear`` is called with (sibling, message) in the loop."""
+    """``sockets``: by sibling, not blocking. ``on_message`` is called with (sibling, message) in the loop."""
 
-    def __init__(self, sockets: Mapping[int, socket.socket], hear: Callable[[int, bytes], None]) -> None:
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], on_message: Callable[[int, bytes], None]
+    ) -> None:
         self._sockets = sockets
-        self._hear = hear
+        self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
@@ -246,4 +248,4 @@ class Mesh:
                 if self._loop is not None:
                     self._loop.remove_reader(sock)
                 return
-            self._hear(sibling, message)
+            self._on_message(sibling, message)
