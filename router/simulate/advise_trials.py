@@ -298,9 +298,7 @@ def doubt(results: Sequence[TrialResult], num_requests: int) -> str:
     if num_requests < REQUESTS_MIN:
         return f"{num_requests} requests are too few for advice, which takes {REQUESTS_MIN}"
     if results[0].refused:
-        return (
-            f"{results[0].refused} requests fit no engine's cache and are left out: --pool is too small"
-        )
+        return f"{results[0].refused} requests fit no engine's cache and are left out: --pool is too small"
     return ""
 
 
