@@ -32,7 +32,7 @@ from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
-from router.http.server.request_cycle import EXTENSION
+from router.http.request_cycle import EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
 from router.prompts.settings import ANY_MODEL

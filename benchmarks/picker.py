@@ -37,10 +37,9 @@ from router.epp.settings import EppSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import ModelCard
-from router.http.h2 import frames as h2
-from router.http.h2.frames import FrameReader
-from router.http.h2.hpack import literal
-from router.http.server.settings import ListenSettings
+from router.http import h2_codec as h2
+from router.http.h2_codec import FrameReader, literal
+from router.http.settings import ListenSettings
 from router.http.tls import Certificates
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.request import InboundRequest

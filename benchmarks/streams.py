@@ -32,7 +32,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.identity import EngineAddress
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings
 from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection

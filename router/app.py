@@ -30,8 +30,8 @@ from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
-from router.http.server.server import lifespan
-from router.http.server.settings import ListenSettings, ListenStats
+from router.http.server import lifespan
+from router.http.settings import ListenSettings, ListenStats
 from router.http.tls import Certificates
 from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker

@@ -35,8 +35,8 @@ from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, hold_engine_tls
-from router.http.server.server import lifespan
-from router.http.server.settings import ListenSettings, ListenStats
+from router.http.server import lifespan
+from router.http.settings import ListenSettings, ListenStats
 from router.http.tls import Certificates, TlsError
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces, TracesNotInstalledError

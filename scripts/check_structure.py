@@ -29,9 +29,9 @@ API_ERRORS = "router/openai/errors.py"
 LONE_TASKS = frozenset(
     {
         # a Protocol's callbacks cannot await; uvicorn's own set of tasks is waited for when it drains
-        "router/http/server/client_connection.py",
+        "router/http/downstream.py",
         # ends by drain(), not by being cancelled; awaited where its block ends
-        "router/http/server/server.py",
+        "router/http/server.py",
         # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those
         "router/proxy/disaggregated.py",
         # ended by `close`
@@ -77,8 +77,8 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 382,
-    "modules under 60 lines": 7,
+    "modules": 375,
+    "modules under 60 lines": 6,
     "banned phrases": 167,
     "noqa": 147,
 }

@@ -36,7 +36,7 @@ from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
-from router.http.server.settings import ListenStats
+from router.http.settings import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.receipts import Histogram, Outcome
 from router.observe.traces import TraceStats

@@ -22,7 +22,7 @@ import structlog
 
 from router.admission.key_file import KeyFileError, KeyStats, TenantRules
 from router.admission.settings import KeySettings
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.http.tls import WatchedFile
 from router.openai.errors import ApiError, salt_not_accepted
 from router.openai.request import COHERE

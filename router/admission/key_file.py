@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from router.admission.settings import WaitTargets
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.http.tls import WatchedFile
 
 _log = structlog.get_logger()

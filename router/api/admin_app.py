@@ -21,9 +21,9 @@ from router.fleet.desired import DesiredState, FleetFullError
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address
 from router.fleet.status import Fleet
-from router.http.server.client_connection import ClientConnection
-from router.http.server.config import ListenConfig
-from router.http.server.server import SIDE_LISTEN, SideServer
+from router.http.downstream import ClientConnection
+from router.http.listener import ListenConfig
+from router.http.server import SIDE_LISTEN, SideServer
 from router.http.tls import Certificates, server_context
 from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from fastapi import Request
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.http.tls import WatchedFile
 from router.openai.errors import ApiError, too_often, unauthorized
 

@@ -36,7 +36,7 @@ from router.api.metrics_tables import (
 from router.epp.settings import EppStats
 from router.fleet.discovery import FleetSources
 from router.fleet.status import Fleet
-from router.http.server.settings import ListenStats
+from router.http.settings import ListenStats
 from router.index.model import ModelIndexes
 from router.observe.history import HistoryLog
 from router.observe.receipts import ERROR_BUCKETS, CacheFunnel, EngineReceipts, Histogram

@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import Request, Response
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 
 from router.admission.gate import KeyGate
 from router.api.admin_app import AdminApi
 from router.api.admin_auth import Authenticator, TokenFile
 from router.api.app import CONTROL_PREFIX, TENANT, error_answer, is_control
-from router.http.server.cors import Cors, CorsSettings
-from router.http.server.server import SIDE_LISTEN, SideServer, listen_config
+from router.http.request_cycle import TOLD
+from router.http.server import SIDE_LISTEN, SideServer, listen_config
+from router.http.settings import CorsSettings
 from router.openai.errors import ApiError, on_ops_port, ops_name_unknown
 from router.openai.request import PROMPT_APIS
 from router.proxy.headers import without_trailing_slashes
@@ -226,3 +229,39 @@ def _as_meant(scope: Any) -> Any:
 def _is_insight(path: str) -> bool:
     """Whether it tells of the fleet and of other clients."""
     return path == "/metrics" or path.startswith(CONTROL_PREFIX)
+
+
+# Cross-origin requests: starlette's middleware, with one policy for all answers.
+#
+# Engines answer with headers of their own. A client gets the router's only, else one answer would have two
+# policies. Requests that no browser made from a page of another origin pass without cost.
+
+
+class Cors(CORSMiddleware):
+    """In front of an ASGI application."""
+
+    def __init__(self, app: Any, settings: CorsSettings) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+        )
+
+    def concerns(self, scope: Any) -> bool:
+        """Whether this request's answer depends on where it comes from."""
+        if not self.allow_all_origins:
+            return True  # caches must know that the origin matters, also where there is none
+        return b"origin" in (scope.get(TOLD) or dict(scope["headers"]))
+
+    async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
+        """Without what the engine said on the matter."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [field for field in message.get("headers", ()) if not _is_cors(*field)]
+        await super().send(message, send, request_headers)
+
+
+def _is_cors(name: bytes, value: bytes) -> bool:
+    name = name.lower()
+    return name.startswith(b"access-control-") or (name == b"vary" and value.strip().lower() == b"origin")

@@ -21,7 +21,7 @@ from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig,
 from router.config.texts import check_texts
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import check_address
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.observe.usage import UsageSettings
 from router.placement.affinity import Shadow
 from router.prompts.origin.hub import download_command, has_tokenizer, parse_source

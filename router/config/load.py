@@ -25,9 +25,8 @@ from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
-from router.http.reasons import reason_of
-from router.http.server.cors import CorsSettings
-from router.http.server.settings import ListenSettings
+from router.http.settings import CorsSettings, ListenSettings
+from router.http.sockets import reason_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings

@@ -18,8 +18,7 @@ from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.http.server.cors import CorsSettings
-from router.http.server.settings import ListenSettings
+from router.http.settings import CorsSettings, ListenSettings
 from router.http.tls import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.traces import TraceSettings

@@ -29,7 +29,7 @@ from publisher.engine import (
     resolve_groups,
 )
 from router.demo.summary import Tally
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
 from router.proxy.sse import read_usage
 

@@ -26,7 +26,7 @@ from router.demo.summary import LegCounts, Tally, live_table, store_process
 from router.epp.settings import EppSettings
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
-from router.http.server.server import ListenError
+from router.http.server import ListenError
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings
 from router.prompts.settings import ANY_MODEL

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from router.epp import messages as m
 from router.epp.grpc import own_fields
-from router.http.client import UpstreamError
-from router.http.server.request_cycle import Message
+from router.http.request_cycle import Message
+from router.http.upstream import UpstreamError
 
 Header = tuple[bytes, bytes]
 _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")

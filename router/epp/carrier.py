@@ -16,9 +16,9 @@ from router.epp.context import PickerContext, Timer, Wakeup, request_changes
 from router.epp.grpc import SERVED_KEY, GrpcError, Header, status_of
 from router.epp.response_writer import ResponseWriter
 from router.fleet.identity import endpoint_of
-from router.http.client import UpstreamError
-from router.http.h2.stream import Stream
-from router.http.server.capacity import Capacity
+from router.http.h2_streams import Stream
+from router.http.listener import Capacity
+from router.http.upstream import UpstreamError
 from router.openai.request import Carried
 from router.pd.settings import read_prefilled
 from router.proxy.attempt import Answer, Attempt, Outbound

@@ -18,8 +18,8 @@ from router.epp.context import PickerContext, Timer
 from router.epp.grpc import DESTINATION, SERVED_KEY, SUBSET_KEY, GrpcError, GrpcReader, Header
 from router.epp.messages import ProtobufError
 from router.epp.response_writer import ResponseWriter
-from router.http.h2.frames import CANCEL
-from router.http.h2.stream import Stream
+from router.http.h2_codec import CANCEL
+from router.http.h2_streams import Stream
 from router.openai.errors import no_ready_engine
 
 SELECTION = b"test-epp-endpoint-selection"

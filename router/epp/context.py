@@ -14,7 +14,7 @@ from router.epp import messages as m
 from router.epp.grpc import DESTINATION, Header, changes
 from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import endpoint_of
-from router.http.server.capacity import Capacity
+from router.http.listener import Capacity
 from router.http.sockets import NEVER, Sweeper
 from router.observe.requests import LogThrottle
 from router.openai.request import PROMPT_APIS, RESPONSES

@@ -24,9 +24,9 @@ from router.epp.context import PickerContext, Timer, Wakeup
 from router.epp.grpc import SUBSET_KEY, GrpcError, GrpcReader, scope_of
 from router.epp.messages import ProtobufError
 from router.epp.response_writer import ResponseWriter
-from router.http.h2.frames import CANCEL, INTERNAL_ERROR
-from router.http.h2.stream import Stream
-from router.http.server.request_cycle import EXTENSION, Message
+from router.http.h2_codec import CANCEL, INTERNAL_ERROR
+from router.http.h2_streams import Stream
+from router.http.request_cycle import EXTENSION, Message
 from router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
 from router.proxy.app import CARRIER
 
@@ -231,7 +231,7 @@ class GatewayExchange:
             self._carrier.release()
 
     def _on_disconnect(self, callback: Any) -> None:
-        """Register a callback (extension ``router.http.server.request_cycle.EXTENSION``)."""
+        """Register a callback (extension ``router.http.request_cycle.EXTENSION``)."""
         self._left_hook = callback
         if callback is not None and self._gone:
             callback()

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Final
 
-from router.http.h2.hpack import literal
-from router.http.server.request_cycle import ASGI, head_problem, request_scope
+from router.http.h2_codec import literal
+from router.http.request_cycle import ASGI, head_problem, request_scope
 from router.openai.errors import bad_request, head_too_large
 
 _HEAD: Final = struct.Struct(">BI")  # compressed flag and length

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from router.epp import grpc
 from router.epp import messages as m
 from router.epp.grpc import Header, message_head
-from router.http.h2.stream import Stream
+from router.http.h2_streams import Stream
 from router.proxy.headers import NAMES_ENGINE
 
 _PIECE_BYTES = 62_000

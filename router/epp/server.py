@@ -25,14 +25,13 @@ from router.epp.exchange import GatewayExchange
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen
-from router.http.h2.connection import H2Connection, Opener
-from router.http.h2.hpack import Field, literal
-from router.http.h2.stream import Stream, StreamHandler
-from router.http.reasons import reason_of
-from router.http.server.capacity import Capacity, Handshakes
-from router.http.server.server import address_url
-from router.http.server.settings import ListenSettings
-from router.http.sockets import Sweeper, tick_for
+from router.http.h2_codec import Field, literal
+from router.http.h2_connection import H2Connection, Opener
+from router.http.h2_streams import Stream, StreamHandler
+from router.http.listener import Capacity, Handshakes
+from router.http.server import address_url
+from router.http.settings import ListenSettings
+from router.http.sockets import Sweeper, reason_of, tick_for
 from router.http.tls import Certificates, TlsError, TlsFiles, server_context
 from router.proxy.settings import ProxySettings
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.http.h2.connection import H2Settings, H2Stats
+from router.http.h2_connection import H2Settings, H2Stats
 from router.http.tls import TlsFiles, check_tls_files
 
 

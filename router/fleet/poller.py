@@ -42,8 +42,7 @@ from router.fleet.status import (
     read_statement,
     read_transfers,
 )
-from router.http.reasons import reason_of
-from router.http.sockets import ran_out
+from router.http.sockets import ran_out, reason_of
 from router.http.tls import Certificates, TlsFiles, client_context
 from router.observe.requests import LogThrottle
 

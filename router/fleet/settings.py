@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.http.tls import TlsFiles
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")

@@ -25,8 +25,7 @@ from dns.rdatatype import AAAA, SRV, A, RdataType
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, parse_server
-from router.http.reasons import reason_of
-from router.http.sockets import base_url_fault, split_address
+from router.http.sockets import base_url_fault, reason_of, split_address
 
 PROBLEM_LENGTH_MAX = 300
 

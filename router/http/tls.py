@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 
 # Tells that a file was changed or replaced, by what the file system says of it, at most once a second.
 

@@ -20,8 +20,8 @@ from router.admission.isolation import Isolation
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
 from router.fleet.status import ResponseHolders
-from router.http.client import UpstreamClient
-from router.http.server.request_cycle import OWN, TOLD, DisconnectWatch, Receive, RequestCycle, Scope, Send
+from router.http.request_cycle import OWN, TOLD, DisconnectWatch, Receive, RequestCycle, Scope, Send
+from router.http.upstream import UpstreamClient
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.body import Peek, invalid_json, peek_any_size
 from router.openai.errors import (

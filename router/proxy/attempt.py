@@ -15,8 +15,8 @@ import xxhash
 
 from router.admission.admission_queue import ENGINE_PRIORITY
 from router.admission.tenants import TenantRequest
-from router.http.client import UpstreamClient
-from router.http.server.request_cycle import RequestCycle
+from router.http.request_cycle import RequestCycle
+from router.http.upstream import UpstreamClient
 from router.observe.requests import RequestRecord
 from router.observe.usage import PlacementFacts
 from router.openai.request import InboundRequest, Usage

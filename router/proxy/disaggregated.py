@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from router.http.client import UpstreamClient, UpstreamError
-from router.http.server.request_cycle import Send
+from router.http.request_cycle import Send
+from router.http.upstream import UpstreamClient, UpstreamError
 from router.openai.errors import retry_after_s
 from router.openai.members import run_cooperatively
 from router.openai.request import Usage

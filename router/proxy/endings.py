@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from router.http.client import UpstreamError
+from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 from router.proxy.attempt import Attempt, Carrier

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from router.http.client import REPEATABLE, UpstreamClient, UpstreamError
-from router.http.server.request_cycle import Messages, Send
+from router.http.request_cycle import Messages, Send
+from router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
     ApiError,

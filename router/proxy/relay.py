@@ -12,8 +12,8 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from router.http.client import UpstreamError
-from router.http.server.request_cycle import Answering
+from router.http.request_cycle import Answering
+from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
 from router.openai.request import PROMPT_APIS, RESPONSES, Usage, error_event

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.http.client import ClientStats
+from router.http.upstream import ClientStats
 
 
 class ProxyStats(ClientStats):

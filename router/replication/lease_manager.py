@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from router.fleet.identity import EngineAddress
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.replication.leases import Leases, Member, Membership, plan_assignment
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.registry import IndexRefused

@@ -23,7 +23,7 @@ from router import __version__
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config
-from router.http.server.server import address_url
+from router.http.server import address_url
 from router.observe.history import read_key
 from router.serve.reload import (
     Decided,

@@ -21,8 +21,8 @@ import structlog
 
 from router.app import Router
 from router.config.schema import Config
-from router.http.server.server import ListenError, ProxyServer, listen_config, url_of
-from router.http.server.settings import ListenSettings, ListenStats
+from router.http.server import ListenError, ProxyServer, listen_config, url_of
+from router.http.settings import ListenSettings, ListenStats
 from router.http.sockets import connections_held
 from router.http.tls import Certificates, server_context
 from router.workers.context import WorkerContext

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 
 # The worker that answers the ops port and the admin API, for all.
 LEAD = 0

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from router.fleet.desired import AdminDecisions, DesiredState
 from router.fleet.status import HeldResponse, ResponseHolders
-from router.http.server.server import SIDE_LISTEN, SideServer, listen_config
+from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.workers.context import LEAD, WorkerContext
 from router.workers.view import PEER_HEADER, AggregateView, SiblingCalls
 

@@ -21,8 +21,8 @@ from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptVie
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, LocalView
-from router.http.reasons import reason_of
-from router.http.server.settings import ListenStats
+from router.http.settings import ListenStats
+from router.http.sockets import reason_of
 from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
 from router.openai.errors import ApiError, worker_unavailable

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from router.http.server.server import ProxyServer, listen_config
-from router.http.server.settings import ListenSettings
+from router.http.server import ProxyServer, listen_config
+from router.http.settings import ListenSettings
 from router.openai.errors import no_ready_engine
 from router.openai.request import InboundRequest, Usage
 from router.pd.handoff import DisaggState

@@ -18,7 +18,7 @@ from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.serve.server import RouterServer, make_server
 from tests.support.waiting import until

@@ -22,7 +22,7 @@ from router.fleet.kubernetes.objects import EndpointSlice, InferencePool, Pod, R
 from router.fleet.kubernetes.transport import AccessError, BadAnswerError, RefusedError, WatchEndedError
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import SourceStats
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 
 # All objects of one list, kept true by a watch's events, whatever order and how often they come. Pure.
 #

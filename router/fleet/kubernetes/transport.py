@@ -22,7 +22,7 @@ from lightkube.config.models import Cluster, User
 
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import CannotStartError
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.openai.errors import retry_after_s
 
 # Where the API server is, whom it trusts and who we are: inside a cluster, by kubeconfig, or as configured.

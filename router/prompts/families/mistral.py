@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext

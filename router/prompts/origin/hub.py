@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final, Literal, NamedTuple
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.settings import PromptSettings
 

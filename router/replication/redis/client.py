@@ -23,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, unavailable
 from router.replication.redis.settings import SettingsError, SharedSettings, Target, parse_url
 from router.replication.redis.topology import (

@@ -19,7 +19,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import AskError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 
 # Errors of redis-py and sockets, converted to one exception.
 

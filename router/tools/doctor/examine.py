@@ -25,7 +25,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.api.insight import is_named, show_history
 from router.app import Router
 from router.config.schema import Config
-from router.http.server.settings import ListenStats
+from router.http.settings import ListenStats
 
 
 def test_errors_are_5xx_broken_streams_and_refused_connections() -> None:

@@ -28,7 +28,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.sources import SourceStats
 from router.fleet.status import Fleet
-from router.http.server.settings import ListenStats
+from router.http.settings import ListenStats
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
 from router.observe.history import HistoryLog

@@ -15,10 +15,9 @@ from contextlib import asynccontextmanager
 
 from router.admission.settings import QueueSettings
 from router.epp.settings import EppSettings
-from router.http.h2 import frames as h2
-from router.http.h2.frames import frame, reset_frame, settings_frame, window_frame
-from router.http.h2.hpack import literal
-from router.http.server.settings import ListenSettings
+from router.http import h2_codec as h2
+from router.http.h2_codec import frame, literal, reset_frame, settings_frame, window_frame
+from router.http.settings import ListenSettings
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_exchange import POST, PROCESS, REQUEST
 from tests.support.proxy_rig import reset

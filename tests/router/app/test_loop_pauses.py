@@ -15,9 +15,8 @@ import pytest
 
 from publisher.engine import SimulatedEngine
 from router.epp.settings import EppSettings
-from router.http.h2 import frames as h2
-from router.http.h2.frames import frame, settings_frame, window_frame
-from router.http.h2.hpack import literal
+from router.http import h2_codec as h2
+from router.http.h2_codec import frame, literal, settings_frame, window_frame
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses

@@ -13,7 +13,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.reader import ModelDirError
 from router.prompts.settings import ANY_MODEL

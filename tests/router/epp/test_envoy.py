@@ -22,7 +22,7 @@ from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from tests.support.envoy import Envoy, envoy, program
 from tests.support.ports import free_port
 from tests.support.waiting import run, until

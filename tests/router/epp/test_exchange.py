@@ -20,7 +20,7 @@ from router.epp import messages as m
 from router.epp.grpc import DESTINATION, SUBSET_KEY, GrpcReader, message_frame
 from router.epp.messages import bytes_field, number_field
 from router.epp.settings import EppSettings, EppStats
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.observe.usage import UsageSettings
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS

@@ -6,8 +6,8 @@ import sys
 
 import structlog
 
-from router.http.server.server import ProxyServer, listen_config
-from router.http.server.settings import ListenSettings
+from router.http.server import ProxyServer, listen_config
+from router.http.settings import ListenSettings
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import FakePlanner
 

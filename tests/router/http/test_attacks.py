@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import (
     CHAT,

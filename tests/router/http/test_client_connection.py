@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from router.http.client import UpstreamConnection, UpstreamError
+from router.http.upstream import UpstreamConnection, UpstreamError
 from router.proxy.settings import ProxySettings
 from router.proxy.stats import ProxyStats
 from tests.support.proxy_rig import answer

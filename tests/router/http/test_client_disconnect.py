@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from router.http.server.request_cycle import OWN
+from router.http.request_cycle import OWN
 from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (

@@ -9,7 +9,7 @@ import pytest
 
 from router.config.schema import ServerConfig
 from router.fleet import identity
-from router.http.server.cors import CorsSettings
+from router.http.settings import CorsSettings
 from tests.support.proxy_rig import Engine, answer
 from tests.support.waiting import run
 from tests.support.whole_router import Rig, configure, routing

@@ -15,9 +15,8 @@ import pytest
 
 from router.epp.settings import EppSettings
 from router.http import sockets
-from router.http.server.capacity import Handshakes
-from router.http.server.config import ListenConfig
-from router.http.server.settings import ListenSettings, ListenStats
+from router.http.listener import Handshakes, ListenConfig
+from router.http.settings import ListenSettings, ListenStats
 from tests.support.loop_pauses import pauses
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run, until

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from tests.support.paths import ROOT
 
 CLASS_NAMES_ALLOWED = {

@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from router.http import sockets
-from router.http.server.capacity import Capacity, client_of
-from router.http.server.settings import ListenSettings
+from router.http.listener import Capacity, client_of
+from router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     CHAT,
     Call,

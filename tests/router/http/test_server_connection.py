@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
     CHAT,

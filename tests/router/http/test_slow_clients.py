@@ -6,7 +6,7 @@ import asyncio
 import socket
 import tracemalloc
 
-from router.http.server.settings import ListenSettings
+from router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     END,
     SSE_HEAD,

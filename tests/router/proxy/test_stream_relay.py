@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.client import UpstreamConnection
-from router.http.server.request_cycle import Header
+from router.http.request_cycle import Header
+from router.http.upstream import UpstreamConnection
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.request import CHAT, InboundRequest
 from router.proxy.attempt import Attempt

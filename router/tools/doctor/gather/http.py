@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from router.fleet.poller import exchange
-from router.http.reasons import reason_of
+from router.http.sockets import reason_of
 from router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20

@@ -15,7 +15,7 @@ from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
-from router.http.server.server import ListenError
+from router.http.server import ListenError
 from router.serve.reload import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until

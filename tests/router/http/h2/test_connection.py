@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from router.http.h2 import frames as h2
-from router.http.h2.connection import H2Connection, H2Settings, H2Stats
-from router.http.h2.frames import FrameReader, H2Frame, frame, settings_frame
-from router.http.h2.hpack import Field, literal
-from router.http.h2.stream import Stream
+from router.http import h2_codec as h2
+from router.http.h2_codec import Field, FrameReader, H2Frame, frame, literal, settings_frame
+from router.http.h2_connection import H2Connection, H2Settings, H2Stats
+from router.http.h2_streams import Stream
 from router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
 from tests.support.waiting import run, until

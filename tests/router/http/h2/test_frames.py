@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.h2 import frames as h2
-from router.http.h2.frames import FrameReader, H2Error, H2Frame, fragment, frame, unpadded
+from router.http import h2_codec as h2
+from router.http.h2_codec import FrameReader, H2Error, H2Frame, fragment, frame, unpadded
 from tests.support.examples import examples
 
 FRAMES = st.lists(

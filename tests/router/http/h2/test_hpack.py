@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.h2.frames import H2Error
-from router.http.h2.hpack import HeaderDecoder, HuffmanError, decode, literal
+from router.http.h2_codec import H2Error, HeaderDecoder, HuffmanError, huffman_decode, literal
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([b":path", b":method", b"content-type", b"x-a", b"x-b", b"te"]) | st.binary(
@@ -90,4 +89,4 @@ def test_nonsense_is_an_error_of_the_connection(block: bytes) -> None:
 @pytest.mark.parametrize("text", [b"\xff\xff\xff\xff", b"\x00\x00\x01", b"\x18"])
 def test_huffman_padding_is_checked(text: bytes) -> None:
     with pytest.raises(HuffmanError):
-        decode(text)
+        huffman_decode(text)

@@ -18,7 +18,7 @@ import httptools
 import msgspec
 import structlog
 
-from router.http.server.capacity import Capacity
+from router.http.listener import Capacity
 from router.openai.errors import ApiError, internal_error
 
 # What an application is offered besides ASGI: to hear that its client has gone, and to answer without

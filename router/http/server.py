@@ -21,10 +21,10 @@ from typing import Any
 import structlog
 import uvicorn
 
-from router.http.reasons import reason_of
-from router.http.server.client_connection import ClientConnection
-from router.http.server.config import ListenConfig
-from router.http.server.settings import ListenSettings, ListenStats
+from router.http.downstream import ClientConnection
+from router.http.listener import ListenConfig
+from router.http.settings import ListenSettings, ListenStats
+from router.http.sockets import reason_of
 
 _log = structlog.get_logger()
 _LOOK_S = 0.02

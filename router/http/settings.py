@@ -1,4 +1,4 @@
-"""Limits and time-outs of client connections. Names carry units; all defaults live here."""
+"""Settings and counters of listeners. Names carry units; all defaults live here."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class ListenSettings(msgspec.Struct, frozen=True):
     bodies_bytes_max: int = 2 * 1024 * 1024 * 1024
     """Most bytes of request bodies held at one time, of all requests together; beyond it, requests are
     answered with 503."""
+
+
+class CorsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Which pages may ask from a browser. The defaults are vLLM's: every page, without credentials."""
+
+    allowed_origins: tuple[str, ...] = ("*",)
+    """Origins of pages that may ask, e.g. `https://chat.example.com`; `*` for all, none (`[]`) to leave CORS
+    to the engines."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    """Methods that pages may use; `*` for all."""
+    allowed_headers: tuple[str, ...] = ("*",)
+    """Request headers that pages may set; `*` for all."""
+    allow_credentials: bool = False
+    """Whether pages may send cookies and HTTP credentials."""
 
 
 # Counters of client connections; the metrics exporter reads them.

@@ -1,21 +1,171 @@
-"""Header compression of HTTP/2 (RFC 7541): decoding of what peers send, and the plain form of what we send.
+"""HTTP/2 on the wire: frames (RFC 9113, sections 4 and 6) and header compression (HPACK, RFC 7541).
 
-Pure. Peers may use the dynamic table up to the default size, as they do before our settings have reached
-them. What we send is never indexed: our header blocks are few and made once. A block that changes no table
-and has been seen since the table last changed is not decoded again: proxies send the same few over and over.
-
-Always true: the table, one block and the cache are bounded; an error of any kind is an ``H2Error``, after
-which the connection cannot go on, as the tables would differ.
+Pure: bytes in, values out. ``FrameReader`` returns complete frames however the bytes were cut, and refuses a
+frame longer than the announced maximum before it has arrived. ``HeaderDecoder`` may use the dynamic table up
+to the default size, as peers do before our settings have reached them. What we send is never indexed: our
+header blocks are few and made once. Always true: the table, one block and the cache are bounded; every error
+is an ``H2Error``; after one of the decoder the connection ends, as the two tables would differ.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from typing import Final
 
-from router.http.h2 import frames as h2
-from router.http.h2.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, H2Error, H2Frame
+import msgspec
+
+PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
+    range(10)
+)
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+HAS_PRIORITY = 0x20
+
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0x0, 0x1, 0x2, 0x3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 0x5, 0x6, 0x7, 0x8
+COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 0x9, 0xB
+
+SETTINGS_HEADER_TABLE_SIZE, SETTINGS_MAX_CONCURRENT_STREAMS = 0x1, 0x3
+SETTINGS_INITIAL_WINDOW_SIZE, SETTINGS_MAX_FRAME_SIZE, SETTINGS_MAX_HEADER_LIST_SIZE = 0x4, 0x5, 0x6
+
+WINDOW_DEFAULT: Final = 65_535
+WINDOW_MAX: Final = (1 << 31) - 1
+FRAME_BYTES_MIN: Final = 16_384
+"""Frame size that every peer accepts; also the default."""
+FRAME_BYTES_MAX: Final = (1 << 24) - 1
+_HEAD: Final = struct.Struct(">BHBBI")  # length in two parts, kind, flags, stream
+_HEAD_BYTES: Final = 9
+
+
+class H2Error(Exception):
+    """The peer broke the protocol or a limit: the connection ends with this code."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class H2Frame(msgspec.Struct, frozen=True, gc=False):
+    """One frame without its head."""
+
+    kind: int
+    flags: int
+    stream_id: int
+    payload: bytes
+
+
+class FrameReader:
+    """Bytes in, whole frames out."""
+
+    def __init__(self, frame_bytes_max: int) -> None:
+        self._frame_bytes_max = frame_bytes_max
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[H2Frame]:
+        """The frames that are whole now. Raises ``H2Error`` where the next one is too long."""
+        rest = self._rest
+        if rest:
+            rest += data
+            if len(rest) < _HEAD_BYTES or len(rest) < _HEAD_BYTES + int.from_bytes(rest[:3]):
+                self._check(rest, 0)
+                return
+            data = bytes(rest)
+            rest.clear()
+        at, size = 0, len(data)
+        while size - at >= _HEAD_BYTES:
+            high, low, kind, flags, stream_id = _HEAD.unpack_from(data, at)
+            begin = at + _HEAD_BYTES
+            end = begin + (high << 16 | low)
+            if end > size or end - begin > self._frame_bytes_max:
+                break
+            at = end
+            yield H2Frame(kind, flags, stream_id & WINDOW_MAX, data[begin:end])
+        if at < size:
+            self._check(data, at)
+            rest += data[at:]
+
+    def _check(self, data: bytes | bytearray, at: int) -> None:
+        """Of a frame that is not whole: is it short enough?"""
+        length = int.from_bytes(data[at : at + 3])
+        if len(data) - at >= 3 and length > self._frame_bytes_max:
+            raise H2Error(FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """One frame as bytes."""
+    return frame_head(kind, flags, stream_id, len(payload)) + payload
+
+
+def frame_head(kind: int, flags: int, stream_id: int, size: int) -> bytes:
+    """Return the header of a frame with a payload of this length."""
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id)
+
+
+def settings_frame(values: dict[int, int]) -> bytes:
+    """Our settings."""
+    pairs = (key.to_bytes(2) + value.to_bytes(4) for key, value in values.items())
+    return frame(SETTINGS, 0, 0, b"".join(pairs))
+
+
+def read_settings(payload: bytes) -> dict[int, int]:
+    """A peer's settings. Raises ``H2Error``."""
+    if len(payload) % 6:
+        raise H2Error(FRAME_SIZE_ERROR, "SETTINGS of an odd size")
+    return {
+        int.from_bytes(payload[at : at + 2]): int.from_bytes(payload[at + 2 : at + 6])
+        for at in range(0, len(payload), 6)
+    }
+
+
+def goaway_frame(last_stream_id: int, code: int, why: str = "") -> bytes:
+    """The last stream that will be answered, and why."""
+    return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4) + code.to_bytes(4) + why.encode()[:200])
+
+
+def window_frame(stream_id: int, increment: int) -> bytes:
+    """Allow the peer to send this number of further bytes; stream 0: on the connection."""
+    return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
+
+
+def reset_frame(stream_id: int, code: int) -> bytes:
+    """The stream ends here."""
+    return frame(RST_STREAM, 0, stream_id, code.to_bytes(4))
+
+
+def unpadded(found: H2Frame) -> bytes:
+    """A DATA or HEADERS payload without its padding. Raises ``H2Error``."""
+    if not found.flags & PADDED:
+        return found.payload
+    payload = found.payload
+    if not payload or payload[0] > len(payload) - 1:
+        raise H2Error(PROTOCOL_ERROR, "padding longer than its frame")
+    return payload[1 : len(payload) - payload[0]]
+
+
+def fragment(found: H2Frame) -> bytes:
+    """The header block in a HEADERS frame. Raises ``H2Error``."""
+    block = unpadded(found)
+    if not found.flags & HAS_PRIORITY:
+        return block
+    if len(block) < 5:
+        raise H2Error(FRAME_SIZE_ERROR, "a priority without its five bytes")
+    if int.from_bytes(block[:4]) & WINDOW_MAX == found.stream_id:
+        raise H2Error(PROTOCOL_ERROR, "a stream that depends on itself")
+    return block[5:]
+
+
+def word(payload: bytes) -> int:
+    """The one number of a WINDOW_UPDATE or RST_STREAM. Raises ``H2Error``."""
+    if len(payload) != 4:
+        raise H2Error(FRAME_SIZE_ERROR, "a frame of four bytes has another size")
+    return int.from_bytes(payload)
+
 
 # The Huffman code of header strings (RFC 7541, appendix B), decoding only: what we send is short and plain.
 #
@@ -56,7 +206,7 @@ def _by_length() -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
 _BEGINS, _ROWS = _by_length()
 
 
-def decode(data: bytes) -> bytes:
+def huffman_decode(data: bytes) -> bytes:
     """The string behind these bytes. Raises ``HuffmanError``."""
     out = bytearray()
     held = bits = 0
@@ -88,6 +238,8 @@ _TABLE_BYTES_MAX: Final = 4096
 """The default of every peer; we ask for nothing else."""
 _FIELD_BYTES: Final = 32
 """Size of a field beyond name and value (RFC 7541, section 4.1)."""
+# A block that changes no table and was seen since the table last changed is not decoded again: proxies
+# repeat the same few.
 _CACHED_BLOCKS_MAX: Final = 64
 _CACHED_BYTES_MAX: Final = 1024
 _STATIC_TEXT: Final = (
@@ -177,7 +329,7 @@ class HeaderDecoder:
         if length > len(block) - at:
             raise IndexError("a string longer than its block")
         text = block[at : at + length]
-        return (decode(text) if coded else text), at + length
+        return (huffman_decode(text) if coded else text), at + length
 
     def _keep(self, field: Field) -> None:
         self._changed = True
@@ -256,17 +408,17 @@ class HeaderBlocks:
     def add(self, found: H2Frame) -> tuple[H2Frame, bytes] | None:
         """A HEADERS or CONTINUATION frame. Returns the frame that began the block, and all of it, once it is
         whole. Raises ``H2Error``."""
-        if found.kind == h2.HEADERS:
-            self._first, self._pieces = found, [h2.fragment(found)]
+        if found.kind == HEADERS:
+            self._first, self._pieces = found, [fragment(found)]
             self._size = len(self._pieces[0])
         elif self._first is None or self._first.stream_id != found.stream_id:
-            raise H2Error(h2.PROTOCOL_ERROR, "a continuation of nothing")
+            raise H2Error(PROTOCOL_ERROR, "a continuation of nothing")
         else:
             self._size += len(found.payload)
             self._pieces.append(found.payload)
         if self._size > self._block_bytes_max or len(self._pieces) > _PIECES_MAX + 1:
-            raise H2Error(h2.ENHANCE_YOUR_CALM, "a header block that is too long")
-        self.begun = not found.flags & h2.END_HEADERS
+            raise H2Error(ENHANCE_YOUR_CALM, "a header block that is too long")
+        self.begun = not found.flags & END_HEADERS
         if self.begun:
             return None
         first, self._first = self._first, None

@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from router.http.h2 import frames as h2
-from router.http.h2.frames import CANCEL, H2Error
+from router.http import h2_codec as h2
+from router.http.h2_codec import CANCEL, H2Error
 
 
 class StreamHandler(Protocol):

@@ -16,11 +16,10 @@ from typing import Annotated, cast
 
 import msgspec
 
-from router.http.h2 import frames as h2
-from router.http.h2.frames import FrameReader, H2Error, H2Frame
-from router.http.h2.hpack import Field, HeaderBlocks, HeaderDecoder
-from router.http.h2.stream import SendScheduler, Stream, StreamHandler
-from router.http.server.settings import HandshakeStats
+from router.http import h2_codec as h2
+from router.http.h2_codec import Field, FrameReader, H2Error, H2Frame, HeaderBlocks, HeaderDecoder
+from router.http.h2_streams import SendScheduler, Stream, StreamHandler
+from router.http.settings import HandshakeStats
 from router.http.sockets import NEVER, Sweeper
 
 # How many frames without content a peer may send in a second.

@@ -1,1 +1,0 @@
-"""The side of clients: connections, exchanges, limits, drain."""
