@@ -185,7 +185,7 @@ class VirtualFleet:
         )
         kept = keeps(
             len(tokens),
-            chosen.hit.trunk_tokens,
+            chosen.hit.shared_prefix_tokens,
             alignment=pool.layout.alignment,
             hash_block_size=pool.scheme.hash_block_size,
         )
@@ -205,13 +205,13 @@ class VirtualFleet:
         unit = self.engines[0].pool.scheme.hash_block_size
         common, others, found = worker.inflight.common(hashes, now, last // unit), worker.others(), []
         for name, engine, account in zip(self.names, self.engines, worker.loads, strict=True):
-            hit, trunk = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
+            hit, shared_prefix = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
             rate, interference_s = account.rates.at(now)
             load = account.ahead(now, others.get(name, NO_OTHERS), rate)
             queue_s, running, waiting, idle_s, late_s, recent_s = load
             shared = min(common.blocks.get(name, 0) * unit, last)
             coming = common.coming.get(name, 0) * unit
-            held = Hit(hit, 0, 0, max(hit, trunk, shared), coming, "exact", shared)
+            held = Hit(hit, 0, 0, max(hit, shared_prefix, shared), coming, "exact", shared)
             found.append(
                 Candidate(
                     name, held, queue_s, running, waiting, idle_s, rate, interference_s, late_s, recent_s

@@ -212,7 +212,7 @@ def _engine(engine: Engine, candidate: Candidate, cost: dict[str, Any], prompt_t
         "why_unknown": "" if held is None else held.why_unknown,
         "stale": held is not None and held.stale,
         "hit_tokens": _hit_tokens(hit),
-        "trunk_tokens": hit.trunk_tokens,
+        "shared_prefix_tokens": hit.shared_prefix_tokens,
         "inflight_tokens": hit.common_tokens,
         "coming_tokens": hit.coming_tokens,
         "facts": [] if engine.residency is None else msgspec.to_builtins(engine.residency.writer.found_facts),

@@ -93,18 +93,18 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
     full, windows = its.full, its.windows
     if full is None:
         return [], []
-    trunks = _trunks(runs, full, boundaries)
+    shared_prefixes = _shared_prefixes(runs, full, boundaries)
     hits: Ends = []
-    trunk_ends: Ends = []
+    shared_prefix_ends: Ends = []
     found = reached = 0
-    end = boundaries if len(trunks) == len(starts) else starts[len(trunks)]
+    end = boundaries if len(shared_prefixes) == len(starts) else starts[len(shared_prefixes)]
     end = end if end < boundaries else boundaries  # noqa: FURB136
-    for number in range(len(trunks) - 1, -1, -1):
-        trunk = trunks[number]
-        if trunk != reached:  # a longer shared prefix has fewer engines
-            trunk_ends.append((end * unit, trunk ^ reached))
-            reached = trunk
-        valid = trunk ^ found
+    for number in range(len(shared_prefixes) - 1, -1, -1):
+        shared_prefix = shared_prefixes[number]
+        if shared_prefix != reached:  # a longer shared prefix has fewer engines
+            shared_prefix_ends.append((end * unit, shared_prefix ^ reached))
+            reached = shared_prefix
+        valid = shared_prefix ^ found
         for columns, needed in windows or ():
             at = number
             while valid:
@@ -117,25 +117,25 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
         if valid and windows is not None:
             hits.append((end * unit, valid))
             found |= valid
-            if found == trunks[0]:
+            if found == shared_prefixes[0]:
                 break
         end = starts[number]
-    return hits, trunk_ends if full else hits
+    return hits, shared_prefix_ends if full else hits
 
 
-def _trunks(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
+def _shared_prefixes(runs: Runs, full: Sequence[int], boundaries: int) -> list[int]:
     """Return per run, up to the last one in which a hit can end, the engines that hold everything up to
     its end.
     """
-    trunks: list[int] = []
-    trunk = _ALL
+    shared_prefixes: list[int] = []
+    shared_prefix = _ALL
     for start, row in zip(runs.starts, runs.rows, strict=True):
         for column in full:
-            trunk &= row[column]
-        if not trunk or start >= boundaries:
+            shared_prefix &= row[column]
+        if not shared_prefix or start >= boundaries:
             break
-        trunks.append(trunk)
-    return trunks
+        shared_prefixes.append(shared_prefix)
+    return shared_prefixes
 
 
 _ALL_WORD = np.uint64(_ALL)
@@ -144,20 +144,20 @@ _ALL_WORD = np.uint64(_ALL)
 class WordHits:
     """Hits of the 64 engines of one word, in tokens:
 
-    ``hit_ends``, and the full-attention prefixes ``trunk_ends``.
+    ``hit_ends``, and the full-attention prefixes ``shared_prefix_ends``.
 
-    ``hit`` and ``trunk`` are the same, indexed by bit.
+    ``hit`` and ``shared_prefix`` are the same, indexed by bit.
     """
 
-    __slots__ = ("_hit", "_trunk", "by_class", "hit_ends", "trunk_ends")
+    __slots__ = ("_hit", "_shared_prefix", "by_class", "hit_ends", "shared_prefix_ends")
 
-    def __init__(self, hit_ends: Ends, trunk_ends: Ends, by_class: list[list[int]]) -> None:
+    def __init__(self, hit_ends: Ends, shared_prefix_ends: Ends, by_class: list[list[int]]) -> None:
         self.hit_ends = hit_ends
-        self.trunk_ends = trunk_ends
+        self.shared_prefix_ends = shared_prefix_ends
         # Largest boundary valid in each spec class alone (in the layout's order), by bit.
         self.by_class = by_class
         self._hit: list[int] | None = None
-        self._trunk: list[int] | None = None
+        self._shared_prefix: list[int] | None = None
 
     @property
     def hit(self) -> list[int]:
@@ -166,10 +166,10 @@ class WordHits:
         return self._hit
 
     @property
-    def trunk(self) -> list[int]:
-        if self._trunk is None:
-            self._trunk = _by_bit(self.trunk_ends)
-        return self._trunk
+    def shared_prefix(self) -> list[int]:
+        if self._shared_prefix is None:
+            self._shared_prefix = _by_bit(self.shared_prefix_ends)
+        return self._shared_prefix
 
 
 class _ClassPlan(NamedTuple):
@@ -249,9 +249,11 @@ def evaluate(
         hit = _ends_of([boundary * alignment for boundary in fixed_point(tables, boundaries)])
     else:
         hit = _largest(_joint(valid, boundaries), alignment)
-    trunk = _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
+    shared_prefix = (
+        _largest(_joint([valid[i] for i in plan.full], boundaries), alignment) if plan.full else hit
+    )
     by_class = [_by_bit(_largest(v, alignment)) for v in valid] if detail else []
-    return WordHits(hit, trunk, by_class)
+    return WordHits(hit, shared_prefix, by_class)
 
 
 class WordRule:
@@ -269,11 +271,11 @@ class WordRule:
         self._runs = RunColumns(None, None)
 
     def ends(self, rows: Rows, num_tokens: int) -> tuple[Ends, Ends]:
-        """Return ``hit_ends`` and ``trunk_ends`` of the GPU hits that ``evaluate`` computes."""
+        """Return ``hit_ends`` and ``shared_prefix_ends`` of the GPU hits that ``evaluate`` computes."""
         runs, classes, layout = rows.runs, self._plan.by_runs, self._layout
         if runs is None or classes is None:
             hits = evaluate(rows, layout, num_tokens, word=self._word)
-            return hits.hit_ends, hits.trunk_ends
+            return hits.hit_ends, hits.shared_prefix_ends
         if runs.columns is not self._columns:
             self._columns, self._runs = runs.columns, run_columns(classes, runs.columns, self._word)
         alignment, held = layout.alignment, rows.num_hashes

@@ -37,15 +37,15 @@ class EngineHit(msgspec.Struct, frozen=True, gc=False):
     """Number of tokens that one engine would take from its caches for a prompt.
 
     ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
-    beyond them (``offload_rules.py``). ``trunk_tokens`` is the full-attention prefix. ``by_class`` is filled
-    only with ``detail``.
+    beyond them (``offload_rules.py``). ``shared_prefix_tokens`` is the full-attention prefix. ``by_class`` is
+    filled only with ``detail``.
     """
 
     mode: Mode
     hit_tokens: int = 0
     cpu_tokens: int = 0
     storage_tokens: int = 0
-    trunk_tokens: int = 0
+    shared_prefix_tokens: int = 0
     alignment: int = 1
     """Hits are multiples of this, in tokens."""
     by_class: tuple[ClassHit, ...] = ()
@@ -104,32 +104,34 @@ class _PlanRow:
 
     def hits(self, rows: Rows, num_tokens: int) -> dict[str, EngineHit]:
         """Return hits on GPUs. Engines with equal extent share one object."""
-        hit_ends, trunk_ends = self._rule.ends(rows, num_tokens)
+        hit_ends, shared_prefix_ends = self._rule.ends(rows, num_tokens)
         answers = dict.fromkeys(self._engine_ids, self._nothing)
         left = self._bits
-        for trunk, bits in trunk_ends:
+        for shared_prefix, bits in shared_prefix_ends:
             reached = bits & left
             if reached:
                 left ^= reached
-                self._enter(answers, hit_ends, trunk, reached)
+                self._enter(answers, hit_ends, shared_prefix, reached)
         if left:  # some families have hits without a full-attention prefix
             self._enter(answers, hit_ends, 0, left)
         return answers
 
-    def _enter(self, answers: dict[str, EngineHit], hit_ends: Ends, trunk: int, left: int) -> None:
+    def _enter(self, answers: dict[str, EngineHit], hit_ends: Ends, shared_prefix: int, left: int) -> None:
         """Enter the hits of engines with the same full-attention prefix."""
         for end, bits in hit_ends:
             alike = bits & left
             if alike:
                 left ^= alike
-                self._share(answers, alike, end, trunk)
-        if trunk and left:
-            self._share(answers, left, 0, trunk)
+                self._share(answers, alike, end, shared_prefix)
+        if shared_prefix and left:
+            self._share(answers, left, 0, shared_prefix)
 
-    def _share(self, answers: dict[str, EngineHit], alike: int, end: int, trunk: int) -> None:
+    def _share(self, answers: dict[str, EngineHit], alike: int, end: int, shared_prefix: int) -> None:
         layout, by_bit = self.layout, self._by_bit
         end = end if end > layout.replay_tokens else 0
-        hit = EngineHit(self._mode, end, 0, 0, trunk, layout.alignment, replay_tokens=layout.replay_tokens)
+        hit = EngineHit(
+            self._mode, end, 0, 0, shared_prefix, layout.alignment, replay_tokens=layout.replay_tokens
+        )
         while alike:
             bit = alike.bit_length() - 1
             answers[by_bit[bit]] = hit
@@ -193,7 +195,7 @@ def _loading(query: EngineQuery, gpu: WordHits, extents: tuple[Extent, ...], *, 
         hit,
         by_medium.get(CPU, 0),
         by_medium.get(STORAGE, 0),
-        gpu.trunk[bit],
+        gpu.shared_prefix[bit],
         layout.alignment,
         _class_hits(layout, gpu, its, bit) if detail else (),
         replay_tokens=layout.replay_tokens,

@@ -219,7 +219,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     predicted_tokens: int | None
     cpu_tokens: int = 0
     storage_tokens: int = 0
-    trunk_tokens: int = 0
+    shared_prefix_tokens: int = 0
     evicted_tokens: int = 0
     """Tokens present or coming when the request was sent, but expected to be evicted for prompts ahead of it;
     not part of ``predicted_tokens``."""

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 STEPS_MAX = 1_000_000
 """Of one look at a text. A step takes about 0.35 us (measured on one core of 2.5 GHz): a bracket of a nested
-value is one, what else is gone through is weighed by the constants below."""
+value is one, what else is gone through is scored by the constants below."""
 _PAUSE_STEPS = 4096
 _MEMBER_STEPS = 8
 _DECODED_STEPS = 8  # of a text with escapes

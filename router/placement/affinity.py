@@ -1,12 +1,12 @@
-"""Which engine similar texts went to: used instead of hits when a prompt has no token ids.
+"""Text affinity: engines that received similar texts, for prompts without token ids.
 
-A text is known by the chained hashes of its chunks (each key covers the whole text up to its chunk's end),
-so the deepest known key is the longest prefix seen before. The map keeps, per key, the engines that got it
-last. Its tokens are an estimate, bytes / 4, and enter the same cost as real hits do: an engine that got all
-of a conversation is preferred only as long as its queue is not longer than what the cache saves.
+A text is known by the chained hashes of its chunks (each key covers the whole text up to its chunk's end), so
+the deepest known key is the longest known prefix. The map keeps, per key, the engines that received it last.
+Its tokens are an estimate, bytes / 4, and enter the same cost as real hits: an engine that received all of a
+conversation is preferred only while its queue is shorter than the time its cache saves.
 
-Bounded: at most ``keys_max`` keys, the longest unused go first, and ``engines_max`` engines per key. It is
-not told what engines evict; that is why real or shadow hits replace it wherever token ids exist.
+Bounded: at most ``keys_max`` keys, the least recently used are evicted first, and ``engines_max`` engines per
+key. Evictions by engines are not seen; therefore real or shadow hits replace this wherever token ids exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, GroupSpec
 
 BYTES_PER_TOKEN = 4
-"""Usual for English text with vocabularies of 32k-256k tokens."""
+"""Typical for English text with vocabularies of 32k-256k tokens."""
 
 
 class AffinitySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,15 +36,15 @@ class AffinityStats(msgspec.Struct):
     """Counters for metrics."""
 
     lookups: Annotated[int, "kvatlas_affinity_lookups_total"] = 0
-    """Requests placed by the text of their prompt because its tokens were not known."""
+    """Requests placed by the text of their prompt because its tokens were unknown."""
     matched: Annotated[int, "kvatlas_affinity_matched_total"] = 0
-    """Those of them whose text began like an earlier one."""
+    """Of these, requests whose text began like an earlier one."""
     evicted: Annotated[int, "kvatlas_affinity_evicted_total"] = 0
-    """Texts forgotten because there were too many."""
+    """Texts evicted because there were too many."""
 
 
 class AffinityMap:
-    """Text-prefix keys -> the engines that got them, most recent last."""
+    """Text-prefix keys -> the engines that received them, most recent last."""
 
     def __init__(self, settings: AffinitySettings | None = None) -> None:
         self.settings = settings or AffinitySettings()
@@ -55,7 +55,7 @@ class AffinityMap:
         return len(self._engines)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """For each engine that got a prefix of this text: how many leading chunks of it."""
+        """For each engine that received a prefix of this text: the number of leading chunks."""
         self.stats.lookups += 1
         found: dict[str, int] = {}
         for count, key in enumerate(keys, start=1):
@@ -68,9 +68,10 @@ class AffinityMap:
         return found
 
     def record(self, keys: Sequence[int], engine_id: str) -> None:
-        """This text went to this engine."""
+        """Note that this text went to this engine."""
         known, most = self._engines, self.settings.engines_max
-        for key in reversed(keys):  # the shortest prefix is touched last, so chains are cut at their deep end
+        # touch the shortest prefix last, so that chains are evicted at their deep end
+        for key in reversed(keys):
             engines = known.get(key, ())
             if not engines or engines[-1] != engine_id:
                 others = tuple(other for other in engines if other != engine_id)
@@ -81,7 +82,7 @@ class AffinityMap:
             self.stats.evicted += 1
 
     def forget(self, engine_id: str) -> None:
-        """The engine restarted or left."""
+        """Drop an engine that restarted or left."""
         for key, engines in list(self._engines.items()):
             if engine_id in engines:
                 left = tuple(other for other in engines if other != engine_id)
@@ -96,19 +97,19 @@ def text_tokens(num_chunks: int, chunk_bytes: int) -> int:
     return num_chunks * chunk_bytes // BYTES_PER_TOKEN
 
 
-# Shadows: what engines without events probably hold, from the router's own requests to them.
+# Shadows: the assumed cache of engines without events, from the router's own requests to them.
 #
 # A shadow is a block pool of the engine's groups and size (publisher/block_pool.py, without events) that
-# lives through every prompt the router sent there: allocation, LRU eviction and retention are the engine's
-# own rules, so a shadow forgets what the engine forgets. A history without eviction would not; its hits,
-# and with them the load account, would be wrong by ever more.
+# receives every prompt the router sent there: allocation, LRU eviction and retention are the engine's own
+# rules, so a shadow evicts what the engine evicts. A history without eviction would not; its hits, and with
+# them the load account, would become ever more wrong.
 #
-# What a shadow cannot know: generated tokens, and the requests of other routers. So it is marked
-# (confidence "shadow", and ``ShadowSpec.assumed`` names what was not configured), and its hits may be too
-# long by what others evicted and too short by what generation added.
+# Unknown to a shadow: generated tokens, and requests of other routers. So its hits are marked (confidence
+# "shadow"; ``ShadowSpec.assumed`` names fields that were not configured), and may be too long by what others
+# evicted and too short by what generation added.
 #
 # A prompt is applied whole, once, when its prefill is over or its answer has ended; until then it counts
-# through ``inflight.py``. Always true: a shadow holds at most ``num_blocks`` blocks, and no request stays
+# through ``inflight.py``. Invariants: a shadow holds at most ``num_blocks`` blocks, and no request stays
 # open.
 
 
@@ -119,15 +120,17 @@ HashesOf = Callable[[HashScheme], Sequence[BlockHash]]
 class ShadowSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The block pool of an engine, as configured; the defaults are vLLM's where vLLM has one.
 
-    ``assumed`` names the fields that nobody configured, for explanations and the doctor.
+    ``assumed`` names the fields that were not configured, for explanations and the doctor.
     """
 
     groups: tuple[GroupSpec, ...] = (GroupSpec(0, "full_attention", 16),)
     num_blocks: int = 16_384
-    """No default in vLLM (it depends on free memory): 262,144 tokens at block size 16, a small engine. Too
-    small a shadow forgets early and costs some hits; too large a one promises hits that are gone."""
+    """No default in vLLM (it depends on free memory): 262,144 tokens at block size 16, a small engine. A
+    shadow that is too small evicts early and loses hits; one that is too large promises hits that are gone.
+    """
     scheme: HashScheme = HashScheme()
-    """Any scheme tells prefixes apart; the one the router hashes prompts with anyway costs nothing."""
+    """Any scheme distinguishes prefixes; the one with which the router hashes prompts anyway costs
+    nothing."""
     retention_interval: int | None = 0
     chunk_tokens_max: int = 8192
     assumed: tuple[str, ...] = ("groups", "num_blocks", "retention_interval")
@@ -139,11 +142,11 @@ class ShadowStats(msgspec.Struct):
     prompts: Annotated[int, "kvatlas_shadow_prompts_total"] = 0
     """Prompts entered into the assumed caches of engines without events."""
     too_large: Annotated[int, "kvatlas_shadow_too_large_total"] = 0
-    """Prompts that do not fit the shadow as a whole: its size is set too small."""
+    """Prompts larger than the whole shadow: its size is set too small."""
 
 
 class ShadowPrompt:
-    """One prompt as shadows look for it; made once for all of them."""
+    """One prompt for look-ups in shadows; made once for all of them."""
 
     __slots__ = ("_hashes_of", "_requests", "token_ids")
 
@@ -153,7 +156,7 @@ class ShadowPrompt:
         self._requests: dict[HashScheme, PoolRequest] = {}
 
     def request(self, pool: HybridBlockPool) -> PoolRequest:
-        """The prompt as pools of this hash scheme see it."""
+        """Return the prompt as a request to pools of this hash scheme."""
         request = self._requests.get(pool.scheme)
         if request is None:
             request = pool.request(self.token_ids, hashes=self._hashes_of(pool.scheme))
@@ -164,8 +167,8 @@ class ShadowPrompt:
 class Shadow:
     """The shadow of one engine.
 
-    Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead: a shadow talks
-    to nobody, so it needs none, and would miss the hashes of a prompt's last blocks. ``stats`` may be shared.
+    Raises ``ValueError`` for groups that vLLM would not run, and for a scheme with look-ahead, which would
+    miss the hashes of a prompt's last blocks. ``stats`` may be shared.
     """
 
     __slots__ = ("_pool", "spec", "stats")
@@ -185,14 +188,14 @@ class Shadow:
         )
 
     def lookup(self, prompt: ShadowPrompt) -> tuple[int, int]:
-        """Hit and trunk of a prompt, in tokens; changes nothing."""
+        """Return hit and shared prefix of a prompt, in tokens; changes nothing."""
         if not len(prompt.token_ids):
             return 0, 0
-        hit, trunk = self._pool.find_prefix(prompt.request(self._pool))
-        return hit, trunk
+        hit, shared_prefix = self._pool.find_prefix(prompt.request(self._pool))
+        return hit, shared_prefix
 
     def served(self, token_ids: Sequence[int], hashes_of: HashesOf) -> None:
-        """The engine has computed this prompt: do the same here."""
+        """Apply a prompt that the engine has computed."""
         if not len(token_ids):
             return
         pool = self._pool
@@ -208,5 +211,5 @@ class Shadow:
         pool.finish(request)
 
     def reset(self) -> None:
-        """The engine restarted, or its prefix cache was reset: its shadow is empty again."""
+        """Empty the shadow: the engine restarted, or its prefix cache was reset."""
         self._pool.reset()

@@ -1,7 +1,7 @@
-"""The words of a placement: what is known of each engine, what it would cost, what was chosen, and the knobs.
+"""Value types shared by placement: candidates, costs, choices, settings.
 
 Times are seconds, lengths are prompt tokens. Nothing here reads a clock or holds state; a caller builds one
-``Candidate`` per engine it may use (healthy, not excluded) and hands the list to a policy.
+``Candidate`` per engine it may use (healthy, not excluded) and passes the list to a policy.
 """
 
 from __future__ import annotations
@@ -13,50 +13,51 @@ import msgspec
 
 from publisher.events import MEDIA
 
-if TYPE_CHECKING:  # numpy comes with it, which the command line's help does without
+if TYPE_CHECKING:  # it imports numpy, which the command line's help does not need
     from router.index.query_plan import EngineHit
 
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
-"""Where a hit comes from; any discount for the feed's state is already applied by the caller."""
+"""Source of a hit; a discount for the feed's state is already applied by the caller."""
 
 Reason = Literal["only", "cheapest", "tie", "bounded", "probe", "pull", "policy"]
-"""Why an engine was chosen: alone; lowest cost; equal cost, settled by trunk and rendezvous; the cheapest was
-beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was cold; the prefix
-is pulled from another engine (``placement.pull``); or by the rule of an arm that does not look at costs."""
+"""Why an engine was chosen: alone; lowest cost; equal cost, settled by shared prefix and rendezvous; the
+cheapest was beyond the queue bound; it had been without work for ``probe_interval_s`` and the prompt was
+cold; the prefix is pulled from another engine (``placement.pull``); or by the rule of an arm that does not
+look at costs."""
 
 EVICTION_PREMIUM_MAX = 4.0
-"""Queues may differ by (1 + premium) times the longest prompt's prefill; beyond this that is no bound."""
+"""Queues may differ by (1 + premium) times the longest prompt's prefill; a larger factor would be no
+bound."""
 
 
 class Hit(msgspec.Struct, gc=False):
-    """What one engine has of one prompt, in tokens; worked out once per decision and engine.
+    """Hit of one prompt on one engine, in tokens; computed once per decision and engine.
 
-    ``gpu_tokens`` is what the engine would take from its GPU cache now; ``cpu_tokens`` and ``storage_tokens``
-    what it would load beyond that, in this order; ``coming_tokens`` what a prompt ahead in its queue will
-    have put into its GPU cache by the time this one is served; ``trunk_tokens`` the longest of the
-    full-attention prefix and the common prefix with a prompt in flight there (``common_tokens``).
+    ``gpu_tokens``: taken from its GPU cache now; ``cpu_tokens`` and ``storage_tokens``: loaded beyond that,
+    in this order; ``coming_tokens``: in its GPU cache when this prompt is served, because of a prompt ahead
+    of it; ``shared_prefix_tokens``: the longest of the full-attention prefix and the common prefix with a
+    prompt in flight there (``common_tokens``).
 
-    What the engine will take when the prompt's turn comes follows from these: ``soon_tokens`` from its GPU,
-    up to ``near_tokens`` with its CPU, ``whole_tokens`` in all.
+    From these follows the hit at the prompt's turn: ``soon_tokens`` from its GPU, up to ``near_tokens`` with
+    its CPU, ``whole_tokens`` in all.
     """
 
     gpu_tokens: int = 0
     cpu_tokens: int = 0
     storage_tokens: int = 0
-    trunk_tokens: int = 0
+    shared_prefix_tokens: int = 0
     coming_tokens: int = 0
     confidence: Confidence = "none"
     common_tokens: int = 0
     held: EngineHit | None = None
-    """What the index or a shadow says of the engine, before any discount; for explanations."""
+    """The index's or a shadow's answer before any discount; for explanations."""
     soon_tokens: int = 0
     near_tokens: int = 0
     whole_tokens: int = 0
     replay_tokens: int = 0
     """Tokens of the hit that the engine computes again (bounded replay)."""
     evicted_tokens: int = 0
-    """Of what is there or coming, what the engine will have evicted when the prompt's turn comes: it has been
-    taken off."""
+    """Tokens present or coming that the engine will have evicted at the prompt's turn: already subtracted."""
 
     def __post_init__(self) -> None:
         # Plain comparisons: this runs once per engine and request, and max() costs four times as much.
@@ -75,19 +76,20 @@ class Hit(msgspec.Struct, gc=False):
 
     @property
     def mode(self) -> str:
-        """Where the hit comes from: ``native``, ``learned`` or ``shadow``; ``none`` where there is none."""
+        """Source of the hit: ``native``, ``learned`` or ``shadow``; ``none`` without a hit."""
         if self.confidence == "degraded" and self.held is not None:
             return self.held.mode
         return "native" if self.confidence == "exact" else self.confidence
 
 
 class Candidate(msgspec.Struct, gc=False):
-    """One engine for one prompt. Hits outside ``0 <= whole <= trunk < prompt`` are clamped by the cost model.
-    ``idle_s`` is the time since the router last sent it a request, ``late_s`` how much later than computing
-    and loading explain its first tokens come, ``recent_s`` the work that it was sent of late.
+    """One engine for one prompt. Hits outside ``0 <= whole <= shared_prefix < prompt`` are clamped by the
+    cost model. ``idle_s`` is the time since the router last sent it a request, ``late_s`` the delay of its
+    first tokens beyond computing and loading, ``recent_s`` the work that it was recently sent.
 
     ``room_s`` is the wait until the pool has pages for the prompt, and ``pool_share`` the share of the pool
-    that the prompt takes; both are 0 where it finds room at once."""
+    that the prompt takes; both are 0 if there is room at once.
+    """
 
     engine_id: str
     hit: Hit = msgspec.field(default_factory=Hit)
@@ -109,10 +111,11 @@ class Candidate(msgspec.Struct, gc=False):
 
 
 class Cost(msgspec.Struct, gc=False, frozen=True):
-    """The parts of one engine's cost, in seconds; ``total_s`` is their sum with ``credit_s`` taken off.
+    """The parts of one engine's cost, in seconds; ``total_s`` is their sum minus ``credit_s``.
 
-    ``queue_s`` is the wait as it counts in the comparison, ``wait_s`` the predicted one (no part of the sum).
-    ``uncached_tokens`` and ``trunk_tokens`` are the clamped values that the parts were computed from.
+    ``queue_s`` is the wait as it counts in the comparison, ``wait_s`` the predicted one (not part of the
+    sum). ``uncached_tokens`` and ``shared_prefix_tokens`` are the clamped values that the parts were computed
+    from.
     """
 
     engine_id: str
@@ -126,17 +129,17 @@ class Cost(msgspec.Struct, gc=False, frozen=True):
     crowding_s: float
     total_s: float
     uncached_tokens: int
-    trunk_tokens: int
+    shared_prefix_tokens: int
     wait_s: float
 
     @property
     def first_token_s(self) -> float:
-        """Until the first token, as far as waiting, computing and loading go."""
+        """Predicted first token: waiting, computing and loading."""
         return self.wait_s + self.prefill_s + self.load_s
 
     @property
     def service_s(self) -> float:
-        """Cost without the wait: what the choice of this engine is worth apart from its load."""
+        """Cost without the wait: the value of this engine apart from its load."""
         return self.total_s - self.queue_s
 
 
@@ -153,7 +156,7 @@ class Pull(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """The prompt to place. ``prompt_key`` stands for the whole prompt, ``prefix_key`` for its start."""
+    """The prompt to place. ``prompt_key`` identifies the whole prompt, ``prefix_key`` its start."""
 
     prompt_tokens: int
     prompt_key: int = 0
@@ -163,7 +166,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 def ask(
     prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0
 ) -> PlacementRequest:
-    """The keys of a prompt from its block hashes (each covers the whole prefix before it).
+    """Make the keys of a prompt from its block hashes (each covers the whole prefix before it).
 
     ``fallback_key`` serves prompts shorter than one block; any stable 64-bit hash of the text will do.
     """
@@ -179,40 +182,39 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     range."""
 
     policy: str = "kvatlas"
-    """Which policy places requests; one of the table below."""
+    """Policy that places requests; one of the table below."""
     beta: float = 0.25
-    """Share of the prefill time of (trunk - hit) tokens that is credited to the engine holding the trunk,
-    0 to 1. 0 looks at exact hits only."""
+    """Share of the prefill time of (shared prefix - hit) tokens that is credited to the engine holding the
+    shared prefix, 0 to 1. 0 counts exact hits only."""
     eviction_premium: float = 0.75
-    """Price of the cache pages a prompt takes, as a share of its own prefill time: others have to compute
-    again what these pages held. 0 ignores it."""
+    """Price of the cache pages a prompt takes, as a share of its own prefill time: their evicted contents
+    must be computed again. 0 ignores it."""
     load_s_per_token: float = 2e-6
     """Seconds to load one token from host memory. Default: 100 KB of KV per token at 50 GB/s (PCIe 5)."""
     storage_load_s_per_token: float = 5e-5
     """Seconds to load one token from storage. Default: 100 KB of KV per token at 2 GB/s, between a Redis
     server and a store over TCP that writes straight into host memory."""
     sequence_s: float = 0.02
-    """Seconds charged for each request that an engine already has, where part of the prompt can be loaded
-    from memory outside the GPUs: little is computed then, and blocks for sequences that generate are what is
-    short."""
+    """Seconds charged for each request that an engine already has, if part of the prompt can be loaded from
+    memory outside the GPUs: little is computed then, and blocks for generating sequences are scarce."""
     scarcity_premium: float = 1.75
     """Further price of the cache pages a prompt takes, computed or loaded, as a share of the time to compute
-    what they hold. Charged where part of the prompt can be loaded, in full where the fleet's first tokens
-    come 5 s later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
+    their contents. Charged if part of the prompt can be loaded, in full if the fleet's first tokens come 5 s
+    later than computing and loading explain: prompts wait for pages then. 0 ignores it."""
     spread: float = 0.1667
-    """Seconds charged per second of work that the router sent an engine of late beyond the fleet's mean
-    (the last half minute counts most): keeps long sessions apart. 0 ignores it."""
+    """Seconds charged per second of work that the router recently sent an engine beyond the fleet's mean (the
+    last half minute counts most): keeps long sessions apart. 0 ignores it."""
     room_share: float = 0.3
     """Share of the predicted wait for KV cache pages that counts as queue when engines are compared, 0 to 1.
-    Counting all of it drives prompts from the engines that hold their prefixes, and every queue grows."""
+    Counting all of it moves prompts away from the engines that hold their prefixes, and every queue grows."""
     crowding: float = 3.0
     """Price of computing where prompts wait for pages: the prefill time, times the share of the pool that the
-    prompt takes, times the number of prompts that wait, times this; less where computing is short as well.
-    0 ignores it."""
+    prompt takes, times the number of waiting prompts, times this; less if compute is scarce as well. 0
+    ignores it."""
     engine_priority: float = 0.0
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
-    ([tenants.md](tenants.md#engine-order)). 2 is what was measured; 0: engines are given no priority."""
+    ([tenants.md](tenants.md#engine-order)). 2 is the measured value; 0: engines get no priority."""
     service_levels: bool = False
     """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
     `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that
@@ -224,8 +226,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_ms_low: float | None = None
     """Target of the class `low`; not set: none."""
     queue_gap_s: float = 0.25
-    """Difference between queues, in seconds of prefill, that is always allowed, however little the longer
-    queue saves."""
+    """Difference between queues, in seconds of prefill, that is always allowed, even if the longer queue
+    saves little."""
     saving_factor: float = 1.0
     """Seconds of extra queue accepted per second saved, above 0 and at most 1; lower values prefer even
     queues over hits."""
@@ -235,8 +237,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Costs are also equal within this share of the prompt's whole prefill cost (the error of a learned
     rate)."""
     cold_fraction: float = 0.1
-    """A prompt is cold if no engine's trunk covers more than this share of it; only cold prompts are used
-    as probes."""
+    """A prompt is cold if no engine's shared prefix covers more than this share of it; only cold prompts are
+    used as probes."""
     probe_interval_s: float = 30.0
     """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
     are learned."""
@@ -246,7 +248,7 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Policy `hash`: number of leading blocks that are hashed (64 are 1,024 tokens at vLLM's default block
     size)."""
     bounded_load_factor: float = 1.25
-    """Policy `hash`: most requests an engine may have, as a multiple of the mean; above 1."""
+    """Policy `hash`: maximum requests of an engine, as a multiple of the mean; above 1."""
 
     @property
     def targets(self) -> tuple[float | None, float | None, float | None] | None:

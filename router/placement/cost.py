@@ -1,61 +1,60 @@
-"""The default choice: place by the trunk, pay by the exact hit.
+"""The default choice: place by the shared prefix, pay by the exact hit.
 
 For engine e and a prompt of N tokens, with a = prefill seconds per token of e, in seconds::
 
     cost = queue                         prefill and loads still to do at e for prompts already placed there,
                                          or room_share of the wait for pages, if that is more
-         + a * (N - hit - offloaded)     what e computes for this prompt
-         - beta * a * (trunk - hit - offloaded)
-         + premium * (the two above)     what others will pay for the pages that this visit takes
-         + load * cpu + fetch * storage  blocks e copies back instead of computing them
-         + decode * running              what running sequences cost the prefill
-         + sequence * (running + waiting)    these two only where some engine could load a part of the prompt
+         + a * (N - hit - offloaded)     computing at e for this prompt
+         - beta * a * (shared prefix - hit - offloaded)
+         + premium * (the two above)     later cost of the pages that this prompt takes
+         + load * cpu + fetch * storage  blocks that e copies back instead of computing them
+         + decode * running              delay of the prefill by running sequences
+         + sequence * (running + waiting)    these two only if some engine could load a part of the prompt
          + scarcity * a * (N - hit)
          + spread * max(0, recent - mean recent)
          + crowding * share * waiting * a * (N - hit - offloaded)    only where prompts wait for pages
 
-    offloaded = cpu + storage,  0 <= hit + offloaded <= trunk <= N - 1
+    offloaded = cpu + storage,  0 <= hit + offloaded <= shared prefix <= N - 1
 
-``hit`` is what the engine would take from its cache when this prompt's turn comes (``Hit``): what it holds
-now (exact, all groups), or what a prompt already waiting there will have put in, if that is more.
+``hit`` is what the engine takes from its cache at this prompt's turn (``Hit``): what it holds now (exact, all
+groups), or what a prompt already waiting there will have stored, if that is more. ``shared_prefix`` is the
+shared prefix: the longest prefix that the engine has in any group or that a prompt in flight there has.
 
-The credit is for what this visit makes the engine keep: under vLLM's default retention a branch point of a
-hybrid model becomes a hit only after a visit (vLLM calls it ``shared_prefix_boundary``), so plain exact
-argmin (beta = 0) spreads siblings by load and no engine is visited twice. Source of the form: fleet
-simulations with vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of Mooncake's
-conductor and Dynamo's KV scheduler (both: prefill left + load), plus the credit.
+The credit values blocks that this visit makes the engine keep: under vLLM's default retention a branch point
+of a hybrid model becomes a hit only after a visit (``shared_prefix_boundary`` in vLLM), so plain exact argmin
+(beta = 0) spreads siblings by load and no engine is visited twice. Source of the form: fleet simulations with
+vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of Mooncake's conductor and
+Dynamo's KV scheduler (both: prefill left + load), plus the credit.
 
 The premium (``eviction_premium``) is a second price of a computed token: besides the time now it takes a
-page, and a page that is wanted again has to go for it, to be computed once more later. A cost without it
-looks at this prompt alone, and copies what another engine holds as soon as a short queue makes the copy
-cheaper; every copy makes all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
+page, whose contents must be computed again later if they are needed. A cost without it considers only this
+prompt, and copies another engine's prefix as soon as a short queue makes the copy cheaper; every copy makes
+all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
 
-The price of a sequence: where memory behind the GPUs works, a fifth of the tokens is computed, and what is
-short is no longer compute but blocks for sequences that generate. Found by simulation as well: 012.
+The price of a sequence: with memory behind the GPUs a fifth of the tokens is computed, and compute is no
+longer scarce, but blocks for generating sequences are. Found by simulation: 012.
 
-Scarcity: a load spares the computing and not the page; a hit on the GPU spares both, for prompts share pages
+Scarcity: a load saves the computing but not the page; a hit on the GPU saves both, since prompts share pages
 there. While first tokens come later than computing and loading explain, prompts wait for pages, and this is
 their price, up to ``scarcity_premium``: 013.
 
 Spread: seconds of work that e was sent in the last half minute beyond the mean of all candidates. The queue
-is that of this moment; long sessions come back every few seconds, and without this term several share one
-engine while others idle.
+is a momentary value; long sessions return every few seconds, and without this term several share one engine
+while others idle.
 
-Pages: where the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
-second of prefill there keeps ``share`` of the pool from the ``waiting`` prompts behind it, in proportion to
-how far ``room`` exceeds the queue. A cost with all of
-the wait and without that price moves sessions from the engines that hold them: more has to be computed, and
-all wait longer. Both found by simulation: docs/decisions/014-pages-and-recent-work.md.
+Pages: if the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
+second of prefill there withholds ``share`` of the pool from the ``waiting`` prompts behind it, in proportion
+to how far ``room`` exceeds the queue. A cost with all of the wait and without that price moves sessions from
+the engines that hold them: more must be computed, and all wait longer. Both found by simulation:
+docs/decisions/014-pages-and-recent-work.md.
 
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
-cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus
-the difference of the load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes
-first to engines that were without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` dearer), so
-none starves.
+cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference
+of the load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to
+engines without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` more expensive), so none starves.
 
-Always true: the result depends on the arguments alone, not on the order of the candidates.
-"""
+Invariant: the result depends on the arguments alone, not on the order of the candidates."""
 
 from __future__ import annotations
 
@@ -72,13 +71,13 @@ _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
 
 Part = tuple[int, int, float, float]
-"""A prompt before some hit, in tokens: what is cached and the trunk, both clamped, and what would take as
-long to compute as all costs that go by the engine's rate. And ``load_s``."""
+"""A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
+computing takes as long as all costs that depend on the engine's rate. And ``load_s``."""
 
 
 class ScoredCandidates(msgspec.Struct, gc=False):
-    """What a prompt costs at each candidate, as every decision works it out: ``totals``, ``queues`` and
-    ``parts`` are in the order of the candidates. The rest of a ``Cost`` follows from these."""
+    """Costs of a prompt at each candidate: ``totals``, ``queues`` and ``parts`` are in the order of the
+    candidates. The other parts of a ``Cost`` follow from these."""
 
     candidates: Sequence[Candidate]
     prompt_tokens: int
@@ -86,20 +85,20 @@ class ScoredCandidates(msgspec.Struct, gc=False):
     totals: list[float]
     queues: list[float]
     parts: list[Part]
-    longest_trunk: int
+    longest_shared_prefix: int
     recent_s: float
-    """Mean over the candidates of the work sent there of late."""
+    """Mean over the candidates of their recent work."""
     scarcity: float | None = None
-    """Price of pages; None where nothing can be loaded, so that neither pages nor sequences have one."""
+    """Price of pages; None if nothing can be loaded: then neither pages nor sequences have a price."""
 
     def cost(self, index: int) -> Cost:
-        """Of one candidate, part by part."""
+        """Return the cost of one candidate, part by part."""
         candidate, settings, prompt_tokens = self.candidates[index], self.settings, self.prompt_tokens
-        cached, trunk, _, load_s = self.parts[index]
+        cached, shared_prefix, _, load_s = self.parts[index]
         rate, uncached, credit_s = candidate.prefill_s_per_token, prompt_tokens - cached, 0.0
         prefill_s, decode_s = rate * uncached, candidate.interference_s
-        if trunk > cached:
-            credit_s = settings.beta * rate * (trunk - cached)
+        if shared_prefix > cached:
+            credit_s = settings.beta * rate * (shared_prefix - cached)
         eviction_s = settings.eviction_premium * (prefill_s - credit_s)
         if self.scarcity is not None:
             sequences_s, pages_s = _beside_loads(candidate, prompt_tokens, settings, self.scarcity)
@@ -116,13 +115,13 @@ class ScoredCandidates(msgspec.Struct, gc=False):
             _crowding_s(candidate, uncached, settings),
             self.totals[index],
             uncached,
-            trunk,
+            shared_prefix,
             max(candidate.queue_s, candidate.room_s),
         )
 
     def first_token_s(self, index: int) -> float:
-        """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and what its
-        running requests add, without the engine's own overhead."""
+        """Predicted seconds until the first token at one candidate: ``Cost.first_token_s`` and the delay by
+        its running requests, without the engine's own overhead."""
         candidate = self.candidates[index]
         cached, _, _, load_s = self.parts[index]
         wait_s = max(candidate.queue_s, candidate.room_s)
@@ -131,10 +130,10 @@ class ScoredCandidates(msgspec.Struct, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """The engine chosen; ``weighed`` and ``costs`` are in the order of the candidates.
+    """The chosen engine; ``scored`` and ``costs`` are in the order of the candidates.
 
-    ``uncached_tokens`` is what the load account must be charged with: the policy's own belief of what
-    the engine will compute.
+    The load account is charged with ``uncached_tokens``: the policy's own estimate of what the engine
+    computes.
     """
 
     index: int
@@ -142,31 +141,31 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     reason: Reason
     uncached_tokens: int
     cost: Cost
-    """What the chosen one costs."""
-    weighed: ScoredCandidates
+    """Cost of the chosen engine."""
+    scored: ScoredCandidates
     pull: Pull | None = None
     """Prefix that the engine is to pull from another one; ``cost`` counts it, ``costs`` do not."""
 
     @property
     def costs(self) -> tuple[Cost, ...]:
-        """What each engine would have cost."""
-        return tuple(self.weighed.cost(index) for index in range(len(self.weighed.totals)))
+        """Cost of each engine."""
+        return tuple(self.scored.cost(index) for index in range(len(self.scored.totals)))
 
 
-def chosen(weighed: ScoredCandidates, index: int, reason: Reason) -> Choice:
-    """The choice of this one."""
-    cost = weighed.cost(index)
-    return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, weighed)
+def chosen(scored: ScoredCandidates, index: int, reason: Reason) -> Choice:
+    """Make the choice of this candidate."""
+    cost = scored.cost(index)
+    return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, scored)
 
 
 def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> Cost:
-    """What sending a prompt of ``prompt_tokens`` to this engine costs, part by part."""
-    return weigh((candidate,), prompt_tokens, settings).cost(0)
+    """Cost of sending a prompt of ``prompt_tokens`` to this engine, part by part."""
+    return score((candidate,), prompt_tokens, settings).cost(0)
 
 
-def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
-    """The cost of each candidate."""
-    # Plain steps: this runs once per engine and request. Engines that have as much of a prompt share the hit.
+def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
+    """Score every candidate."""
+    # Plain steps: this runs once per engine and request. Engines with equal hits share the part.
     most = prompt_tokens - 1  # vLLM always computes at least the last token
     beta, price = settings.beta, 1 + settings.eviction_premium
     spread, mean_s = settings.spread, 0.0
@@ -181,19 +180,19 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
     for candidate in candidates:
         if candidate.hit is not hit:
             hit = candidate.hit
-            cached, trunk, load_s = hit.whole_tokens, hit.trunk_tokens, 0.0
+            cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
             cached = most if cached > most else cached  # noqa: FURB136
             if cached > hit.soon_tokens:
                 loads, load_s = True, _load_s(hit, cached, settings)
-            trunk = most if trunk > most else trunk  # noqa: FURB136
+            shared_prefix = most if shared_prefix > most else shared_prefix  # noqa: FURB136
             if hit.replay_tokens and cached > hit.replay_tokens:
-                cached, trunk = cached - hit.replay_tokens, trunk - hit.replay_tokens
-            if trunk > cached:
-                by_rate = price * (prompt_tokens - cached - beta * (trunk - cached))
+                cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
+            if shared_prefix > cached:
+                by_rate = price * (prompt_tokens - cached - beta * (shared_prefix - cached))
             else:
-                trunk, by_rate = cached, price * (prompt_tokens - cached)
-            longest = trunk if trunk > longest else longest  # noqa: FURB136
-            part = cached, trunk, by_rate, load_s
+                shared_prefix, by_rate = cached, price * (prompt_tokens - cached)
+            longest = shared_prefix if shared_prefix > longest else longest  # noqa: FURB136
+            part = cached, shared_prefix, by_rate, load_s
         queue_s = candidate.queue_s
         if candidate.room_s:
             queue_s = max(queue_s, settings.room_share * candidate.room_s)
@@ -206,18 +205,18 @@ def weigh(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
         totals.append(total_s)
         queues.append(queue_s)
         parts.append(part)
-    weighed = ScoredCandidates(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
+    scored = ScoredCandidates(candidates, prompt_tokens, settings, totals, queues, parts, longest, mean_s)
     if loads:
-        _add_scarcity(weighed)
-    return weighed
+        _add_scarcity(scored)
+    return scored
 
 
-def within_level(weighed: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
+def within_level(scored: ScoredCandidates, own_s: Sequence[float], left_s: float) -> list[bool]:
     """Return for each candidate whether the first token is predicted in at most ``left_s``.
 
     ``own_s`` is added to each prediction: the engine's overhead for a request, and a margin for errors.
     """
-    return [weighed.first_token_s(index) + extra_s <= left_s for index, extra_s in enumerate(own_s)]
+    return [scored.first_token_s(index) + extra_s <= left_s for index, extra_s in enumerate(own_s)]
 
 
 def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -> float:
@@ -239,20 +238,20 @@ def _load_s(hit: Hit, cached: int, settings: PolicySettings) -> float:
     return near_s + settings.storage_load_s_per_token * (cached - near)
 
 
-def _add_scarcity(weighed: ScoredCandidates) -> None:
-    """Where a part of the prompt can be loaded: the price of sequences is in ``decode_s``, that of scarce
-    pages in ``eviction_s``."""
-    candidates, settings = weighed.candidates, weighed.settings
+def _add_scarcity(scored: ScoredCandidates) -> None:
+    """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
+    prompt can be loaded."""
+    candidates, settings = scored.candidates, scored.settings
     late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
-    weighed.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
+    scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
     for index, candidate in enumerate(candidates):
-        weighed.totals[index] += sum(_beside_loads(candidate, weighed.prompt_tokens, settings, scarcity))
+        scored.totals[index] += sum(_beside_loads(candidate, scored.prompt_tokens, settings, scarcity))
 
 
 def _beside_loads(
     candidate: Candidate, prompt_tokens: int, settings: PolicySettings, scarcity: float
 ) -> tuple[float, float]:
-    """Seconds for the sequences that the engine has, and for the pages that this prompt takes."""
+    """Seconds for the engine's sequences, and for the pages that this prompt takes."""
     taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
     sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
     return sequences_s, scarcity * candidate.prefill_s_per_token * taken
@@ -261,14 +260,14 @@ def _beside_loads(
 def choose(
     candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings, *, prompt_key: int = 0
 ) -> Choice:
-    """The engine for this prompt. Raises ``ValueError`` without candidates.
+    """Choose the engine for this prompt. Raises ``ValueError`` without candidates.
 
-    ``prompt_key`` settles ties: different keys spread over equal engines, equal keys meet the same one.
+    ``prompt_key`` breaks ties: different keys spread over equal engines, equal keys choose the same one.
     """
     if not candidates:
         raise ValueError("no engine to choose from")
-    weighed = weigh(candidates, prompt_tokens, settings)
-    return chosen(weighed, *_pick(weighed, prompt_key))
+    scored = score(candidates, prompt_tokens, settings)
+    return chosen(scored, *_pick(scored, prompt_key))
 
 
 def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
@@ -277,7 +276,7 @@ def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:
 
 
 class _Bound:
-    """How much longer than the shortest queue another one may be."""
+    """The largest accepted difference from the shortest queue."""
 
     __slots__ = ("_factor", "_gap_s", "_queue_s", "_service_s")
 
@@ -292,9 +291,9 @@ class _Bound:
         return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
 
 
-def _pick(weighed: ScoredCandidates, key: int) -> tuple[int, Reason]:
-    """Position of the choice, and why; candidates go by their positions."""
-    totals, queues, settings = weighed.totals, weighed.queues, weighed.settings
+def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
+    """Position of the choice, and the reason; candidates are given by their positions."""
+    totals, queues, settings = scored.totals, scored.queues, scored.settings
     if len(totals) == 1:
         return 0, "only"
     best = second = math.inf
@@ -304,70 +303,75 @@ def _pick(weighed: ScoredCandidates, key: int) -> tuple[int, Reason]:
         elif total_s < second:
             second = total_s
     cheapest = totals.index(best)
-    cold = weighed.longest_trunk <= settings.cold_fraction * weighed.prompt_tokens
+    cold = scored.longest_shared_prefix <= settings.cold_fraction * scored.prompt_tokens
     queue_s, gap_s = queues[cheapest], settings.queue_gap_s
     if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
-        own_rate = weighed.candidates[cheapest].prefill_s_per_token
-        if second > best + _tie_s(own_rate, weighed.prompt_tokens, settings):
-            return cheapest, "cheapest"  # within the bound, and by any engine's rate without an equal
-    return _weigh_up(weighed, cheapest, key, cold=cold)
+        own_rate = scored.candidates[cheapest].prefill_s_per_token
+        if second > best + _tie_s(own_rate, scored.prompt_tokens, settings):
+            return cheapest, "cheapest"  # within the bound, and at any engine's rate without an equal
+    return _pick_bounded(scored, cheapest, key, cold=cold)
 
 
 def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
-    """Costs that differ by no more are equal, where the fastest engine has this rate."""
+    """Largest difference of equal costs, if the fastest engine has this rate."""
     share_s = settings.tie_fraction * (1 + settings.eviction_premium) * prompt_tokens * rate
     return share_s if share_s > settings.tie_s else settings.tie_s  # noqa: FURB136
 
 
-def _weigh_up(weighed: ScoredCandidates, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
-    """``_pick`` where there may be a bound to keep, engines to probe, or equals."""
-    candidates, settings = weighed.candidates, weighed.settings
-    queues, totals = weighed.queues, weighed.totals
+def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
+    """``_pick`` if a bound may apply, or there may be engines to probe, or equal costs."""
+    candidates, settings = scored.candidates, scored.settings
+    queues, totals = scored.queues, scored.totals
     shortest, best = min(queues), totals[cheapest]
     least = min([total_s for total_s, queue_s in zip(totals, queues, strict=True) if queue_s == shortest])
     bound = _Bound(shortest, least, settings)
     allowed: Sequence[int] = range(len(totals))
     reason: Reason = "cheapest"
     if not bound.allows(queues[cheapest], best):
-        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]  # one of the shortest always is
+        # one of the shortest queues always is
+        allowed = [i for i in allowed if bound.allows(queues[i], totals[i])]
         best = min([totals[i] for i in allowed])
         reason = "bounded"
     if cold:
-        # Engines without work for long. A prompt that is not cold is no probe: no saving is given up.
+        # Engines without work for long. A warm prompt is no probe: its saving is not given up.
         due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
         dearest = best + settings.probe_cost_max_s
         due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
         if due:
-            return _settle(weighed, due, key), "probe"
+            return _settle(scored, due, key), "probe"
     fastest = min([c.prefill_s_per_token for c in candidates])
-    limit = best + _tie_s(fastest, weighed.prompt_tokens, settings)
+    limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
     equals = [i for i in allowed if totals[i] <= limit]
     if len(equals) == 1:
         return equals[0], reason
     if reason == "cheapest":
         equals = [i for i in equals if bound.allows(queues[i], totals[i])]
         reason = "tie"
-    return _settle(weighed, equals, key), reason
+    return _settle(scored, equals, key), reason
 
 
-def _settle(weighed: ScoredCandidates, equals: list[int], key: int) -> int:
-    """Among equals the longest trunk (it is free, and keeps prefixes together), then rendezvous."""
-    trunks = [weighed.parts[i][1] for i in equals]
-    longest_trunk = max(trunks)
-    longest = [i for i, trunk in zip(equals, trunks, strict=True) if trunk == longest_trunk]
+def _settle(scored: ScoredCandidates, equals: list[int], key: int) -> int:
+    """Break a tie: the longest shared prefix (it is free, and keeps prefixes together), then rendezvous."""
+    shared_prefixes = [scored.parts[i][1] for i in equals]
+    longest_shared_prefix = max(shared_prefixes)
+    longest = [
+        i
+        for i, shared_prefix in zip(equals, shared_prefixes, strict=True)
+        if shared_prefix == longest_shared_prefix
+    ]
     if len(longest) == 1:
         return longest[0]
-    return longest[favourite([weighed.candidates[i].engine_id for i in longest], key)]
+    return longest[favourite([scored.candidates[i].engine_id for i in longest], key)]
 
 
 # Highest-random-weight (rendezvous) hashing (Thaler and Ravishankar, 1998): every prompt has its own order of
-# the engines. Different keys spread evenly, the same key meets the same engine, and an engine that comes or
-# goes moves only the keys it wins or held.
+# the engines. Different keys spread evenly, the same key chooses the same engine, and an engine that joins or
+# leaves moves only the keys it wins or held.
 _U64 = (1 << 64) - 1
 
 
 def weight(engine_id: str, key: int) -> int:
-    """How much ``key`` prefers this engine: uniform over 64 bits, equal in every router process."""
+    """Preference of ``key`` for this engine: uniform over 64 bits, equal in every router process."""
     return xxhash.xxh64_intdigest(engine_id.encode(), key & _U64)
 
 

@@ -1,10 +1,9 @@
-"""One decision per request: reads the prompt, asks every ready engine what it has and would cost, chooses
-one.
+"""One decision per request: read the prompt, score every eligible engine, choose one.
 
-``place`` is what the proxy calls; ``explain`` makes the same decision and shows its workings without
-forwarding anything. What is searched for all engines at once (index rows, prompts in flight, text affinity,
-other replicas) is looked up first and goes into ``PromptView``; then one loop over the engines. A decision
-does not wait after its look-ups: what it knows of the engines is of one moment.
+``place`` is called by the proxy; ``explain`` makes the same decision and shows its details without
+forwarding. Look-ups for all engines at once (index rows, prompts in flight, text affinity, other replicas)
+come first and go into ``PromptView``; then one loop over the engines. A decision does not wait after its
+look-ups, so its view of the engines is of one moment.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from router.openai.request import PROMPT_APIS, InboundRequest
 from router.pd.handoff import DisaggState
 from router.pd.settings import PdSettings, PdStats
 from router.placement.affinity import ShadowPrompt, text_tokens
-from router.placement.askable import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
 from router.placement.candidate import Candidate, PlacementRequest, PolicySettings, ask
 from router.placement.cost import Choice, within_level
+from router.placement.eligible import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
 from router.placement.engine import (
     NO_PEER_SNAPSHOT,
     Accounts,
@@ -62,8 +61,8 @@ _NONE_SKIPPED: Sequence[Candidate] = ()
 
 class Planner:
     """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
-    ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is asked about others'
-    engines and load for each decision; without it ``told`` says what others have told by themselves."""
+    ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is queried for others'
+    engines and load in each decision; without it ``peer_state`` has the latest state that others sent."""
 
     def __init__(
         self,
@@ -83,22 +82,22 @@ class Planner:
         pd_stats: PdStats | None = None,
     ) -> None:
         self._fleet = fleet
-        self._askable = EligibleEngines(fleet, accounts)
+        self._eligible = EligibleEngines(fleet, accounts)
         self._scopes = scopes
-        self._parties = CandidateSets(fleet, scopes)
+        self._candidate_sets = CandidateSets(fleet, scopes)
         self._reader = reader
         self._accounts = accounts
         self._retention = retention
         self._decisions = 0
         self._completed = -1, -1
-        """Changes of fleet and scopes before layouts were completed last."""
+        """Versions of fleet and scopes when layouts were last completed."""
         self._shared = shared
         self._peer_state = peer_state
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self._refusals_logged = LogThrottle(_LOG_EVERY_S)
         self.hold: Hold | None = None
-        """Keeps requests while engines are saturated, where they are to wait, or once were."""
+        """Holds requests while engines are saturated, if queueing is or was configured."""
         self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
 
     def configure(
@@ -110,7 +109,7 @@ class Planner:
         expose_decision: bool,
         check_every: int,
     ) -> None:
-        """What holds from the next decision on. Raises ``ValueError`` for a policy that there is not."""
+        """Apply settings from the next decision on. Raises ``ValueError`` for an unknown policy."""
         self._policy = policy(settings.policy)
         self._settings = settings
         self._queue = queue
@@ -126,8 +125,9 @@ class Planner:
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
     ) -> Placement:
-        """Choose an engine, or two, and open their entries. Raises ``ApiError`` where nobody can be asked, or
-        not soon enough. Who is placed again has waited already, and is not refused for another wait."""
+        """Choose an engine, or two, and open their entries. Raises ``ApiError`` if no engine is eligible, or
+        none soon enough. A request that is placed again has waited already, and is not refused for another
+        wait."""
         decision = await self._decide(request, exclude, disagg=disagg)
         if self._check_every:
             self._check()
@@ -168,7 +168,7 @@ class Planner:
     def _placed_apart(
         self, request: InboundRequest, decision: Decision, split: Split, waited_s: float
     ) -> DecodePlacement:
-        """The place at the decode engine is taken before the other one is asked."""
+        """Open the entry at the decode engine before the prefill engine is asked."""
         prefill = None
         if split.prefill is not None:
             prefill = PrefillPlacement(
@@ -203,7 +203,7 @@ class Planner:
         )
 
     def _check(self) -> None:
-        """Every so many decisions: do the accounts and the index agree with themselves?"""
+        """Check the accounts and the index for contradictions every ``check_every`` decisions."""
         self._decisions += 1
         if self._decisions % self._check_every:
             return
@@ -216,7 +216,7 @@ class Planner:
             _log.error("the router's accounts contradict themselves", problem=problem)
 
     async def explain(self, request: InboundRequest) -> Decision:
-        """The decision ``place`` would make now, with per-class detail; it leaves no trace."""
+        """The decision ``place`` would make now, with per-group detail; changes nothing."""
         decision = await self._decide(request, frozenset(), rehearsal=True)
         waits = self.hold is not None and self.hold.holds(request, decision)
         long = self._long_wait(request, decision, waits=waits)
@@ -225,7 +225,8 @@ class Planner:
         return msgspec.structs.replace(decision, waits=waits and long is None, long_wait=long)
 
     def _long_wait(self, request: InboundRequest, decision: Decision, *, waits: bool) -> LongWait | None:
-        """The refusal of a request for its predicted wait; ``waits``: it would wait in the queue first."""
+        """Return the refusal of a request for its predicted wait; ``waits``: it would wait in the queue
+        first."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
             return None
         claim = request.claim
@@ -238,7 +239,7 @@ class Planner:
         return long_wait(queued_s + decision.wait_s(), target_s)
 
     def _refusal(self, request: InboundRequest, long: LongWait) -> ApiError:
-        """Count and log it; no account knows of the request yet."""
+        """Count and log a refusal; no account has the request yet."""
         claim = request.claim
         name = Priority(claim.priority).label
         refused = self._accounts.admission_stats.refused
@@ -258,7 +259,7 @@ class Planner:
 
     @property
     def reads_claims(self) -> bool:
-        """Whether the claims of all requests count (``router.admission.admission_queue``)."""
+        """Whether the claims of all requests are read (``router.admission.admission_queue``)."""
         ordered = self._settings.engine_priority > 0
         return self.hold is not None or ordered or self._queue.has_wait_targets
 
@@ -271,9 +272,9 @@ class Planner:
         rehearsal: bool = False,
         disagg: DisaggState | None = None,
     ) -> Decision:
-        """``read``: what the prompt has been found to be, where that is known."""
+        """Make a decision. ``read``: the prompt, if it has been read already."""
         fleet = self._fleet
-        engines = self._askable.engines(request, exclude)
+        engines = self._eligible.engines(request, exclude)
         apart = self._apart(request, exclude, disagg) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         changes = fleet.changes
@@ -281,10 +282,10 @@ class Planner:
             if request.trace is not None:
                 request.trace.phase("read prompt")
             read = await self._reader.read(request)
-        party = NO_CANDIDATES
+        candidate_set = NO_CANDIDATES
         if isinstance(read, Prompt):
-            party = self._parties.of(asked_of)
-            for frontend, scheme in party.schemes:
+            candidate_set = self._candidate_sets.get(asked_of)
+            for frontend, scheme in candidate_set.schemes:
                 if (variant := read.behind(frontend)) is not None:
                     await self._reader.hashes(variant, scheme)
         if apart is not None:
@@ -304,27 +305,27 @@ class Planner:
                 raise no_ready_engine(
                     "The engines that serve this model have just been removed; retry shortly."
                 )
-        return self._choose(request, read, party, engines, look, apart, rehearsal=rehearsal)
+        return self._choose(request, read, candidate_set, engines, look, apart, rehearsal=rehearsal)
 
     def _choose(
         self,
         request: InboundRequest,
         read: Prompt | TextAffinity | None,
-        party: CandidateSet,
+        candidate_set: CandidateSet,
         engines: Sequence[Engine],
         look: PeerSnapshot,
         apart: DisaggregationPlanner | None,
         *,
         rehearsal: bool,
     ) -> Decision:
-        """The decision, once everything is known that has to be waited for."""
+        """Make the decision when all look-ups are done."""
         now = self._accounts.now()
         order = None
         if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
             order = order_of(request.claim.priority, now, self._settings.engine_priority)
         if isinstance(read, Prompt):
-            asked = self._asked(read, party, look, now, detail=rehearsal)
-            question = self._question(read, party.schemes[0][1])
+            asked = self._asked(read, candidate_set, look, now, detail=rehearsal)
+            question = self._question(read, candidate_set.schemes[0][1])
         else:
             asked = self._asked_by_text(read, look)
             key = read.keys[-1] if read is not None and read.keys else xxhash.xxh3_64_intdigest(request.body)
@@ -357,11 +358,11 @@ class Planner:
         Returns the engines that remain, their candidates, and the candidates left out. None: the engine
         chosen by cost makes it, or none does.
         """
-        stats, weighed, index = self._accounts.slo_stats, choice.weighed, choice.index
+        stats, scored, index = self._accounts.slo_stats, choice.scored, choice.index
         stats.decisions += 1
-        if weighed.first_token_s(index) + _own_s(engines[index]) <= left_s:
+        if scored.first_token_s(index) + _own_s(engines[index]) <= left_s:
             return None
-        met = within_level(weighed, [_own_s(one) for one in engines], left_s)
+        met = within_level(scored, [_own_s(one) for one in engines], left_s)
         if not any(met):
             stats.hopeless += 1
             return None
@@ -373,7 +374,7 @@ class Planner:
         )
 
     def _picking(self, question: PlacementRequest, state: ArmState) -> Pick:
-        """The policy, for some of the candidates."""
+        """Return the policy as a function of some of the candidates."""
         return lambda among: self._policy(among, question, self._settings, state)
 
     def _apart(
@@ -390,7 +391,7 @@ class Planner:
     async def _look(
         self, shared: SharedView, read: Prompt | TextAffinity | None, engines: list[Engine], detail: bool
     ) -> PeerSnapshot:
-        """What other replicas know of these engines: the one wait that a shared index costs."""
+        """Query other replicas' state of these engines: the one wait that a shared index costs."""
         known: dict[str, str] = {
             e.engine_id: e.base_model for e in engines if e.publishes_events and e.base_model is not None
         }
@@ -400,14 +401,14 @@ class Planner:
         return await shared.look(prompt, known, detail=detail)
 
     def _asked(
-        self, prompt: Prompt, party: CandidateSet, look: PeerSnapshot, now: float, *, detail: bool
+        self, prompt: Prompt, candidate_set: CandidateSet, look: PeerSnapshot, now: float, *, detail: bool
     ) -> PromptView:
-        """The prompt before these engines: the index, prompts in flight and shadows."""
+        """View of the prompt at these engines: the index, prompts in flight and shadows."""
         tokens = prompt.num_tokens
         if prompt.skips_cache:
             return PromptView(tokens, look.hits, others=look.load)
         held = look.hits
-        for (model, frontend), names in party.by_model.items():
+        for (model, frontend), names in candidate_set.by_model.items():
             variant = prompt.behind(frontend)
             if variant is None:
                 continue
@@ -418,7 +419,7 @@ class Planner:
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
         last, inflight, mixed = tokens - 1, self._accounts.inflight, bool(prompt.variants)
-        for frontend, scheme in party.schemes:
+        for frontend, scheme in candidate_set.schemes:
             variant = prompt.behind(frontend)
             if variant is None:
                 continue
@@ -431,7 +432,7 @@ class Planner:
             for engine_id, blocks in found.coming.items():
                 if not mixed or self._is_behind(engine_id, frontend):
                     coming[engine_id] = blocks * unit
-        shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if party.guessed else None
+        shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if candidate_set.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
     def _is_behind(self, engine_id: str, frontend: Frontend) -> bool:
@@ -439,7 +440,7 @@ class Planner:
         return engine is not None and engine.frontend == frontend
 
     def _asked_by_text(self, read: TextAffinity | None, look: PeerSnapshot) -> PromptView:
-        """A text without tokens before any engines: where texts like it went."""
+        """View of a text without tokens: engines that received similar texts."""
         if read is None or not read.keys:
             return PromptView(0, others=look.load)
         matched = self._accounts.affinity.match(read.keys)
@@ -454,7 +455,7 @@ class Planner:
         )
 
     def _client_headers(self, request: InboundRequest, decision: Decision) -> Fields:
-        """What the client is told of the decision: nothing, unless it is to be exposed."""
+        """Fields that expose the decision to the client, if configured."""
         if not self._expose:
             return ()
         hit, headers = decision.candidate.hit, [(b"x-kvatlas-engine", decision.engine.engine_id.encode())]
@@ -465,7 +466,7 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         parts = None if split is not None and split.body is not None else decision.first_token()
-        if parts is not None:  # of two engines, no sum has been verified
+        if parts is not None:  # split over two engines: no sum has been verified
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)
@@ -480,5 +481,5 @@ def _read_by(
 
 
 def _own_s(engine: Engine) -> float:
-    """Return what is added to each prediction: the engine's overhead, and the margin for errors."""
+    """Return the addition to each prediction: the engine's overhead, and the margin for errors."""
     return engine.rates.overhead_s + (engine.receipts.first_tokens.margin_s or 0.0)

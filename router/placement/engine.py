@@ -1,12 +1,12 @@
-"""One engine: who it is, and everything that is known of it or under way there.
+"""One engine: its identity and its state.
 
-Identity, addresses, models and state are the fleet's (``EngineStatus``); here they meet the engine's parts:
-what it holds (``residency``, or a ``shadow`` where it publishes no events), its ``feed``, what it has to do
-(``load``), how fast it is (``rates``), whether it is well (``breaker``), and how predictions did
-(``receipts``). A room below is given its own part, never the whole. The composition root makes engines;
-``close`` is the only way out. What no single engine can own is in ``Accounts``; what other replicas know is
-asked through ``SharedView``: a look raises nothing and waits no longer than its deadline, and what it could
-not learn is ``unknown``, never a guess.
+Identity, addresses, models and status are the fleet's (``EngineStatus``); here they meet the engine's parts:
+its cache (``residency``, or a ``shadow`` if it publishes no events), its ``feed``, its ``load``, its speed
+(``rates``), its health (``breaker``), and the accuracy of its predictions (``receipts``). Lower packages get
+their own part, never the whole. The composition root makes engines; ``close`` is the only way out. State that
+belongs to no single engine is in ``Accounts``; state of other replicas comes through ``SharedView``: a
+look-up raises nothing and waits no longer than its deadline, and missing answers are ``unknown``, never a
+guess.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 
-# The order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
+# Order in engines that schedule by priority (vLLM: ``--scheduling-policy priority``): lower goes first.
 #
 #     priority = class + milliseconds of arrival + engine_priority * milliseconds of uncached work
 #
-# The class comes first: negative values for ``high``, from 0 for ``normal``, from ``BAND_MS`` for ``low``,
-# so that no request passes one of a class above. Within a class a prompt waits for those that come up to
-# ``engine_priority`` times its own work later, and for no others: nothing starves.
+# The class comes first: negative values for ``high``, from 0 for ``normal``, from ``BAND_MS`` for ``low``, so
+# that no request passes one of a higher class. Within a class a prompt waits for later ones that arrive
+# within ``engine_priority`` times its own work, and for no others: nothing starves.
 #
-# Routers share engines, so arrival counts from one moment of the wall clock. A router whose clock is a
+# Routers share engines, so arrival counts from a fixed moment of the wall clock. A router whose clock is a
 # second ahead loses a second to the others.
 #
 # vLLM reads a header (``ENGINE_PRIORITY``) before the body's ``priority``
-# (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32 and 0.33): bodies stay as they came.
+# (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32 and 0.33): bodies stay unchanged.
 
 
 BAND_MS: Final = 1 << 42
@@ -66,12 +66,12 @@ _NORMAL: Final = 1
 
 
 class EngineOrder(msgspec.Struct, frozen=True, gc=False):
-    """The place of a request in its engine's order, but for its work there."""
+    """The place of a request in its engine's order, apart from its work there."""
 
     now: float
     """Arrival, in the router's monotonic seconds."""
     weight: float
-    """What a second of uncached work counts, in seconds of arrival."""
+    """Weight of a second of uncached work, in seconds of arrival."""
     band: int = 0
     """Class: -1 is high, 0 normal, 1 low."""
 
@@ -100,52 +100,53 @@ _CONFIDENCE: dict[str, Confidence] = {
 _NO_SCHEME = HashScheme()
 _READY = FeedState.READY
 _EVENTS_DUE_TOKENS = 4096
-"""Prompt tokens that fill a block of every group, where the block sizes are not known yet."""
+"""Prompt tokens that fill a block of every group while the block sizes are unknown."""
 
 
 class PeerSnapshot(msgspec.Struct, frozen=True):
-    """What one look told for one prompt."""
+    """Other replicas' state for one prompt, from one look-up."""
 
     hits: Mapping[str, EngineHit] = {}
-    """Engines that another replica follows; those followed here are for the caller to predict."""
+    """Hits of engines that another replica follows; those followed here are predicted by the caller."""
     load: Mapping[str, OthersLoad] | None = {}
-    """What the other replicas have in flight, by engine; None: that is not known."""
+    """Requests in flight of the other replicas, by engine; None: unknown."""
     stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
-    """What other replicas were told of stores that engines share, by model and hash scheme: for predicting
+    """Contents of shared stores by events that other replicas received, by model and hash scheme: to predict
     the engines followed here (``router.index.offload_rules.shared_part``)."""
     problem: str = ""
-    """Why the shared index could not be asked; "" where it answered."""
+    """Why the shared index could not be queried; "" if it answered."""
 
 
 NO_PEER_SNAPSHOT = PeerSnapshot()
 
 
 class SharedView(Protocol):
-    """One index of many replicas, as a planner sees it."""
+    """One index of many replicas, as used by a planner."""
 
     def scheme(self, engine_id: str) -> HashScheme | None:
-        """The hash scheme of an engine that another replica follows, as last heard."""
+        """Latest known hash scheme of an engine that another replica follows."""
 
     def layout(self, engine_id: str) -> CacheLayout | None:
-        """The cache layout of an engine that another replica follows, as last heard."""
+        """Latest known cache layout of an engine that another replica follows."""
 
     def feed_state(self, engine_id: str) -> str | None:
-        """State of the feed at the replica that follows the engine; None where nobody is known to."""
+        """State of the feed at the replica that follows the engine; None if no replica is known to."""
 
     async def look(
         self, prompt: HashedPrompt | None, engines: Mapping[str, str], *, detail: bool = False
     ) -> PeerSnapshot:
-        """Ask the shared index about ``engines`` (id -> model); ``prompt`` None: about their load only.
+        """Query the shared index for ``engines`` (id -> model); ``prompt`` None: their load only.
 
         ``detail``: hits by spec class too.
         """
 
 
 class Accounts:
-    """What the router remembers of its own requests across engines: the medians and counters of all of them,
-    the prompts in flight and the text affinity, which are searched for all engines at once.
+    """State of the router's own requests across engines: medians and counters of all engines, the prompts in
+    flight, and the text affinity.
 
-    One per router. ``now`` is the router's clock in monotonic seconds."""
+    One per router. ``now`` is the router's clock in monotonic seconds.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -160,24 +161,24 @@ class Accounts:
         self.receipts = ReceiptLog()
         self.slo_stats = SloStats()
         self.room: AdmissionQueue | None = None
-        """Where requests wait for engines; None where they do not."""
+        """Queue of requests that wait for engines; None without queueing."""
 
         self.integrity_problems = 0
-        """Contradictions found so far, where they are looked for (``server.check_every``)."""
+        """Contradictions found so far (``server.check_every``)."""
 
     def leave(self, engine_id: EngineId) -> None:
-        """The engine left the fleet."""
+        """Drop an engine that left the fleet."""
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
         self.responses.forget(engine_id)
 
 
 class PromptView(msgspec.Struct, gc=False):
-    """One prompt as all engines are asked about it: what is searched for all of them at once, by engine id.
+    """One prompt's look-ups for all engines, by engine id.
 
-    ``held`` is what the index says, ``common`` and ``coming`` what the prompt shares with prompts in flight
-    (or, of a text without tokens, with what went there lately), in tokens; ``others`` the load by other
-    replicas, None where it is not known; ``shadows`` the prompt as shadows look for it.
+    ``held``: the index's answer; ``common`` and ``coming``: tokens shared with prompts in flight (or, for a
+    text without tokens, with texts that recently went there); ``others``: load of other replicas, None if
+    unknown; ``shadows``: the prompt for look-ups in shadows.
     """
 
     tokens: int
@@ -187,15 +188,15 @@ class PromptView(msgspec.Struct, gc=False):
     others: Mapping[str, OthersLoad] | None = {}
     shadows: ShadowPrompt | None = None
     order: EngineOrder | None = None
-    """Its place in the engines' own order, where they have one."""
+    """Its place in the engines' own order, if they have one."""
     prompt: Prompt | None = None
-    """The prompt itself; None where its tokens are not known."""
+    """The prompt; None if its tokens are unknown."""
     hits: dict[tuple[int, int, int], Hit] = msgspec.field(default_factory=dict)
-    """Those worked out so far, by what is held (its id), common and coming."""
+    """Hits computed so far, by the index's answer (its id), common and coming."""
 
 
 class Engine(EngineStatus):
-    """See the module. ``leaving`` are told when it closes, each once, the engine being whole until then."""
+    """One engine. ``leaving`` callbacks run once when it closes, while it is still complete."""
 
     __slots__ = (
         *("_accounts", "_elsewhere", "_events_due", "_leaving"),
@@ -221,27 +222,27 @@ class Engine(EngineStatus):
         """Forecast of evictions from its pool for prompts in flight."""
         self.receipts = EngineReceipts()
         self.residency: Residency | None = None
-        """What it holds, by its events; None before its model is known."""
+        """Its cache by its events; None until its model is known."""
         self.shadow: Shadow | None = None
-        """What it probably holds; only of an engine without events."""
+        """Its assumed cache; only of an engine without events."""
         self.feed: FeedStats | None = None
-        """Of the feed that runs here; None where none does."""
+        """Stats of the feed that runs here; None without one."""
         self.rests_until = 0.0
-        """It is not asked to compute prompts for others before, since it handed nothing over."""
+        """It gets no prefill requests before this time, since it handed nothing over."""
         self._accounts = accounts
         self._elsewhere = elsewhere
         self._leaving = leaving
         self._events_due = events_due
         self.waiting: dict[Attempt, Callable[[], object]] = {}
-        """Requests without a first byte that other engines can be asked for, and how to end their wait."""
+        """Requests without a first byte that other engines could serve, and how to end their wait."""
         self.takes_order = True
         """It has not refused a request for its priority."""
         self.closed = False
-        """It has left the fleet: nothing more is to be kept of it."""
+        """It has left the fleet: nothing more is recorded for it."""
 
     @property
     def unusable_events(self) -> int:
-        """How many of its latest events in a row, or messages, could not be used; 0 where its events can."""
+        """Number of its latest consecutive events, or messages, that could not be used; 0 if they can."""
         if self.residency is None:
             return 0
         count = self.residency.writer.unusable_events
@@ -250,14 +251,14 @@ class Engine(EngineStatus):
         return count
 
     def close(self) -> None:
-        """It left the fleet. What a placement that is still open there says goes nowhere."""
+        """Remove it from the fleet. Later reports of its open placements have no effect."""
         self.closed = True
         self.rates.close()
         self._accounts.leave(self.engine_id)
         for leave in self._leaving:
             try:
                 leave(self)
-            except Exception:  # noqa: BLE001  # one part's fault must not keep the others in
+            except Exception:  # noqa: BLE001  # a failing part must not keep the others in
                 _log.exception("engine not left", engine=self.engine_id)
         self.residency = self.shadow = self.feed = None
 
@@ -267,8 +268,8 @@ class Engine(EngineStatus):
         return self.breaker.overdue(self._accounts.now())
 
     def abandon(self, elsewhere: Callable[[str | None], bool], *, lost: bool = False) -> None:
-        """It went down: what waits for a first byte is given to another engine, where ``elsewhere`` says that
-        there is one for the model. ``lost``: only what waits in vain by its breaker."""
+        """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for the
+        model. ``lost``: only those that its breaker considers lost."""
         if not lost:
             self.takes_order = True  # it may come back with another scheduling policy
         now = self._accounts.now()
@@ -281,7 +282,7 @@ class Engine(EngineStatus):
                 cancel()
 
     def reset(self, *, cleared: bool = False) -> None:
-        """What it was thought to hold by our own requests is gone; ``cleared``: all of its GPU cache is."""
+        """Drop the state derived from our own requests; ``cleared``: its whole GPU cache is empty."""
         if cleared and self.residency is not None:
             self.residency.writer.clear()
         if self.shadow is not None:
@@ -289,8 +290,8 @@ class Engine(EngineStatus):
         self._accounts.inflight.forget(self.engine_id)
 
     def computed(self, tokens: int, since: float) -> None:
-        """Its answer shows that it computed so many tokens of a prompt since then (clock seconds): where they
-        fill blocks, the feed that follows it here has to hear of them."""
+        """Note that its answer shows this many computed tokens since then (clock seconds): if they fill
+        blocks, its feed must receive their events."""
         if self.feed is None:
             return
         layout = self.layout
@@ -298,8 +299,8 @@ class Engine(EngineStatus):
             self._events_due(self.engine_id, since)
 
     def learn_from(self, residency: Residency | None, *, shadow: ShadowSpec | None) -> None:
-        """What it holds is kept there from now on (None: nowhere yet). ``shadow``: it publishes no events, so
-        a shadow of this kind stands in for them, or the one that it has already."""
+        """Set where its cache is recorded from now on (None: not yet). ``shadow``: it publishes no events, so
+        a shadow of this kind stands in, or the existing one."""
         self.residency = residency
         if residency is None:
             self.evictions.clear()
@@ -314,7 +315,7 @@ class Engine(EngineStatus):
 
     @property
     def feed_state(self) -> str:
-        """State of its feed, here or at another replica; ``none`` where it publishes nothing."""
+        """State of its feed, here or at another replica; ``none`` if it publishes nothing."""
         if self.feed is not None:
             return str(self.feed.state)
         told = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
@@ -322,13 +323,13 @@ class Engine(EngineStatus):
 
     @property
     def lasting_scheme(self) -> HashScheme | None:
-        """``scheme``, where it stays until the fleet or what is known here of its hashes changes."""
+        """``scheme``, if it cannot change until the fleet or the known hash scheme changes."""
         scheme = None if self.residency is None else self.residency.writer.scheme
         return self.scheme if scheme is None and self._elsewhere is None else scheme
 
     @property
     def scheme(self) -> HashScheme:
-        """The scheme whose hashes stand for prompts in flight there."""
+        """Hash scheme of prompts in flight there."""
         scheme = None if self.residency is None else self.residency.writer.scheme
         if scheme is None and self._elsewhere is not None:
             scheme = self._elsewhere.scheme(self.engine_id)
@@ -338,32 +339,32 @@ class Engine(EngineStatus):
 
     @property
     def layout(self) -> CacheLayout | None:
-        """How its cache is laid out, as far as that is known here or elsewhere."""
+        """Layout of its cache, as far as it is known here or at another replica."""
         layout = None if self.residency is None else self.residency.writer.layout
         if layout is None and self._elsewhere is not None:
             layout = self._elsewhere.layout(self.engine_id)
         return layout
 
     def hit(self, asked: PromptView) -> Hit:
-        """What this engine has of a prompt, discounted by what its feed has missed."""
+        """Hit of a prompt on this engine, discounted by missed events."""
         name = self.engine_id
         held, common, coming = asked.held.get(name), asked.common.get(name, 0), asked.coming.get(name, 0)
         if held is None:
             if self.shadow is None or asked.shadows is None:
-                return Hit(trunk_tokens=common, common_tokens=common)
-            tokens, trunk = self.shadow.lookup(asked.shadows)
-            held = EngineHit("shadow", tokens, trunk_tokens=trunk)
+                return Hit(shared_prefix_tokens=common, common_tokens=common)
+            tokens, shared_prefix = self.shadow.lookup(asked.shadows)
+            held = EngineHit("shadow", tokens, shared_prefix_tokens=shared_prefix)
         return self._discounted(held, common, coming)
 
     def _discounted(self, held: EngineHit, common: int, coming: int) -> Hit:
         feed = self.feed
         unconfirmed = feed is not None and feed.unconfirmed and held.mode != "shadow"
         if held.mode == "unknown" or held.stale or unconfirmed:
-            # Empty, but what a prompt in flight there will leave cannot be told before the layout is known.
+            # Empty, but without the layout it is unknown what a prompt in flight there will leave.
             empty = held.mode == "unknown" and not common and self._known_empty
-            # A stale trunk is nothing to count on, but a better bet than elsewhere.
-            trunk = max(held.trunk_tokens if held.mode != "unknown" else 0, common)
-            return Hit(0, 0, 0, trunk, coming, "exact" if empty else "none", common, held)
+            # A stale shared prefix is uncertain, but more likely here than elsewhere.
+            shared_prefix = max(held.shared_prefix_tokens if held.mode != "unknown" else 0, common)
+            return Hit(0, 0, 0, shared_prefix, coming, "exact" if empty else "none", common, held)
         gpu, cpu, storage = held.hit_tokens, held.cpu_tokens, held.storage_tokens
         confidence: Confidence = _CONFIDENCE[held.mode]
         if held.mode != "shadow" and (feed is None or feed.state is not FeedState.READY):
@@ -371,21 +372,21 @@ class Engine(EngineStatus):
             if self.feed_state != FeedState.READY:
                 confidence = "degraded"
         # Plain comparisons, as in ``Hit``.
-        trunk, whole = held.trunk_tokens, gpu + cpu + storage
-        trunk = common if trunk < common else trunk  # noqa: FURB136
-        trunk = whole if trunk < whole else trunk  # noqa: FURB136
+        shared_prefix, whole = held.shared_prefix_tokens, gpu + cpu + storage
+        shared_prefix = common if shared_prefix < common else shared_prefix  # noqa: FURB136
+        shared_prefix = whole if shared_prefix < whole else shared_prefix  # noqa: FURB136
         replay = held.replay_tokens
         if coming <= replay:
             coming = 0  # the engine would compute all of it again
-        return Hit(gpu, cpu, storage, trunk, coming, confidence, common, held, replay_tokens=replay)
+        return Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
-        """Lower a hit by what this engine will evict for prompts in flight before it looks up this one."""
+        """Lower a hit by the evictions for prompts in flight ahead of this one."""
         prompt = None if asked.prompt is None else asked.prompt.behind(self.frontend)
         held = hit.held
         gpu, coming, soon = hit.gpu_tokens, hit.coming_tokens, hit.soon_tokens
         if prompt is None or held is None or held.mode != "native" or hit.whole_tokens > soon:
-            return hit  # not of known blocks; or what the GPU loses may be loaded
+            return hit  # blocks are unknown; or evicted ones may be loaded
         scheme = self.scheme
         unit = scheme.hash_block_size
         if unit != self.evictions.block_size:
@@ -396,14 +397,15 @@ class Engine(EngineStatus):
             return hit
         if left <= hit.replay_tokens:
             left = 0  # the engine would compute all of it again
-        lowered = Hit(min(gpu, left), 0, 0, hit.trunk_tokens, min(coming, left), hit.confidence)
+        lowered = Hit(min(gpu, left), 0, 0, hit.shared_prefix_tokens, min(coming, left), hit.confidence)
         lowered.common_tokens, lowered.held, lowered.evicted_tokens = hit.common_tokens, held, soon - left
         lowered.replay_tokens = hit.replay_tokens
         return lowered
 
     @property
     def _known_empty(self) -> bool:
-        """Its history is known and it never stored a block: it cannot hit (unless chunk starts do)."""
+        """Whether its history is known and it never stored a block: it cannot hit (unless chunk starts
+        do)."""
         if self.feed is None or self.feed.state is not FeedState.READY or self.residency is None:
             return False
         writer = self.residency.writer
@@ -411,7 +413,7 @@ class Engine(EngineStatus):
 
 
 def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list[Candidate]:
-    """These engines for one prompt, in order: what each has of it, how much it has to do, how fast it is."""
+    """Return these engines as candidates for one prompt, in order: hit, load and rates of each."""
     # One loop and locals: this runs once per engine and request.
     told, others = asked.others, None if asked.others is None else NO_OTHERS
     tokens, order = asked.tokens, asked.order
@@ -422,7 +424,7 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         held = held_by(name)
         if held is None or feed is None or feed.state is not _READY or held.mode == "unknown":
             hit = engine.hit(asked)
-        else:  # engines that hold and share as much, and missed nothing, have the same
+        else:  # engines with equal state that missed nothing have equal hits
             key = id(held), common(name, 0), coming(name, 0)
             known = hits.get(key)
             hit = known if known is not None else hits.setdefault(key, engine.hit(asked))
@@ -454,7 +456,7 @@ def _longest_block(layout: CacheLayout) -> int:
 
 
 def _expected(held: EngineHit, feed: FeedStats | None) -> tuple[int, int, int]:
-    """What to expect of a hit on GPU, CPU and STORAGE while the feed does not know everything."""
+    """Expected hit on GPU, CPU and STORAGE while the feed has gaps."""
     gpu = expected_hit(held.hit_tokens, held.alignment, feed)
     if not held.cpu_tokens and not held.storage_tokens:
         return gpu, 0, 0

@@ -1,9 +1,9 @@
-"""Holds requests back while every engine that could take them is saturated, and tells when there is room.
+"""Hold requests while every engine that could take them is saturated, and release them when there is room.
 
-What is asked of the fleet is what a decision asks: the load accounts, the engines' gauges, and what other
-replicas said last. Which engines count for a request is its lane: those that serve its model, or the one
-engine that it must go to. Always true: a request that finds room, and nobody before it, costs a few
-comparisons; with no engine left those that wait are let go, and are told so by the decision.
+Saturation is judged by what a decision uses: the load accounts, the engines' gauges, and the latest state of
+other replicas. A request's lane is the set of engines that count for it: those that serve its model, or the
+one engine that it must go to. Invariants: a request that finds room, and no other waiting, costs a few
+comparisons; with no engine left the waiting requests are released and fail in their decision.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 from router.placement.placement import Decision
 
-# When engines have enough to do, and which prompts go there all the same.
+# Saturation, and prompts that are exempt from waiting.
 #
-# An engine is saturated with more than ``hold_s`` seconds of prompts queued, or as many requests as it may
-# have. A prompt goes at once, whatever is queued, if it shares enough with one in flight: where that one is
-# the prefix will be, and most of the work is done once. That is bounded too: not behind ``PILE`` times
-# ``hold_s``.
+# An engine is saturated with more than ``hold_s`` seconds of prompts queued, or its maximum number of
+# requests. A prompt goes at once, regardless of the queue, if it shares enough with one in flight: the prefix
+# will be there, and most of the work is done once. This is bounded too: not behind ``PILE`` times ``hold_s``.
 
 
 PILE = 4.0
 _FULL_S = 0.05
-"""An engine with all the requests that it may have is looked at again so soon, if nothing ends before."""
+"""An engine with its maximum number of requests is checked again after this, if nothing ends before."""
 
 
 def gap_s(queue_s: float, requests: int, *, hold_s: float, requests_max: int | None) -> float:
-    """Seconds of work in the way of the next request to an engine; 0 or less: it is not saturated."""
+    """Seconds of work ahead of the next request to an engine; 0 or less: it is not saturated."""
     gap = queue_s - hold_s
     return max(gap, _FULL_S) if requests_max is not None and requests >= requests_max else gap
 
 
 def any_room(candidates: Iterable[Candidate], *, hold_s: float, requests_max: int | None) -> bool:
-    """Whether one of them is not saturated."""
+    """Whether at least one of them is not saturated."""
     for one in candidates:
         if one.queue_s <= hold_s and (requests_max is None or one.running + one.waiting < requests_max):
             return True
@@ -51,18 +50,18 @@ def any_room(candidates: Iterable[Candidate], *, hold_s: float, requests_max: in
 
 
 def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float, hold_s: float) -> bool:
-    """Whether so much of a prompt is in flight on an engine without too much before it."""
+    """Whether this much of a prompt is in flight on an engine without too much queued."""
     least = max(1.0, share * tokens)
     return any(one.hit.common_tokens >= least and one.queue_s <= PILE * hold_s for one in candidates)
 
 
 _OTHERS_FRESH_S = 1.0
-"""What other replicas had in flight longer ago is over: nobody is to wait for it."""
+"""Older state of other replicas is ignored: no request waits for it."""
 
 
 class Hold:
-    """The waiting room of a fleet. Without ``saturation_s`` no engine is ever saturated: those that wait go,
-    and nobody joins them."""
+    """The queue of a fleet. Without ``saturation_s`` no engine is ever saturated: waiting requests go, and no
+    others wait."""
 
     def __init__(self, settings: QueueSettings, fleet: Fleet[Engine], *, now: Callable[[], float]) -> None:
         self._fleet = fleet
@@ -73,18 +72,18 @@ class Hold:
         self.configure(settings)
 
     def configure(self, settings: QueueSettings) -> None:
-        """What holds from now on, for those that wait too."""
+        """Apply settings, for waiting requests too."""
         off = settings.saturation_s is None
         self._hold_s = math.inf if settings.saturation_s is None else settings.saturation_s
         self._settings = msgspec.structs.replace(settings, engine_requests_max=None) if off else settings
         self.room.configure(settings)
 
     def others(self, load: Mapping[str, OthersLoad] | None) -> None:
-        """What other replicas have in flight, as just heard; None: it could not be asked."""
+        """Set the load of other replicas; None: it could not be queried."""
         self._others, self._others_s = load, self._now()
 
     def holds(self, request: InboundRequest, decision: Decision) -> bool:
-        """Whether it has to wait."""
+        """Whether the request must wait."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
             return False
         settings, candidates = self._settings, decision.candidates
@@ -98,11 +97,11 @@ class Hold:
         return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
 
     def queued_s(self, request: InboundRequest, decision: Decision) -> float:
-        """Seconds that a request spends here before it is placed, by the work ahead of it."""
+        """Seconds that a request would wait here, by the work ahead of it."""
         return self.room.queued_s(request.claim.priority, pool_of(decision), len(decision.engines))
 
     async def wait(self, request: InboundRequest, decision: Decision) -> Ticket:
-        """Until it is its turn. Raises ``ApiError``."""
+        """Wait for the request's turn. Raises ``ApiError``."""
         engines = decision.engines
         bound = request.pinned is not None or request.earlier_response is not None
         only = engines[0].engine_id if bound and len(engines) == 1 else None
@@ -117,12 +116,12 @@ class Hold:
         )
 
     def _tokens_per_s(self, model: str | None) -> float:
-        """Prompt tokens that the engines of a model compute together."""
+        """Prompt tokens per second of all engines of a model together."""
         now = self._now()
         return sum(1 / one.rates.prefill_s_per_token(now) for one in self._fleet.ready(model))
 
     def _gap_s(self, lane: Lane) -> float:
-        assert isinstance(lane, tuple)  # noqa: S101  # made in ``wait``
+        assert isinstance(lane, tuple)  # noqa: S101  # set in ``wait``
         model, only = lane
         now = self._now()
         ready = [one for one in self._fleet.ready(model) if only is None or one.engine_id == only]
@@ -141,5 +140,5 @@ class Hold:
 
 
 def pool_of(decision: Decision) -> str:
-    """The engines that tenants compete for: those of one base model."""
+    """Engines that tenants compete for: those of one base model."""
     return decision.engine.base_model or ""

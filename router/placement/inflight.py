@@ -1,24 +1,24 @@
-"""The prefix a prompt shares with prompts in flight, per engine: keeps prompts that begin alike together.
+"""Prefixes shared with prompts in flight, per engine: keeps prompts with equal beginnings together.
 
 Siblings of one prompt arrive within seconds, before the first of them has made the engine publish anything.
-Whoever looks at published blocks alone sees them all cold and sprays them. So the prompts sent to each engine
-are kept here until the index can know them. Two numbers come out for a new prompt and an engine: the blocks
-it has in common with a prompt in flight there (counts towards ``trunk``), and how many of those the engine
-will keep when it gets to that prompt (``coming``: first in, first out, so they are a hit by the time the
-new one is served).
+By published blocks alone all are cold and would be spread over the fleet. So the prompts sent to each engine
+are kept here until the index can know them. Two numbers result for a new prompt and an engine: the blocks it
+has in common with a prompt in flight there (counts towards ``shared_prefix``), and how many of those the
+engine will keep when it reaches that prompt (``coming``: first in, first out, so they are a hit by the time
+the new one is served).
 
-A radix tree over block hashes. A block hash covers the whole prefix before it, so two hash lists are equal
-up to some position and different from there on: the end of a match inside a node is found by bisection, and
-hashes of engines of different schemes never meet.
+A radix tree over block hashes. A block hash covers the whole prefix before it, so two hash lists are equal up
+to some position and different from there on: the end of a match inside a node is found by bisection, and
+hashes of engines with different schemes never match.
 
-An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that
-computes them, and the batch may come later than a whole short answer. For the same reason the blocks of a
-computed prompt count as coming until the batch that stores them was applied (``is_stored``, asked at the
-first token and after each batch of the engine), or for ``grace_s`` where none comes; from then on the events
-say it exactly, evictions included. A failed prompt goes at once. Bounded: beyond ``prompts_max`` or
-``blocks_max`` the oldest prompts leave early, counted.
+An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that computes
+them, and the batch may come later than a whole short answer. For the same reason the blocks of a computed
+prompt count as coming until the batch that stores them was applied (``is_stored``, checked at the first token
+and after each batch of the engine), or for ``grace_s`` without one; from then on the events are exact,
+evictions included. A failed prompt is removed at once. Bounded: beyond ``prompts_max`` or ``blocks_max`` the
+oldest prompts are removed early and counted.
 
-Always true: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
+Invariants: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from publisher.events import BlockHash
 
 
 class InflightSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds. A block costs 8 bytes, in the array that it shares with the prompt."""
+    """Bounds. A block costs 8 bytes, in an array shared with the prompt."""
 
     prompts_max: int = 8192
     blocks_max: int = 2_000_000
     grace_s: float = 2.0
-    """Longest time for which events are awaited: from the first token on, and from the answer's end on."""
+    """How long events are awaited: after the first token, and after the answer's end."""
 
 
 class InflightStats(msgspec.Struct):
@@ -49,7 +49,7 @@ class InflightStats(msgspec.Struct):
     blocks: Annotated[int, "kvatlas_inflight_blocks"] = 0
     """Distinct blocks of these prompts."""
     evicted: Annotated[int, "kvatlas_inflight_evicted_total"] = 0
-    """Prompts forgotten before their end because there were too many."""
+    """Prompts removed before their end because there were too many."""
 
 
 class InflightPrompt(msgspec.Struct, eq=False, gc=False):
@@ -61,11 +61,11 @@ class InflightPrompt(msgspec.Struct, eq=False, gc=False):
     keeps: tuple[int, ...] = ()
     kept: bool = True
     computed: bool = False
-    """Its first token arrived: ``keeps`` is what no applied batch has stored yet."""
+    """Its first token arrived: ``keeps`` is the part that no applied batch has stored yet."""
 
     @property
     def last_kept(self) -> BlockHash:
-        """The block at the end of the longest prefix that it keeps (something)."""
+        """The block at the end of the longest kept prefix, which is not empty."""
         return self.hashes[self.keeps[-1] - 1]
 
 
@@ -74,27 +74,27 @@ class Common(msgspec.Struct, gc=False):
 
     blocks: dict[str, int]
     coming: dict[str, int]
-    """Of those, what the engine will hold in every group once it has computed the prompt in flight."""
+    """Of those, blocks that the engine will hold in every group once it has computed the prompt in flight."""
 
 
 def keeps(
     prompt_tokens: int,
-    trunk_tokens: int,
+    shared_prefix_tokens: int,
     *,
     alignment: int,
     hash_block_size: int,
     retention_interval: int | None = 0,
     every_block: bool = False,
 ) -> tuple[int, ...]:
-    """The prefixes of a prompt, in hash blocks, that an engine will be able to hit once it computed it.
+    """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
 
     vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
-    visit finds (the end of ``trunk_tokens``) and at multiples of the retention interval; all boundaries
-    if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
+    visit finds (the end of ``shared_prefix_tokens``) and at multiples of the retention interval; all
+    boundaries if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
     """
     last = prompt_tokens - 1
     whole = last // alignment * alignment
-    junction = trunk_tokens // alignment * alignment if trunk_tokens < last else whole
+    junction = shared_prefix_tokens // alignment * alignment if shared_prefix_tokens < last else whole
     step = alignment if every_block or retention_interval is None else retention_interval
     if not step:
         if not whole:
@@ -110,8 +110,8 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
     """A node of the tree: hashes ``[start, end)`` of ``hashes``, shared by every prompt that passes through.
 
     It keeps a slice of one prompt's hash list (no copy), the number of open prompts of each engine that pass
-    through it, and the number of those that keep the prefix ending where the node ends. Always true:
-    positions are absolute in the prompt, and a child starts where its parent ends.
+    through it, and the number of those that keep the prefix ending at its end. Invariants: positions are
+    absolute in the prompt, and a child starts where its parent ends.
     """
 
     hashes: Sequence[BlockHash]
@@ -136,13 +136,13 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
         return low
 
     def split(self, at: int) -> None:
-        """Cut this node in two at position ``at``; the upper part stays this object."""
+        """Split this node in two at position ``at``; the upper part stays this object."""
         lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers)
         self.end, self.keepers = at, {}
         self.children = {self.hashes[at]: lower}
 
     def join(self) -> None:
-        """Take in an only child that the same prompts pass through: whatever ended here has gone."""
+        """Merge an only child that the same prompts pass through."""
         while len(self.children) == 1 and not self.keepers:
             (child,) = self.children.values()
             if child.engines != self.engines:
@@ -152,23 +152,25 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
 
 
 class InflightPrefixes:
-    """Prompts in flight of the whole fleet. One writer; ``expire`` now and then, for times without calls."""
+    """Prompts in flight of the whole fleet. One writer; call ``expire`` regularly, for times without
+    calls."""
 
     def __init__(self, settings: InflightSettings | None = None) -> None:
         self.settings = settings or InflightSettings()
         self.stats = InflightStats()
         self.is_stored: Callable[[str, BlockHash], bool] = lambda engine_id, block: True
-        """Whether the index knows that this engine stored this block, or will not learn of it by events."""
+        """Whether the index knows that this engine stored this block, or will never know by events."""
         self._root = PrefixNode((), 0, 0)
         self._prompts: dict[InflightPrompt, None] = {}  # in the order of arrival
         self._unstored: dict[str, dict[InflightPrompt, None]] = {}  # computed, by engine
-        # Computed and ended ones, each until its grace is over, which is in the order of these events.
+        # Computed and ended prompts until their grace period is over, in the order of these events: (until,
+        # prompt, whether it ended).
         self._grace: deque[tuple[float, InflightPrompt, bool]] = deque()  # (until, prompt, whether it ended)
 
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
     ) -> InflightPrompt:
-        """A prompt goes to this engine, which will ``keeps`` these prefixes of it (see ``keeps``), ascending,
+        """Add a prompt sent to this engine, which will keep these prefixes of it (see ``keeps``), ascending,
         none of them empty.
 
         ``hashes`` is held, not copied: it may grow, but not change.
@@ -176,7 +178,7 @@ class InflightPrefixes:
         if self._grace and self._grace[0][0] <= now:
             self.expire(now)
         num_blocks = len(hashes)
-        if keeps and keeps[-1] > num_blocks:  # the last hashes may be missing, of schemes that look ahead
+        if keeps and keeps[-1] > num_blocks:  # schemes with look-ahead lack the last hashes
             keeps = [end for end in keeps if end <= num_blocks]
         prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps))
         self._insert(prompt)
@@ -190,7 +192,7 @@ class InflightPrefixes:
         return prompt
 
     def prefilled(self, prompt: InflightPrompt, now: float) -> None:
-        """Its first token arrived: what it keeps is for the events to say, as soon as they do."""
+        """Note its first token: events will show the kept blocks soon."""
         if not prompt.kept or not prompt.keeps or prompt.computed:
             return
         prompt.computed = True
@@ -201,14 +203,14 @@ class InflightPrefixes:
             self._grace.append((now + self.settings.grace_s, prompt, False))
 
     def applied(self, engine_id: str) -> None:
-        """A batch of events of this engine was applied to the index."""
+        """Note that a batch of events of this engine was applied to the index."""
         unstored = self._unstored.get(engine_id)
         if unstored:
             for prompt in [one for one in unstored if self.is_stored(engine_id, one.last_kept)]:
                 self._settle(prompt)
 
     def _settle(self, prompt: InflightPrompt) -> None:
-        """Nothing of it is coming any more."""
+        """Clear its coming blocks."""
         if prompt.keeps:
             path = self._path(prompt)
             self._unkeep(prompt, path)
@@ -217,14 +219,14 @@ class InflightPrefixes:
                     node.join()
 
     def end(self, prompt: InflightPrompt, now: float) -> None:
-        """The answer ended; the prompt still counts as common for the grace period."""
+        """Note the answer's end; the prompt still counts as common for the grace period."""
         self.prefilled(prompt, now)
         self._grace.append((now + self.settings.grace_s, prompt, True))
         if self._grace[0][0] <= now:
             self.expire(now)
 
     def drop(self, prompt: InflightPrompt) -> None:
-        """The prompt counts no longer: its engine failed it. Dropping twice changes nothing."""
+        """Remove a prompt that its engine failed. Removing twice changes nothing."""
         if not prompt.kept:
             return
         prompt.kept = False
@@ -255,7 +257,8 @@ class InflightPrefixes:
         blocks: dict[str, int] = {}
         coming: dict[str, int] = {}
         most = len(path[0][0].engines) if path else 0
-        for node, depth in reversed(path):  # deepest first; who is below is above too, so all are soon found
+        # deepest first; engines below are also above, so all are found soon
+        for node, depth in reversed(path):
             if len(blocks) < most:
                 for engine_id in node.engines:
                     blocks.setdefault(engine_id, depth)
@@ -265,12 +268,12 @@ class InflightPrefixes:
         return Common(blocks, coming)
 
     def forget(self, engine_id: str) -> None:
-        """The engine restarted or left: nothing is in flight there any more."""
+        """Remove all prompts of an engine that restarted or left."""
         for prompt in [p for p in self._prompts if p.engine_id == engine_id]:
             self.drop(prompt)
 
     def check_integrity(self) -> list[str]:
-        """Recounts the tree; an empty list, or one sentence per contradiction."""
+        """Recount the tree; an empty list, or one sentence per contradiction."""
         problems: list[str] = []
         through: dict[tuple[int, str, bool], int] = {}
         for prompt in self._prompts:
@@ -300,7 +303,7 @@ class InflightPrefixes:
         return problems
 
     def expire(self, now: float) -> None:
-        """Await no events any more for prompts whose grace is over; ended ones leave."""
+        """Stop awaiting events of prompts whose grace period is over; remove ended ones."""
         grace = self._grace
         while grace and grace[0][0] <= now:
             _, prompt, ended = grace.popleft()
@@ -340,7 +343,7 @@ class InflightPrefixes:
         prompt.keeps = ()
 
     def _path(self, prompt: InflightPrompt) -> list[PrefixNode]:
-        """The nodes of a prompt that was inserted, from the root down."""
+        """The nodes of an inserted prompt, from the root down."""
         path: list[PrefixNode] = []
         node, depth, hashes, end = self._root, 0, prompt.hashes, prompt.num_blocks
         while depth < end:
@@ -358,7 +361,7 @@ class InflightPrefixes:
         while depth < end:
             child = node.children[hashes[depth]]
             _less(child.engines, engine_id)
-            if not child.engines:  # nobody else passes here, so nobody is below either
+            if not child.engines:  # no other prompt passes here, so none below either
                 del node.children[hashes[depth]]
                 break
             passed.append(child)

@@ -1,7 +1,7 @@
 """A request on its engine: open in the load account and among the prompts in flight, until it ends.
 
-Always true: a placement is taken out of every account exactly once (``Attempt``); what an engine's answer
-teaches (rates, shadows, receipts) is entered only while the engine is in the fleet.
+Invariants: a placement is removed from every account exactly once (``Attempt``); learning from an answer
+(rates, shadows, receipts) happens only while the engine is in the fleet.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NO_FIRST_TOKEN = FirstTokenParts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Split(msgspec.Struct, frozen=True, gc=False):
-    """What was decided on computing a prompt on one engine for another. ``why``: it is not, for this."""
+    """Decision about computing a prompt on one engine for another. ``why``: reason for not splitting."""
 
     why: str = ""
     body: SplitBody | None = None
     prefill: Decision | None = None
-    """The engine that computes it, and what else there was; None where it is not, or has been already."""
+    """Decision for the prefill engine; None without one, or if the prompt has been computed already."""
     lacks_tokens: int = 0
-    """What the decode engine would be sent."""
+    """Tokens that the decode engine would receive."""
     transfer_s: float = 0.0
     local_s: float | None = None
     """Cost of the best engine alone."""
@@ -54,19 +54,19 @@ class Split(msgspec.Struct, frozen=True, gc=False):
 
 
 class MostHeld(NamedTuple):
-    """The longest hit of all engines that could have taken a prompt."""
+    """Longest hit of all eligible engines for a prompt."""
 
     tokens: int
     missed: Missed
-    """Why the prompt goes elsewhere; "": it does not."""
+    """Why the prompt goes to another engine; "": it does not."""
     sole: Engine | None
-    """The engine whose hit is longer than that of any other engine not left out; None if two are equal."""
+    """Engine with a longer hit than any other engine not left out; None if two are equal."""
     sole_s: float
     """Seconds of prefill by which its hit is longer."""
 
 
 def read_by(read: Prompt | TextAffinity | None, engine: Engine) -> Prompt | TextAffinity | None:
-    """What this engine's frontend makes of the request; None: its tokens are not known."""
+    """The request as this engine's frontend makes it; None: its tokens are unknown."""
     if not isinstance(read, Prompt) or not read.variants:
         return read
     return read.behind(engine.frontend)
@@ -76,7 +76,7 @@ _NOTHING_HELD = MostHeld(0, "", None, 0.0)
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A choice and all it rested on; ``candidates`` in the order of ``engines``."""
+    """A choice with its inputs; ``candidates`` in the order of ``engines``."""
 
     read: Prompt | TextAffinity | None
     prompt_tokens: int
@@ -84,30 +84,31 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     candidates: Sequence[Candidate]
     choice: Choice
     index_problem: str = ""
-    """Why the index shared with other replicas could not be asked; "" where it answered, or there is none."""
+    """Why the index shared with other replicas could not be queried; "" if it answered, or if there is
+    none."""
     waits: bool = False
-    """Explained: the request would have to wait in the queue now."""
+    """Explained: the request would wait in the queue now."""
     long_wait: LongWait | None = None
     """Explained: the request would be refused for its predicted wait."""
     split: Split | None = None
-    """Of fleets whose engines have roles: whether the prompt is computed elsewhere."""
+    """In fleets with roles: whether the prompt is computed on another engine."""
     skipped: Sequence[Candidate] = ()
-    """Engines left out, since they are predicted to miss the request's service level."""
+    """Engines left out, because they are predicted to miss the request's service level."""
     order: EngineOrder | None = None
-    """The request's place in the engine's own order, where engines have one."""
+    """Place of the request in the engine's own order, if it has one."""
 
     @property
     def engine(self) -> Engine:
-        """The engine chosen."""
+        """The chosen engine."""
         return self.engines[self.choice.index]
 
     @property
     def candidate(self) -> Candidate:
-        """What was known of it."""
+        """State of the chosen engine."""
         return self.candidates[self.choice.index]
 
     def most_held(self) -> MostHeld:
-        """Return the longest hit of all engines, and what only one of them holds."""
+        """Return the longest hit of all engines, and the part that only one of them holds."""
         candidates, chosen = self.candidates, self.candidate
         tokens = [candidate.hit.whole_tokens for candidate in candidates]
         most = max(tokens)
@@ -127,8 +128,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return MostHeld(most, missed, sole, sole_s)
 
     def wait_s(self) -> float:
-        """Return the predicted wait for an engine: where the prompt is computed apart, that for the engines
-        which compute it and that for those which answer, whichever is longer."""
+        """Return the predicted wait for an engine; for a split request that of the prefill or of the decode
+        engines, whichever is longer."""
         wait_s, split = predicted_wait_s(self.candidates), self.split
         if split is None or split.prefill is None:
             return wait_s
@@ -150,11 +151,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(Attempt):
-    """One request on one engine, with the decision that put it there. ``retention``: tokens between the
-    blocks that the engine keeps of every prompt; None: it keeps all."""
+    """One request on one engine, with its decision. ``retention``: tokens between the blocks that the engine
+    keeps of every prompt; None: it keeps all."""
 
     _is_answer: ClassVar[bool] = True
-    """The client gets this engine's answer."""
+    """Whether the client gets this engine's answer."""
     _leg: ClassVar[Leg] = ""
     __slots__ = (
         "_accounts",
@@ -237,7 +238,7 @@ class Placement(Attempt):
             accounts.affinity.record(read.keys, engine.engine_id)
 
     def _admit(self) -> Ticket:
-        """Its place in the load account."""
+        """Open its entry in the load account."""
         choice, cost, candidate = self.decision.choice, self._cost, self.decision.candidate
         return self.engine.load.admit(
             uncached_tokens=choice.uncached_tokens,
@@ -261,11 +262,11 @@ class Placement(Attempt):
         self.engine.takes_order = False
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
-        """The prefixes of the prompt that the engine will be able to hit, in hash blocks."""
+        """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
         return _kept(self.engine, self.decision.candidate.hit, read.num_tokens, retention)
 
     def _charge(self, room: AdmissionQueue) -> None:
-        """Its tenant has these tokens computed."""
+        """Charge the computed tokens to the request's tenant."""
         self._charged = room.charge(self.request.claim, self.engine.base_model or "", self.uncached_tokens)
 
     def price(self) -> tuple[int, bool]:
@@ -274,7 +275,7 @@ class Placement(Attempt):
         if isinstance(read, Prompt):
             return self.uncached_tokens, True
         size = estimated_tokens(request, None if read is None else read.reason)
-        # of a text, what is taken to be cached is taken off
+        # for a text, subtract the tokens assumed to be cached
         return self.uncached_tokens + max(0, size - self.decision.prompt_tokens), False
 
     def facts(self) -> dict[str, Any]:
@@ -301,7 +302,7 @@ class Placement(Attempt):
         return tuple(urls)[:count]
 
     def awaited(self, cancel: Callable[[], object]) -> None:
-        """Implement ``Attempt``. One engine alone can go on from an earlier response, or was asked for."""
+        """Implement ``Attempt``. Only one engine can continue from an earlier response, or was asked for."""
         if self.request.pinned is None and self.request.earlier_response is None:
             self.engine.waiting[self] = cancel
 
@@ -330,11 +331,11 @@ class Placement(Attempt):
         engine = self.engine
         engine.answers += 1
         if self.request.path in CACHE_RESETS:
-            # The engine tells of it only with its next batch, so what is known goes at once; a reset that it
-            # did not carry out leaves us expecting less than there is.
+            # Its engine announces this only with its next batch, so known blocks are dropped at once; after a
+            # reset that was not carried out the router expects less than there is.
             engine.reset(cleared=True)
         if not self.request.stream:
-            return  # only a stream's first byte tells when the prefill was over
+            return  # only a stream's first byte shows the end of the prefill
         self._prefilled = True
         self._ttft_s = now - self.asked_s
         due_s = self.request.claim.due_s
@@ -355,7 +356,7 @@ class Placement(Attempt):
             self._accounts.room.changed()
 
     def _served(self) -> None:
-        """The engine has computed the prompt: so has its shadow."""
+        """Update the shadow: the engine has computed the prompt."""
         read, shadow = self.decision.read, self.engine.shadow
         if shadow is not None and isinstance(read, Prompt):
             shadow.served(read.token_ids, read.hashes)
@@ -390,7 +391,7 @@ class Placement(Attempt):
                 self._learn(self._receipt(usage, held))
 
     def _learn(self, receipt: Receipt) -> None:
-        """From what the engine reported."""
+        """Learn from the engine's report."""
         engine = self.engine
         engine.receipts.add(receipt)
         self._accounts.receipts.add(receipt)
@@ -406,7 +407,7 @@ class Placement(Attempt):
             engine.residency.writer.doubt()
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
-        """What its tenant was charged for is now known; and there may be room for others."""
+        """Settle the tenant's charge, and wake the queue, which may have room now."""
         if self._answered:
             pool = self.engine.base_model or ""
             room.settle(self.request.claim, pool, self._charged, self.uncached_tokens, usage)
@@ -437,7 +438,7 @@ class Placement(Attempt):
 
     @property
     def _prefill_engine(self) -> str:
-        """The engine that computed the prompt for this one; "": none did."""
+        """Engine that computed the prompt for this one; "": none."""
         return "" if self.handoff is None else self.handoff.source
 
     @property
@@ -447,12 +448,12 @@ class Placement(Attempt):
 
     @property
     def _reported_hit(self) -> Hit:
-        """What is predicted of the ``cached_tokens`` in the answer."""
+        """Predicted part of the answer's ``cached_tokens``."""
         return self.decision.candidate.hit
 
     @property
     def _is_predicted(self) -> bool:
-        """Whether the hit of this engine was predicted, of one prompt."""
+        """Whether the hit of this engine was predicted, for a single prompt."""
         decision = self.decision
         read, known = decision.read, decision.candidate.hit.confidence != "none"
         return known and self._leg != "decode" and isinstance(read, Prompt) and read.num_prompts == 1
@@ -478,7 +479,7 @@ class Placement(Attempt):
             predicted_tokens=whole if predicted else None,
             cpu_tokens=near - soon if predicted else 0,
             storage_tokens=whole - near if predicted else 0,
-            trunk_tokens=hit.trunk_tokens,
+            shared_prefix_tokens=hit.shared_prefix_tokens,
             evicted_tokens=hit.evicted_tokens,
             actual_tokens=usage.cached_tokens if usage is not None else None,
             reported_prompt_tokens=usage.prompt_tokens if usage is not None and one_prompt else None,
@@ -512,13 +513,13 @@ class Placement(Attempt):
 
 
 def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -> tuple[int, ...]:
-    """The prefixes of a placed prompt that its engine will be able to hit, in hash blocks."""
+    """Prefixes of a placed prompt that its engine will be able to hit, in hash blocks."""
     layout = engine.layout
     if layout is None:
         return ()
     return keeps(
         prompt_tokens,
-        hit.trunk_tokens,
+        hit.shared_prefix_tokens,
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
         retention_interval=retention,

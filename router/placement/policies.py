@@ -1,8 +1,8 @@
-"""The policies by name: the default, and the ones it is compared with, over the same candidates.
+"""Policies by name: the default, and those it is compared with, over the same candidates.
 
-Each is one small function; what a policy must remember between requests lies in the ``ArmState`` the
-caller passes (a turn counter and a seeded generator), so a simulator on a virtual clock runs them unchanged.
-Whatever the policy, ``Choice.costs`` are the default model's, so that explanations stay comparable.
+Each is one small function; state between requests is in the ``ArmState`` of the caller (a turn counter and a
+seeded generator), so a simulator on a virtual clock runs them unchanged. ``Choice.costs`` always come from
+the default model, so that explanations stay comparable.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from types import MappingProxyType
 import msgspec
 
 from router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
-from router.placement.cost import Choice, choose, chosen, favourite, weigh, weight
+from router.placement.cost import Choice, choose, chosen, favourite, score, weight
 
 
 @dataclass(slots=True)
 class ArmState:
-    """State that some policies keep between requests. ``rng`` must be seeded by whoever needs repeatable
-    runs."""
+    """State between requests. ``rng`` must be seeded for repeatable runs."""
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     turn: int = 0
 
 
 Policy = Callable[[Sequence[Candidate], PlacementRequest, PolicySettings, ArmState], Choice]
-"""Raises ``ValueError`` when there are no candidates."""
+"""Chooses an engine. Raises ``ValueError`` without candidates."""
 
 
 def kvatlas(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """The default: lowest cost in seconds, with credit for the trunk and load counted by the exact hit."""
+    """The default: lowest cost in seconds, with credit for the shared prefix and load counted by the exact
+    hit."""
     return choose(candidates, prompt.prompt_tokens, settings, prompt_key=prompt.prompt_key)
 
 
 def exact(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Lowest cost by what engines hold now: no trunk, no credit, no prompts in flight."""
+    """Lowest cost by current contents only: no shared prefix, no credit, no prompts in flight."""
     blind = [
-        msgspec.structs.replace(c, hit=_only(c.hit, trunk_tokens=0, coming_tokens=0)) for c in candidates
+        msgspec.structs.replace(c, hit=_only(c.hit, shared_prefix_tokens=0, coming_tokens=0))
+        for c in candidates
     ]
     return choose(blind, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
 
@@ -52,9 +53,11 @@ def exact(
 def full_attention(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """Counts the full-attention prefix as the hit, as an index that ignores groups does."""
+    """Count the full-attention prefix as the hit, like an index that ignores groups."""
     trusting = [
-        msgspec.structs.replace(c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, _all_trunk(c.hit))))
+        msgspec.structs.replace(
+            c, hit=_only(c.hit, gpu_tokens=max(c.hit.gpu_tokens, _all_shared_prefix(c.hit)))
+        )
         for c in candidates
     ]
     return choose(trusting, prompt.prompt_tokens, _for_itself(settings), prompt_key=prompt.prompt_key)
@@ -72,7 +75,7 @@ def least_load(
 def round_robin(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """The engines in turn, by their order in the list."""
+    """Round robin, by the order in the list."""
     _need(candidates)
     index = state.turn % len(candidates)
     state.turn += 1
@@ -82,7 +85,7 @@ def round_robin(
 def power_of_two(
     candidates: Sequence[Candidate], prompt: PlacementRequest, settings: PolicySettings, state: ArmState
 ) -> Choice:
-    """The less loaded of two engines drawn at random (Mitzenmacher, 2001)."""
+    """The less loaded of two random engines (Mitzenmacher, 2001)."""
     _need(candidates)
     drawn = state.rng.sample(range(len(candidates)), min(2, len(candidates)))
     index = min(drawn, key=lambda i: _load_order(candidates[i], prompt.prompt_key))
@@ -119,7 +122,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def policy(name: str) -> Policy:
-    """The policy called ``name``. Raises ``ValueError`` that lists the known names."""
+    """Return the policy of this name. Raises ``ValueError`` that lists the known names."""
     try:
         return POLICIES[name]
     except KeyError:
@@ -127,16 +130,16 @@ def policy(name: str) -> Policy:
 
 
 def _only(hit: Hit, **changes: int) -> Hit:
-    """The hit as another index would give it."""
+    """Return the hit as another index would report it."""
     return msgspec.structs.replace(hit, **changes)
 
 
-def _all_trunk(hit: Hit) -> int:
-    return hit.trunk_tokens - hit.cpu_tokens - hit.storage_tokens
+def _all_shared_prefix(hit: Hit) -> int:
+    return hit.shared_prefix_tokens - hit.cpu_tokens - hit.storage_tokens
 
 
 def _for_itself(settings: PolicySettings) -> PolicySettings:
-    """The cost of the prompt alone, as routers without a premium for pages have it."""
+    """Return settings for the cost of the prompt alone, as in routers without a premium for pages."""
     return msgspec.structs.replace(settings, eviction_premium=0.0, scarcity_premium=0.0)
 
 
@@ -153,5 +156,5 @@ def _load_order(candidate: Candidate, key: int) -> tuple[float, int, int]:
 def _choice(
     candidates: Sequence[Candidate], index: int, prompt: PlacementRequest, settings: PolicySettings
 ) -> Choice:
-    weighed = weigh(candidates, prompt.prompt_tokens, settings)
-    return chosen(weighed, index, "only" if len(candidates) == 1 else "policy")
+    scored = score(candidates, prompt.prompt_tokens, settings)
+    return chosen(scored, index, "only" if len(candidates) == 1 else "policy")

@@ -31,7 +31,7 @@ class PullSources(msgspec.Struct, frozen=True, gc=False):
     """Prefixes that candidates could give to each other; sequences are in the order of the candidates."""
 
     held_tokens: Sequence[int]
-    """The longest prefix that its host memory alone holds in every group; 0: it is no source."""
+    """Longest prefix that its host memory alone holds in every group; 0: it is no source."""
     busy_s: Sequence[float]
     """Seconds until its link is free."""
     s_per_token: float
@@ -58,33 +58,33 @@ class PullLinks:
 
 
 def with_pull(choice: Choice, sources: PullSources) -> Choice:
-    """Return the choice with the cheapest pull, or as it was where no pull is cheaper than every engine.
+    """Return the choice with the cheapest pull, or unchanged if no pull is cheaper than every engine.
 
-    A probe stays where it is: it is sent for the engine's sake. The reason of a pull is ``pull``.
+    A probe is unchanged: its purpose is the engine. The reason of a pull is ``pull``.
     """
-    weighed = choice.weighed
-    settings = weighed.settings
-    if choice.reason == "probe" or len(weighed.totals) < 2:
+    scored = choice.scored
+    settings = scored.settings
+    if choice.reason == "probe" or len(scored.totals) < 2:
         return choice
-    best_s = min(weighed.totals) - settings.tie_s
-    shortest = min(range(len(weighed.totals)), key=lambda i: (weighed.queues[i], weighed.totals[i]))
-    least, found = weighed.cost(shortest), choice
-    for target in range(len(weighed.totals)):
-        pull = _longest(weighed, sources, target)
+    best_s = min(scored.totals) - settings.tie_s
+    shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
+    least, found = scored.cost(shortest), choice
+    for target in range(len(scored.totals)):
+        pull = _longest(scored, sources, target)
         if pull is None:
             continue
-        cost = _pulled(weighed, target, pull)
+        cost = _pulled(scored, target, pull)
         if cost.total_s < best_s and within_bound(cost, least, settings):
             best_s = cost.total_s
-            found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, weighed, pull)
+            found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
     return found
 
 
-def _longest(weighed: ScoredCandidates, sources: PullSources, target: int) -> Pull | None:
-    """The best source of a target: most tokens, then the link that is free first."""
-    most = weighed.prompt_tokens - 1
-    hit = weighed.candidates[target].hit
-    if hit.replay_tokens:  # a window that is computed again makes no pulled prefix whole
+def _longest(scored: ScoredCandidates, sources: PullSources, target: int) -> Pull | None:
+    """The best source of a target: most tokens, then the earliest free link."""
+    most = scored.prompt_tokens - 1
+    hit = scored.candidates[target].hit
+    if hit.replay_tokens:  # with a window that is computed again the pulled prefix would be incomplete
         return None
     best: Pull | None = None
     for source, held in enumerate(sources.held_tokens):
@@ -96,21 +96,21 @@ def _longest(weighed: ScoredCandidates, sources: PullSources, target: int) -> Pu
             continue
         wait_s = max(sources.busy_s[target], sources.busy_s[source])
         link_s = wait_s + sources.latency_s + tokens * sources.s_per_token
-        holder = weighed.candidates[source]
+        holder = scored.candidates[source]
         if max(holder.queue_s, holder.room_s) <= link_s:
-            continue  # the prompt is served sooner where its prefix is
+            continue  # the source itself would serve the prompt sooner
         if best is None or tokens > best.tokens or link_s < best.link_s:
             best = Pull(source, holder.engine_id, tokens, end, link_s)
     return best
 
 
-def _pulled(weighed: ScoredCandidates, target: int, pull: Pull) -> Cost:
-    """The cost of the target with a pull: less to compute, more to load, as many pages."""
-    cost, settings = weighed.cost(target), weighed.settings
-    rate = weighed.candidates[target].prefill_s_per_token
-    uncached = weighed.prompt_tokens - pull.end
+def _pulled(scored: ScoredCandidates, target: int, pull: Pull) -> Cost:
+    """The cost of the target with a pull: less to compute, more to load, the same pages."""
+    cost, settings = scored.cost(target), scored.settings
+    rate = scored.candidates[target].prefill_s_per_token
+    uncached = scored.prompt_tokens - pull.end
     prefill_s = rate * uncached
-    credit_s = settings.beta * rate * max(0, cost.trunk_tokens - pull.end)
+    credit_s = settings.beta * rate * max(0, cost.shared_prefix_tokens - pull.end)
     more_s = pull.link_s + settings.load_s_per_token * pull.tokens
     return msgspec.structs.replace(
         cost,
@@ -119,5 +119,5 @@ def _pulled(weighed: ScoredCandidates, target: int, pull: Pull) -> Cost:
         credit_s=credit_s,
         total_s=cost.total_s - (cost.prefill_s - prefill_s) + (cost.credit_s - credit_s) + more_s,
         uncached_tokens=uncached,
-        trunk_tokens=max(cost.trunk_tokens, pull.end),
+        shared_prefix_tokens=max(cost.shared_prefix_tokens, pull.end),
     )

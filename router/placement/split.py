@@ -1,8 +1,8 @@
-"""Whether a request's prompt is computed on one engine and decoded on another: asked once per decision, in
-fleets whose engines have roles.
+"""Decide whether a request's prompt is computed on one engine and decoded on another, in fleets whose engines
+have roles.
 
-What keeps a request whole is a word (``Split.why``): who sent it, what it asks for, what became of it so far,
-or that one engine alone is cheaper. All others go to the cheapest pair (``pairs.py``).
+``Split.why`` is the reason for not splitting: the client, the request's fields, its earlier attempts, or a
+lower cost on one engine alone. All others go to the cheapest pair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
-from router.placement.cost import Choice, ScoredCandidates, chosen, weigh, weight
+from router.placement.cost import Choice, ScoredCandidates, chosen, score, weight
 from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
@@ -27,28 +27,26 @@ from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.request import ChatBody
 
-# One decision over pairs: compute a prompt where it is decoded, or elsewhere and transfer it; the least
-# cost wins.
+# Cost of pairs: compute a prompt where it is decoded, or elsewhere and transfer it; the least cost wins.
 #
 # For a decode engine d, a prefill engine p of the same version, and a prompt of N tokens, in seconds::
 #
 #     local(d):      cost(d)                        as every engine's (cost.py)
-#                  + weight * running(d) * prefill(d)     what this prefill makes the sequences there wait
+#                  + weight * running(d) * prefill(d)     delay of the sequences there by this prefill
 #     remote(p, d):  cost(p) + weight * running(p) * prefill(p)
 #                  + overhead                       two requests instead of one
-#                  + transfer * lacks(d)            what the decode engine does not hold
-#                  + queue(d) + decode(d)           its own wait, and what its requests are held up
+#                  + transfer * lacks(d)            tokens that the decode engine does not hold
+#                  + queue(d) + decode(d)           its own wait, and delays by its requests
 #
 # So an engine that holds most of a prompt computes the rest itself, and so does an idle one, without a
-# threshold but for the floor ``min_remote_tokens``. Which prefill engine is best does not depend on the
-# decode engine except for its version, and for engines that do both: so |P| + |D| costs are worked out, not
-# |P| * |D|.
+# threshold except the minimum ``min_remote_tokens``. The best prefill engine depends on the decode engine
+# only by its version, and for engines with both roles: so |P| + |D| costs are computed, not |P| * |D|.
 #
-# Sequences that wait count by the queue alone, although those ahead of this prompt would run by its turn.
-# Tried by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as held
-# up too, whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
+# Waiting sequences count by the queue alone, although those ahead of this prompt would run by its turn. Tried
+# by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as delayed too,
+# whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
 #
-# Always true: an engine is never paired with itself; ties go to the longest trunk, then by rendezvous.
+# Invariants: an engine is never paired with itself; ties go to the longest shared prefix, then by rendezvous.
 
 
 Pick = Callable[[Sequence[Candidate]], Choice]
@@ -56,7 +54,7 @@ Pick = Callable[[Sequence[Candidate]], Choice]
 
 
 class Side(msgspec.Struct, frozen=True, gc=False):
-    """One engine as a candidate for one of the two roles. ``version`` None: not known. ``lacks``: tokens that
+    """One engine as a candidate for one of the two roles. ``version`` None: unknown. ``lacks``: tokens that
     would be transferred to it."""
 
     candidate: Candidate
@@ -73,7 +71,7 @@ class Partner(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Place(msgspec.Struct, frozen=True, gc=False):
-    """One decode engine, with or without a partner, and what that costs."""
+    """One decode engine, with or without a prefill engine, and the cost."""
 
     at: int
     seconds: float
@@ -82,14 +80,14 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class PairPlan(msgspec.Struct, frozen=True, gc=False):
-    """Where the prompt is decoded: position among the decode engines, and its cost; where it is computed:
-    ``partner``, None for the decode engine itself, which ``why`` explains. ``weighed``: decode engines';
-    ``local_s``: what the best engine alone costs."""
+    """The decode engine, by its position, and its cost; the prefill engine, ``partner``, None for the decode
+    engine itself, with the reason ``why``. ``scored``: decode engines'; ``local_s``: cost of the best engine
+    alone."""
 
     decode: int
     cost: Cost
     partner: Partner | None
-    weighed: ScoredCandidates
+    scored: ScoredCandidates
     local_s: float
     remote_s: float | None = None
     why: str = ""
@@ -105,14 +103,14 @@ def plan(
     policy: PolicySettings,
     pd: PdSettings,
 ) -> PairPlan:
-    """The cheapest of all. Raises ``ValueError`` without a decode engine."""
-    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
+    """Return the cheapest plan. Raises ``ValueError`` without a decode engine."""
+    scored = score([side.candidate for side in decode], prompt_tokens, policy)
     partners = _Partners(prefill, prompt_tokens, pick, policy, pd)
     why = "no_prefill_engine" if not prefill else "short"
     alone: _Place | None = None
     apart: _Place | None = None
     for index, side in enumerate(decode):
-        cost = weighed.cost(index)
+        cost = scored.cost(index)
         alone = _less(alone, _Place(index, cost.total_s + _delay_s(side, cost, pd), cost), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
@@ -126,20 +124,20 @@ def plan(
     if alone is None:
         raise ValueError("no decode engine")
     if apart is None:
-        return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, None, why)
+        return PairPlan(alone.at, alone.cost, None, scored, alone.seconds, None, why)
     if apart.seconds < alone.seconds:
-        return PairPlan(apart.at, apart.cost, apart.partner, weighed, alone.seconds, apart.seconds)
-    return PairPlan(alone.at, alone.cost, None, weighed, alone.seconds, apart.seconds, "local")
+        return PairPlan(apart.at, apart.cost, apart.partner, scored, alone.seconds, apart.seconds)
+    return PairPlan(alone.at, alone.cost, None, scored, alone.seconds, apart.seconds, "local")
 
 
 def cheapest_taker(
     decode: Sequence[Side], prompt_tokens: int, key: int, *, policy: PolicySettings, pd: PdSettings
 ) -> int:
-    """Which decode engine takes over what is computed already: its position."""
-    weighed = weigh([side.candidate for side in decode], prompt_tokens, policy)
+    """Position of the decode engine that takes over an already computed prompt."""
+    scored = score([side.candidate for side in decode], prompt_tokens, policy)
 
     def order(i: int) -> tuple[float, int, int]:
-        transfer_s, cost = pd.transfer_s_per_token * decode[i].lacks, weighed.cost(i)
+        transfer_s, cost = pd.transfer_s_per_token * decode[i].lacks, scored.cost(i)
         return _order(transfer_s + cost.queue_s + cost.decode_s, cost, key)
 
     return min(range(len(decode)), key=order)
@@ -151,7 +149,7 @@ def fits(one: str | None, other: str | None, pd: PdSettings) -> bool:
 
 
 class _Partners:
-    """The best prefill engine for each decode engine, worked out once per version."""
+    """The best prefill engine for each decode engine, computed once per version."""
 
     def __init__(
         self,
@@ -170,7 +168,7 @@ class _Partners:
         self._known: dict[tuple[str | None, str], Partner | None] = {}
 
     def of(self, side: Side) -> Partner | None:
-        """None: no prefill engine may be paired with it."""
+        """Return it; None: no prefill engine may be paired with it."""
         name = side.candidate.engine_id
         mark = side.version, name if name in self._ids else ""
         if mark not in self._known:
@@ -192,12 +190,12 @@ class _Partners:
 
 
 def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:
-    """What a prefill there makes the sequences that run there wait, together."""
+    """Total delay of the sequences that run there by a prefill."""
     return pd.decode_delay_weight * side.candidate.running * cost.prefill_s
 
 
 def _less(known: _Place | None, other: _Place, key: int) -> _Place:
-    """The cheaper one."""
+    """Return the cheaper one."""
     if known is None or other.seconds < known.seconds:
         return other
     if other.seconds > known.seconds:
@@ -207,11 +205,11 @@ def _less(known: _Place | None, other: _Place, key: int) -> _Place:
 
 
 def _order(seconds: float, cost: Cost, key: int) -> tuple[float, int, int]:
-    return seconds, -cost.trunk_tokens, -weight(cost.engine_id, key)
+    return seconds, -cost.shared_prefix_tokens, -weight(cost.engine_id, key)
 
 
 class DecodeCandidates(msgspec.Struct, frozen=True, gc=False):
-    """The engines that may answer a request, and what is known of them; ``problem`` as in ``Decision``."""
+    """The engines that may answer a request, and their state; ``problem`` as in ``Decision``."""
 
     read: Prompt | TextAffinity | None
     engines: Sequence[Engine]
@@ -220,7 +218,7 @@ class DecodeCandidates(msgspec.Struct, frozen=True, gc=False):
 
 
 class DisaggregationPlanner:
-    """One request in one decision. ``why``: it is known to stay whole; "": not so far."""
+    """One request in one decision. ``why``: known reason for not splitting; "": none so far."""
 
     __slots__ = ("_body", "_disagg", "_messages", "_pd", "_policy", "_request", "helpers", "why")
 
@@ -234,7 +232,7 @@ class DisaggregationPlanner:
         self.helpers: list[Engine] = []
         """Engines that may compute its prompt for another one."""
         self._body: SplitBody | None = None
-        chat = request.prompt  # as long as its prompt has not been read
+        chat = request.prompt  # until its prompt has been read
         self._messages = chat.messages if isinstance(chat, ChatBody) else ()
         self.why = _bound_to_one(request)
 
@@ -256,13 +254,13 @@ class DisaggregationPlanner:
         ]
 
     def _can_be_named(self, engine: Engine) -> bool:
-        """To a sidecar, which is told of addresses alone; and a gateway may allow some only."""
+        """Whether a sidecar can reach it by its address, and the gateway allows it."""
         among = self._request.among
         allowed = among is None or endpoint_of(engine.engine.base_url) in among
         return allowed and engine.engine.dp_rank is None
 
     async def read_body(self, read: Prompt | TextAffinity | None) -> None:
-        """Look for what keeps it whole, and for the places where its body is to be changed."""
+        """Check the body for reasons not to split, and find the places of its edits."""
         if self.why:
             return
         if not isinstance(read, Prompt):
@@ -280,7 +278,7 @@ class DisaggregationPlanner:
     def decide(
         self, able: DecodeCandidates, asked: PromptView, question: PlacementRequest, pick: Pick, now: float
     ) -> tuple[Choice, Split]:
-        """Which engine answers, and whether another one computes the prompt."""
+        """Return the answering engine, and whether another one computes the prompt."""
         read = able.read
         if self.why or not isinstance(read, Prompt):
             return pick(able.candidates), Split(self.why)
@@ -344,7 +342,7 @@ class DisaggregationPlanner:
     def _take_over(
         self, decode: Sequence[Side], handoff: Handoff, question: PlacementRequest
     ) -> tuple[Choice, Split] | None:
-        """Another engine fetches what one could not be told of; None: there is none that may."""
+        """Choose another decode engine if the earlier one could not be reached; None: there is none."""
         places = [
             place
             for place, side in enumerate(decode)
@@ -357,8 +355,8 @@ class DisaggregationPlanner:
         able, tokens = [decode[place] for place in places], question.prompt_tokens
         taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
         lacks = able[taker].lacks
-        weighed = weigh([side.candidate for side in decode], tokens, self._policy)
-        choice = msgspec.structs.replace(chosen(weighed, places[taker], _reason(weighed)), uncached_tokens=0)
+        scored = score([side.candidate for side in decode], tokens, self._policy)
+        choice = msgspec.structs.replace(chosen(scored, places[taker], _reason(scored)), uncached_tokens=0)
         return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
 
     def _transfer_s(self, lacks: int) -> float:
@@ -366,8 +364,8 @@ class DisaggregationPlanner:
 
 
 def complete_layouts(engines: Sequence[Engine]) -> None:
-    """What one engine told of its groups holds for the others of its model: an engine that fetches prompts
-    tells of full attention only, and would look as if it had nothing else."""
+    """Copy the group layout of one engine to others of its model that lack it: an engine that fetches prompts
+    reports only full attention, and would otherwise look as if it had nothing else."""
     fullest: dict[str | None, CacheLayout] = {}
     differ = False
     for engine in engines:
@@ -386,14 +384,14 @@ def complete_layouts(engines: Sequence[Engine]) -> None:
 
 
 def _choice(found: PairPlan, partner: Partner | None) -> Choice:
-    """The engine that answers; ``partner``: another one computes."""
+    """The answering engine; ``partner``: another one computes."""
     cost = found.cost
     uncached = cost.uncached_tokens if partner is None else partner.choice.uncached_tokens
-    return Choice(found.decode, cost.engine_id, _reason(found.weighed), uncached, cost, found.weighed)
+    return Choice(found.decode, cost.engine_id, _reason(found.scored), uncached, cost, found.scored)
 
 
-def _reason(weighed: ScoredCandidates) -> Reason:
-    return "only" if len(weighed.totals) == 1 else "cheapest"
+def _reason(scored: ScoredCandidates) -> Reason:
+    return "only" if len(scored.totals) == 1 else "cheapest"
 
 
 def _bound_to_one(request: InboundRequest) -> str:
@@ -407,6 +405,6 @@ def _bound_to_one(request: InboundRequest) -> str:
 
 
 def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
-    """An engine that can fetch nothing lacks nothing that could be sent."""
+    """An engine that cannot fetch lacks nothing that could be sent."""
     lacks = lacking(engine, candidate.hit, tokens) if engine.engine.decodes else 0
     return Side(candidate, engine.version, lacks)

@@ -1,10 +1,10 @@
 """Placements of a request on two engines: one computes the prompt, the other one fetches it and answers.
 
-Both are entered in the books when the decision is made, so the decode engine's place is held while the other
-one computes. What the decode engine gets is no prefill: it teaches nothing about rates. While the blocks are
-on their way, vLLM serves whoever comes next, so nobody may count on hitting them before events tell of them.
-Its ``cached_tokens`` are the other engine's hit, so the prediction is compared where it was made. Always
-true: each ends once, whatever becomes of the other.
+Both enter the accounts when the decision is made, so the decode engine's place is reserved while the prefill
+runs. The decode engine does no prefill: nothing is learned about rates. While the blocks are transferred,
+vLLM serves later requests, so hits on them count only after events. Its ``cached_tokens`` are the prefill
+engine's hit, so the prediction is compared there. Invariant: each placement ends once, independently of the
+other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OK = 200
 
 
 class PrefillPlacement(Placement):
-    """The prompt's computation. Its answer comes when the prefill is over, as a stream's first token does.
-    ``rest_s``: how long the engine is left alone if it turns out to hand nothing over."""
+    """The prefill. Its answer comes when the prefill is over, like a stream's first token. ``rest_s``: how
+    long the engine gets no prefill requests if it hands nothing over."""
 
     _is_answer = False
     _leg = "prefill"
@@ -59,7 +59,7 @@ class PrefillPlacement(Placement):
         self.version = self.engine.version
 
     def end_unobserved(self) -> None:
-        """When it is over nobody will say: the engine's numbers of running requests tell."""
+        """The end will not be reported: infer it from the engine's running-requests gauge."""
         self._untimed = True
         self.engine.load.unseen(self._ticket, self.now(), lambda: None)
 
@@ -77,14 +77,14 @@ class PrefillPlacement(Placement):
         return super().facts() | {"kvatlas.leg": "prefill"}
 
     def _charge(self, room: AdmissionQueue) -> None:
-        """The other placement is charged, until the request's end."""
+        """Charge nothing: the other placement is charged, until the request's end."""
 
     def _settle(self, room: AdmissionQueue, usage: Usage | None) -> None:
         room.changed()
 
 
 class DecodePlacement(Placement):
-    """The answer. ``split`` says what it is to be sent."""
+    """The decode. ``split``: decision about the handoff."""
 
     _leg = "decode"
     __slots__ = ("_gap_s", "_split")
@@ -143,8 +143,8 @@ class DecodePlacement(Placement):
 
 
 class SidecarPlacement(DecodePlacement):
-    """Both requests are made by the decode engine's sidecar: of the first one is known what the answer says.
-    ``named_max``: most engines that the sidecar may ask for the prompt, one after the other."""
+    """Both requests are made by the decode engine's sidecar: the prefill is known only from the answer.
+    ``named_max``: most engines that the sidecar may ask for the prompt, in order."""
 
     __slots__ = ("_helper", "_told")
 
@@ -181,7 +181,7 @@ class SidecarPlacement(DecodePlacement):
         self.asked()
 
     def next_best(self, count: int) -> tuple[str, ...]:
-        """Implement ``Attempt``: the others need not be of the version for which the prompt is computed."""
+        """Implement ``Attempt``: the others may have another version than the prefill engine."""
         return ()
 
     def prefilled(self, told: Prefilled) -> None:
@@ -194,7 +194,7 @@ class SidecarPlacement(DecodePlacement):
         return self._helper.engine_id if told is None or told.place == 0 else ""
 
     def corrected(self, usage: Usage | None) -> Usage | None:
-        """Implement ``Attempt``: the sidecar says what the other engine had."""
+        """Implement ``Attempt``: the sidecar reports the prefill engine's hit."""
         if usage is not None and self._told is not None and self._told.cached_tokens is not None:
             usage.cached_tokens = self._told.cached_tokens
         return usage
@@ -202,7 +202,7 @@ class SidecarPlacement(DecodePlacement):
     def _begun(self, now: float) -> None:
         super()._begun(now)
         told = self._told
-        if told is None or told.place == 0:  # other sidecars do not say who did
+        if told is None or told.place == 0:  # other sidecars do not name it
             cached = None if told is None else told.cached_tokens
             self._helper.answered(_OK)
             self._helper.first_byte(_OK)
@@ -214,12 +214,12 @@ class SidecarPlacement(DecodePlacement):
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
-    """Prompt tokens that would be transferred to this engine. Models with Mamba layers always get their
+    """Prompt tokens that would be transferred to this engine. Models with Mamba layers always receive their
     state, so their full-attention prefix counts; it is no hit for the engine alone."""
     has = hit.soon_tokens
     layout = engine.layout
     if layout is not None and _has_mamba(layout):
-        has = max(has, hit.trunk_tokens)
+        has = max(has, hit.shared_prefix_tokens)
     return max(0, prompt_tokens - has)
 
 

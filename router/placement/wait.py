@@ -1,8 +1,9 @@
 """Admission by predicted wait: a pure rule over candidates, for the router and its simulator.
 
-The wait is that before an engine begins with the prompt: the prompts ahead of it there, or the pages that it
-needs, whichever takes longer. The prompt's own prefill does not count: a target for the whole time to the
-first token would refuse every long prompt, also on idle engines, and nothing of it would ever be cached.
+The wait is the time until an engine begins with the prompt: for the prompts ahead of it there, or for the
+pages that it needs, whichever takes longer. The prompt's own prefill does not count: a target for the whole
+time to the first token would refuse every long prompt, also on idle engines, and its prefix would never be
+cached.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from router.placement.candidate import Candidate
 
 
 class LongWait(msgspec.Struct, frozen=True, gc=False):
-    """Predicted wait of a request that is refused, and the target that it exceeds."""
+    """Predicted wait of a refused request, and the exceeded target."""
 
     wait_s: float
     target_s: float
 
     @property
     def excess_s(self) -> float:
-        """Seconds until a request like it would be taken, if nothing else comes."""
+        """Seconds until an equal request would be admitted, if no others arrive."""
         return self.wait_s - self.target_s
 
 
@@ -37,7 +38,7 @@ class AdmissionStats(msgspec.Struct):
 
 
 def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
-    """Return the shortest wait at any candidate. At an engine without requests no prompt waits for pages:
+    """Return the shortest wait of all candidates. At an engine without requests no prompt waits for pages:
     none would be released."""
     return min(
         max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates

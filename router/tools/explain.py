@@ -68,7 +68,7 @@ def select_engine(
                 e.hit_tokens,
                 e.offloaded_tokens - e.hit_tokens - e.storage_tokens,
                 e.storage_tokens,
-                max(e.trunk_tokens, e.offloaded_tokens),
+                max(e.shared_prefix_tokens, e.offloaded_tokens),
                 confidence=_CONFIDENCE.get(e.mode, "none"),
             ),
         )
@@ -176,7 +176,12 @@ def _hinted(player: Player, engine: EngineExplanation) -> EngineExplanation:
         return engine
     why = "token ids are redacted: give --hash-scheme, e.g. sha256,size=16"
     return msgspec.structs.replace(
-        engine, mode="unknown", why_unknown=why, ended_by=None, next_boundary=None, trunk_boundary=None
+        engine,
+        mode="unknown",
+        why_unknown=why,
+        ended_by=None,
+        next_boundary=None,
+        shared_prefix_boundary=None,
     )
 
 
@@ -194,11 +199,11 @@ def _summary(
 def _show(prompt: HashedPrompt, engines: Sequence[EngineExplanation], made: Selection) -> None:
     table = Table(title=f"a prompt of {prompt.num_tokens:,} tokens", box=None, padding=(0, 2, 0, 0))
     table.add_column("engine", overflow="fold")
-    for name in ("seq", "hit", "offloaded", "trunk"):
+    for name in ("seq", "hit", "offloaded", "shared_prefix"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("the match ended", overflow="fold")
     for e in engines:
-        numbers = (e.hit_tokens, e.offloaded_tokens, e.trunk_tokens)
+        numbers = (e.hit_tokens, e.offloaded_tokens, e.shared_prefix_tokens)
         style = "bold" if e.engine == made.engine else ""
         table.add_row(e.engine, str(e.seq), *[f"{n:,}" for n in numbers], _ended(e), style=style)
     console = output_console()
@@ -215,7 +220,7 @@ def _ended(engine: EngineExplanation) -> str:
     elif engine.whole_prompt:
         lines.append("complete hit: only the last tokens, which are always computed, are missing")
     else:
-        boundaries = (engine.next_boundary, engine.trunk_boundary)
+        boundaries = (engine.next_boundary, engine.shared_prefix_boundary)
         lines += [_boundary(boundary) for boundary in boundaries if boundary is not None]
     if engine.history:
         lines.append(f"history incomplete: {engine.history}")
@@ -281,7 +286,7 @@ class RouterEngine(msgspec.Struct):
     mode: str = ""
     why_unknown: str = ""
     hit_tokens: RouterHit = msgspec.field(default_factory=RouterHit)
-    trunk_tokens: int = 0
+    shared_prefix_tokens: int = 0
     ended_by: dict[str, Any] | None = None
     cost: dict[str, Any] = {}
 
@@ -302,7 +307,7 @@ def _router_table(response: RouterAnswer) -> Table:
     table.add_column("engine", overflow="fold")
     for name in ("feed", "mode"):
         table.add_column(name, no_wrap=True)
-    for name in ("hit", "offloaded", "trunk", "cost ms"):
+    for name in ("hit", "offloaded", "shared_prefix", "cost ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("the match ended", overflow="fold")
     for e in response.engines:
@@ -311,7 +316,7 @@ def _router_table(response: RouterAnswer) -> Table:
             ended = f"{e.ended_by.get('spec_class')} at {e.ended_by.get('at_token')}"
         total = e.cost.get("total_s")
         cost = f"{1000 * total:,.1f}" if isinstance(total, int | float) else ""
-        numbers = (e.hit_tokens.GPU, e.hit_tokens.offloaded, e.trunk_tokens)
+        numbers = (e.hit_tokens.GPU, e.hit_tokens.offloaded, e.shared_prefix_tokens)
         style = "bold" if e.engine == chosen else ""
         table.add_row(e.engine, e.feed, e.mode, *[f"{n:,}" for n in numbers], cost, ended, style=style)
     return table

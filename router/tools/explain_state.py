@@ -135,14 +135,14 @@ class EngineExplanation(msgspec.Struct, frozen=True):
     hit_tokens: int
     offloaded_tokens: int
     """The hit including all tokens that would be loaded; ``storage_tokens`` of it come from storage."""
-    trunk_tokens: int
+    shared_prefix_tokens: int
     by_class: tuple[ClassHit, ...]
     ended_by: MissingBlock | None
     """None: the hit has its maximal length, or nothing can be predicted."""
     whole_prompt: bool
     """Whether the hit ends only because the last token is always computed."""
     next_boundary: Boundary | None
-    trunk_boundary: Boundary | None
+    shared_prefix_boundary: Boundary | None
     why_unknown: str = ""
     storage_tokens: int = 0
     history: str = ""
@@ -155,7 +155,7 @@ def explain_engine(
     """Explain one engine. ``scheme`` overrides the detected one."""
     run, hit = player.run_of(source), _hit(player, source, prompt, scheme)
     known = _PromptJournal(player, source, prompt, scheme)
-    following = at_trunk = None
+    following = at_shared_prefix = None
     last = 0
     if known.layout is not None and hit.mode != "unknown":
         step, replay = known.layout.alignment, known.layout.replay_tokens
@@ -163,21 +163,21 @@ def explain_engine(
         last = last if last > replay else 0
         if hit.hit_tokens < last:
             following = known.boundary(max(hit.hit_tokens, replay // step * step) + step)
-            if hit.trunk_tokens > following.tokens:
-                at_trunk = known.boundary(hit.trunk_tokens)
-    blocker = at_trunk or following
+            if hit.shared_prefix_tokens > following.tokens:
+                at_shared_prefix = known.boundary(hit.shared_prefix_tokens)
+    blocker = at_shared_prefix or following
     return EngineExplanation(
         engine=source,
         seq=run.last_seq,
         mode=hit.mode,
         hit_tokens=hit.hit_tokens,
         offloaded_tokens=hit.offloaded_tokens,
-        trunk_tokens=hit.trunk_tokens,
+        shared_prefix_tokens=hit.shared_prefix_tokens,
         by_class=hit.by_class,
         ended_by=blocker.first if blocker is not None else None,
         whole_prompt=hit.mode != "unknown" and hit.hit_tokens >= last,
         next_boundary=following,
-        trunk_boundary=at_trunk,
+        shared_prefix_boundary=at_shared_prefix,
         why_unknown=hit.why_unknown,
         storage_tokens=hit.storage_tokens,
         history=_history(player, source),

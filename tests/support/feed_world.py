@@ -65,8 +65,8 @@ class Engine:
 
     def tokens(self, rng: random.Random) -> list[int]:
         """A prompt of this era that shares its beginning with others."""
-        trunk = rng.randrange(4)
-        own = 100_000 * (self.number * 50 + self.era) + 1000 * trunk
+        shared_prefix = rng.randrange(4)
+        own = 100_000 * (self.number * 50 + self.era) + 1000 * shared_prefix
         shared = [own + n for n in range(rng.choice((32, 64, 96)))]
         return shared + [own + 500 + rng.randrange(400) for _ in range(rng.randrange(40))]
 

@@ -41,11 +41,11 @@ def engine(
 def test_a_late_router_predicts_exactly(engine: VllmEngine) -> None:
     assert "kvatlas publishes" in engine.log.read_text(errors="replace")
     rng = random.Random(5)
-    trunks = [[rng.randrange(10, 1000) for _ in range(300)] for _ in range(3)]
+    shared_prefixes = [[rng.randrange(10, 1000) for _ in range(300)] for _ in range(3)]
 
     def prompt() -> list[int]:
-        trunk = rng.choice(trunks)
-        return trunk[: rng.choice((90, 200, 300))] + [
+        shared_prefix = rng.choice(shared_prefixes)
+        return shared_prefix[: rng.choice((90, 200, 300))] + [
             rng.randrange(10, 1000) for _ in range(rng.randrange(90))
         ]
 

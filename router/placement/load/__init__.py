@@ -1,1 +1,1 @@
-"""How much one engine has to do, what we sent it and what others did, and how fast it works."""
+"""Load of one engine: our requests, other clients' requests, its memory pages, and its speed."""

@@ -1,35 +1,34 @@
-"""The load account of one engine: what the router has sent there and the engine has not finished yet.
+"""The load account of one engine: requests that the router has sent and the engine has not finished.
 
-A first-in-first-out list of prompts whose first token is still awaited, each with the tokens the
-engine has to compute (prompt - exact hit) and the seconds it has to load offloaded blocks. Queue ahead =
-those tokens at the engine's learned rate, and those seconds, less what the head has had time for. Loads count
-although others are computed meanwhile: the next prompt mostly loads too, over the same link
-(docs/decisions/010-loads-in-the-queue.md). Only the head is worked off by time;
-the next one starts when the head's first token is seen. That is how vLLM schedules waiting prompts, and the
-account is corrected by evidence instead of drifting. Where evidence cannot come (an answer that is not
-streamed), or is overdue, the head is assumed done after its time and the next one starts.
+A first-in-first-out list of prompts whose first token is still awaited, each with the tokens the engine must
+compute (prompt - exact hit) and the seconds to load offloaded blocks. Queue ahead = those tokens at the
+engine's learned rate, and those seconds, minus the time that the head has had. Loads count although others
+are computed meanwhile: the next prompt mostly loads too, over the same link
+(docs/decisions/010-loads-in-the-queue.md). Only the head is reduced by time; the next one starts when the
+head's first token arrives. vLLM schedules waiting prompts in this way, and evidence corrects the account
+instead of letting it drift. If evidence cannot come (an answer that is not streamed), or is overdue, the head
+is assumed done after its time and the next one starts.
 
 The engine's gauges are evidence, too. Prompts that ``num_requests_waiting`` counts have not begun: none of
-them is overdue while the gauges are fresh, and those assumed to have begun are put back. Where all our
-prompts wait, the engine waits for something that the account cannot see (pages of its cache), and no time is
-deducted.
+them is overdue while the gauges are fresh, and those assumed to have begun are put back. If all our prompts
+wait, the engine waits for something outside the account (pages of its cache), and no time is deducted.
 
-The answer of some requests is not seen at all (``unseen``): their prompts count as done after their time, and
-they end when whoever sent them says so, or when the engine's own gauges show fewer requests than the account
-has; the oldest of them are those that ended.
+Some answers are not seen at all (``unseen``): their prompts count as done after their time, and they end when
+their sender reports it, or when the engine's own gauges show fewer requests than the account has; the oldest
+of them are assumed to have ended.
 
-With an engine order (``rank_s``) the list is in that order behind its head, and a newcomer has only those
+With an engine order (``rank_s``) the list is in that order behind its head, and a new prompt has only those
 ahead that it does not pass (``behind``). A first token out of that order means that the head has not begun.
 
-Load that the router did not cause is kept apart (``others.py``).
+Load of other clients is kept apart (``others.py``).
 
-A first token is a sample for the rates only where nobody else's prompt was waiting when its own was sent: it
+A first token is a sample for the rates only if no other client's prompt was waiting when its own was sent: it
 would count the prefill of others as its own, and four workers would believe equal engines to differ by half.
 
-What neither computing nor loading explains is seen in ``late_s``: how much later than expected first tokens
-come of late. Prompts wait for blocks of the cache then.
+``late_s`` is the recent mean delay of first tokens beyond computing and loading: prompts wait for blocks of
+the cache then.
 
-Always true: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
+Invariants: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
 twice changes nothing. Times are the caller's clock and must not go backwards.
 """
 
@@ -58,25 +57,25 @@ from router.placement.load.rates import EngineRates, PrefillSample
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long evidence is waited for, and what stands in for it."""
+    """Time-outs for evidence, and values assumed without it."""
 
     overdue_factor: float = 2.0
     overdue_s: float = 1.0
     """A streamed head counts as done after ``overdue_factor`` times its expected seconds plus this."""
     gauge_fresh_s: float = 10.0
-    """Engine gauges older than this are not believed."""
+    """Older engine gauges are ignored."""
     foreign_tokens: int = 1000
-    """Size of a foreign prompt until the router has sent prompts of its own there."""
+    """Assumed size of a foreign prompt until the router has sent prompts of its own there."""
     awaited_max: int = 4096
     """Awaited prompts per engine; beyond it the oldest counts as done."""
     answer_s: float = 10.0
-    """From a first token to the answer's end, until answers were seen."""
+    """Assumed time from a first token to the answer's end, until answers were seen."""
     late_fresh_s: float = 30.0
-    """Without a first token for so long, none is late any more."""
+    """Without a first token for this long, lateness is reset."""
     recent_s: float = 30.0
-    """Time constant after which work sent to an engine has faded from ``EngineLoad.recent_s`` to 1/e."""
+    """Time constant with which work sent to an engine fades from ``EngineLoad.recent_s``."""
     unseen_s_min: float = 1.0
-    """Gauges say nothing of a request that was sent less than this before: it may not be there yet."""
+    """Gauges are ignored for requests sent less than this before: they may not have arrived yet."""
 
 
 class LoadStats(msgspec.Struct):
@@ -85,23 +84,24 @@ class LoadStats(msgspec.Struct):
     admitted: Annotated[int, "kvatlas_load_admitted_total"] = 0
     """Requests placed on an engine, retries included."""
     admitted_silent: Annotated[int, "kvatlas_load_admitted_silent_total"] = 0
-    """Requests placed on an engine whose polls timed out, since no other one of its model was up."""
+    """Requests placed on an engine whose polls timed out, because no other one of its model was up."""
     first_tokens: Annotated[int, "kvatlas_load_first_tokens_total"] = 0
     """Streams that delivered a first token."""
     finished: Annotated[int, "kvatlas_load_finished_total"] = 0
     """Placed requests that ended with an answer, or whose client left."""
     failed: Annotated[int, "kvatlas_load_failed_total"] = 0
-    """Placed requests that the engine refused or broke off."""
+    """Placed requests that the engine refused or cut."""
     overdue: Annotated[int, "kvatlas_load_overdue_total"] = 0
-    """Streamed prompts whose first token came later than ``LoadSettings`` waits for."""
+    """Streamed prompts whose first token was later than ``LoadSettings`` allows."""
     ended_by_gauges: Annotated[int, "kvatlas_load_ended_by_gauges_total"] = 0
-    """Requests whose answers were not seen and which the engine's own numbers showed to have ended."""
+    """Unobserved requests that ended by the engine's own numbers."""
     overflow: Annotated[int, "kvatlas_load_overflow_total"] = 0
     """Prompts dropped from the account by ``awaited_max``."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """One engine now. ``running`` and ``waiting`` include foreign requests; ``idle_s`` is since our last."""
+    """Current load of one engine. ``running`` and ``waiting`` include foreign requests; ``idle_s``: since our
+    last."""
 
     queue_s: float
     running: int
@@ -110,31 +110,31 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     foreign: int
     idle_s: float
     recent_s: float = 0.0
-    """Seconds of work sent there of late by all routers, decayed (``LoadSettings.recent_s``)."""
+    """Seconds of work recently sent there by all routers, decayed (``LoadSettings.recent_s``)."""
 
 
 class Ticket(msgspec.Struct, eq=False, gc=False):
-    """One request in the account; opaque to its holder, who ends it with ``finish`` or ``fail``."""
+    """One request in the account; opaque to its holder, which ends it with ``finish`` or ``fail``."""
 
     uncached_tokens: int
     streams: bool
     load_s: float = 0.0
-    """What the engine is expected to spend loading offloaded blocks for it."""
+    """Expected seconds to load its offloaded blocks."""
     sent_s: float = 0.0
     due_s: float = math.inf
-    """When its first token was expected."""
+    """Expected time of its first token."""
     begun_s: float = 0.0
-    """When its prompt was done."""
+    """Time at which its prompt was done."""
     alone: bool = True
-    """No prompt of others waited there when it was sent."""
+    """Whether no prompt of others waited there when it was sent."""
     beside: int = 0
-    """Requests of others that were running there then."""
+    """Number of others' requests running there then."""
     work_s: float = 0.0
-    """Computing and loading that was expected of the engine when it was sent."""
+    """Expected computing and loading when it was sent."""
     pages: int = 0
-    """Blocks of the cache that it takes, as if it shared none."""
+    """Blocks of the cache that it takes, if it shared none."""
     rank_s: float = 0.0
-    """Its place among those that wait: lower goes first, equals in the order of admission."""
+    """Its place among waiting prompts: lower goes first, equals in the order of admission."""
     awaited: bool = True
     ended: bool = False
 
@@ -142,9 +142,9 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 _DEFAULTS = LoadSettings()
 _rank_s = attrgetter("rank_s")
 _RECENT_STEP_MS = 100
-"""Less than half of this is not reported to other routers."""
+"""Changes of less than half of this are not sent to other routers."""
 _RECENT_AGE_S = 3.0
-"""Recent work older than this is decayed when it is read: a tenth of its time constant."""
+"""Older recent work is decayed when it is read: a tenth of its time constant."""
 
 
 class LoadAccount:
@@ -189,19 +189,17 @@ class LoadAccount:
         self._settings = settings
         self.pages = PageAccount()
         self._awaited: dict[Ticket, None] = {}  # in the order of admission
-        self._assumed: dict[
-            Ticket, None
-        ] = {}  # of the running: those that began by their time, without proof
-        self._startable = 0  # heads that may have begun, as the last gauges say
-        self._gauges_s = self._fresh_until_s = -math.inf  # when they were seen, and until when they count
-        self._stuck = False  # the last gauges say that all we await there wait, and nothing has moved since
-        self._others_waiting = 0  # prompts of other routers that wait there, as last told
+        self._assumed: dict[Ticket, None] = {}  # of the running: those assumed to have begun by their time
+        self._startable = 0  # heads that may have begun, by the last gauges
+        self._gauges_s = self._fresh_until_s = -math.inf  # time of the last gauges, and until when they count
+        self._stuck = False  # by the last gauges all our awaited prompts wait, and nothing has changed since
+        self._others_waiting = 0  # latest known number of other routers' prompts that wait there
         self._awaited_tokens = 0
         self._awaited_load_s = 0.0
         self._running = 0
         self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
         self._answer_s = settings.answer_s  # mean, from a first token to the end
-        self._head_s = 0.0  # when the engine began with the head
+        self._head_s = 0.0  # time at which the engine began with the head
         self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
         self._carried_tokens = 0  # of prompts that overtook the head
         self._last_admit_s = -math.inf
@@ -224,13 +222,13 @@ class LoadAccount:
         prompt_tokens: int = 0,
         rank_s: float = 0.0,
     ) -> Ticket:
-        """A request goes to this engine, which has ``uncached_tokens`` to compute before its first token, and
-        offloaded blocks to load for ``load_s``.
+        """Add a request sent to this engine, which has ``uncached_tokens`` to compute before its first token,
+        and offloaded blocks to load for ``load_s``.
 
-        ``streams`` says whether the first byte will show when the prefill is over, and ``expected_s`` after
-        how long, as far as computing and loading go. ``prompt_tokens``, all of the prompt, say what it takes
-        of the pool. ``running`` and ``waiting`` are there already, those of others with them. ``rank_s``: its
-        key in the engine's order (``router.placement.engine``), the same for all where that is of arrival.
+        ``streams``: whether the first byte will show the end of the prefill; ``expected_s``: after what
+        computing and loading time. ``prompt_tokens``: of the whole prompt, for its share of the pool.
+        ``running`` and ``waiting``: requests there already, including others'. ``rank_s``: key in the
+        engine's order (``router.placement.engine``), constant for order of arrival.
         """
         if self._awaited:
             self._advance(now)
@@ -260,7 +258,7 @@ class LoadAccount:
         return ticket
 
     def hold(self, now: float, prompt_tokens: int = 0) -> Ticket:
-        """Keep a place for a request of ``prompt_tokens`` whose prompt is computed elsewhere."""
+        """Reserve a place for a request of ``prompt_tokens`` whose prompt is computed elsewhere."""
         if self._awaited:
             self._advance(now)
         ticket = Ticket(0, streams=False, awaited=False, begun_s=now)
@@ -273,7 +271,7 @@ class LoadAccount:
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> PrefillSample | None:
-        """The first byte of a streamed answer arrived. Returns a sample for the rates, if it is one."""
+        """Note the first byte of a streamed answer. Returns a sample for the rates, if it is valid."""
         if ticket.ended or not ticket.streams:
             return None
         self.stats.first_tokens += 1
@@ -291,7 +289,7 @@ class LoadAccount:
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
-            if ticket.rank_s:  # the engine computed this one, so the head has not begun
+            if ticket.rank_s:  # the engine computed this one first, so the head has not begun
                 self._head_s, self._sure = now, False
             else:
                 self._carried_tokens += ticket.uncached_tokens
@@ -303,8 +301,8 @@ class LoadAccount:
         return sample if known else None
 
     def unseen(self, ticket: Ticket, now: float, ended: Callable[[], None]) -> float:
-        """Nothing will be heard of it any more. Returns the seconds after which it should be over; ``ended``
-        is called when the gauges show that it has ended sooner."""
+        """Note that the request will not be observed. Returns the seconds after which it should be over;
+        ``ended`` is called when the gauges show an earlier end."""
         if ticket.ended:
             return 0.0
         ticket.streams = False
@@ -312,7 +310,7 @@ class LoadAccount:
         return self.queue_ahead_s(now) + self._answer_s
 
     def finish(self, ticket: Ticket, now: float) -> None:
-        """The answer ended, or its client went away."""
+        """Note the answer's end, or that its client left."""
         if not ticket.ended:
             self.stats.finished += 1
             if not ticket.awaited and ticket not in self._unseen:
@@ -320,7 +318,7 @@ class LoadAccount:
         self._end(ticket, now)
 
     def fail(self, ticket: Ticket, now: float) -> None:
-        """The engine did not answer, or broke off."""
+        """Note that the engine did not answer, or cut the answer."""
         self.stats.failed += not ticket.ended
         if ticket.awaited and not ticket.ended:  # none of its work was done
             since_s = ticket.sent_s - now
@@ -329,8 +327,8 @@ class LoadAccount:
         self._end(ticket, now)
 
     def report(self, *, running: int, waiting: int, now: float, usage: float | None = None) -> None:
-        """The engine's own gauges (``vllm:num_requests_running``, ``..._waiting``,
-        ``vllm:kv_cache_usage_perc``) as polled at ``now``."""
+        """Set the engine's own gauges (``vllm:num_requests_running``, ``..._waiting``,
+        ``vllm:kv_cache_usage_perc``), polled at ``now``."""
         self._advance(now)
         own = self._running + len(self._awaited)
         self._end_unseen(own - running - waiting, now)
@@ -356,7 +354,7 @@ class LoadAccount:
             self._head_s, self._sure, self._carried_tokens = now, False, 0
 
     def _end_unseen(self, count: int, now: float) -> None:
-        """So many requests less are there than the account has."""
+        """End the oldest unobserved requests: the engine has ``count`` fewer than the account."""
         before_s = now - self._settings.unseen_s_min
         for ticket, ended in list(self._unseen.items()) if count > 0 else ():
             if count <= 0 or ticket.sent_s > before_s:
@@ -375,8 +373,8 @@ class LoadAccount:
         return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
     def at(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
-        """The load of the engine now. ``others``: see ``ahead``, but that it may be older: what is foreign is
-        left to decisions to settle."""
+        """Current load. ``others``: as in ``ahead``, but it may be older: only decisions settle foreign
+        load."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
         queue_s, running, waiting, idle_s, _, recent_s = self.ahead(now, others, rate)
         self._foreign.unsettled = unsettled
@@ -389,9 +387,9 @@ class LoadAccount:
     def ahead(
         self, now: float, others: OthersLoad | None, rate: float
     ) -> tuple[float, int, int, float, float, float]:
-        """What every decision asks for: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load,
-        ``late_s`` and ``recent_s``. ``rate`` is the engine's prefill rate at ``now``; ``others`` is what
-        other replicas told, None: that is not known, and all that gauges show is foreign."""
+        """Values for a decision: ``queue_s``, ``running``, ``waiting`` and ``idle_s`` of the load, ``late_s``
+        and ``recent_s``. ``rate``: the engine's prefill rate at ``now``; ``others``: load of other replicas,
+        None: unknown, and all requests that only gauges show are foreign."""
         # Plain comparisons: this runs once per engine and request.
         queue_s, own_waiting = 0.0, 0
         if self._awaited:
@@ -419,13 +417,13 @@ class LoadAccount:
         return queue_s, running, waiting, now - self._last_admit_s, late_s, recent_s
 
     def recent_s(self, now: float) -> float:
-        """Seconds of computing and loading that this router sent there of late: the sum decays with the time
+        """Seconds of computing and loading that this router recently sent there: the sum decays with the time
         constant ``LoadSettings.recent_s``."""
         return self._recent_s * math.exp((self._recent_at_s - now) / self._settings.recent_s)
 
     def own(self, now: float) -> OthersLoad | None:
-        """This router's own requests in flight there and its recent work, for other replicas; None where
-        there is nothing."""
+        """This router's own requests in flight there and its recent work, for other replicas; None if there
+        are none."""
         rate = self._advance(now)
         recent_ms = min(_RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS), RECENT_MS_MAX)
         if not self._awaited and not self._running and not recent_ms:
@@ -436,8 +434,8 @@ class LoadAccount:
         )
 
     def _own_queue_s(self, rate: float, now: float) -> float:
-        """Seconds of prefill and loads in what this router awaits there (something), less what the head has
-        had time for."""
+        """Seconds of prefill and loads of our awaited prompts there (at least one), minus the time that the
+        head has had."""
         head = next(iter(self._awaited))
         whole_s = self._awaited_tokens * rate + self._awaited_load_s
         if self._stuck and now < self._fresh_until_s:
@@ -446,7 +444,7 @@ class LoadAccount:
         return whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
 
     def check_integrity(self) -> list[str]:
-        """Recounts; an empty list, or one sentence per contradiction."""
+        """Recount; an empty list, or one sentence per contradiction."""
         problems = []
         if self._awaited_tokens != sum(t.uncached_tokens for t in self._awaited):
             problems.append(f"awaited tokens {self._awaited_tokens} are not their sum")
@@ -460,7 +458,7 @@ class LoadAccount:
         return problems
 
     def _advance(self, now: float, rate: float | None = None) -> float:
-        """Let heads that must be done by now, or are overdue, count as done. Returns the engine's rate."""
+        """Count heads as done that must be done by now, or are overdue. Returns the engine's rate."""
         if rate is None:
             rate = self.rates.prefill_s_per_token(now)
         settings = self._settings
@@ -468,7 +466,7 @@ class LoadAccount:
         while self._awaited:
             head = next(iter(self._awaited))
             if fresh and (self._stuck or (head.streams and self._startable <= 0)):
-                break  # it waits, the engine says
+                break  # it waits, by the engine's gauges
             allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
                 allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
@@ -482,13 +480,13 @@ class LoadAccount:
         return rate
 
     def _assume(self, head: Ticket, now: float) -> None:
-        """Its time is over: it counts as done, and the next one as begun."""
+        """Count an overdue head as done, and the next one as begun."""
         self._start(head, now)
         self._assumed[head] = None
         self._sure, self._carried_tokens = False, 0
 
     def _unassume(self, tickets: list[Ticket]) -> None:
-        """These wait, the engine says: before all that were sent after them."""
+        """Put back prompts that wait by the gauges, before all that were sent after them."""
         self._awaited = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s))
         self._running -= len(tickets)
         for ticket in tickets:
@@ -499,7 +497,7 @@ class LoadAccount:
             self.pages.unstart(ticket.pages)
 
     def _enqueue(self, ticket: Ticket) -> None:
-        """Into the engine's order: behind the head, which may have begun, and behind its equals."""
+        """Insert in the engine's order: behind the head, which may have begun, and behind its equals."""
         awaited = self._awaited
         if not awaited or next(reversed(awaited)).rank_s <= ticket.rank_s:
             awaited[ticket] = None
@@ -520,11 +518,11 @@ class LoadAccount:
         return work_s, pages
 
     def _start(self, ticket: Ticket, now: float) -> None:
-        """From awaited to running."""
+        """Move from awaited to running."""
         ticket.begun_s = now
         del self._awaited[ticket]
         self._awaited_tokens -= ticket.uncached_tokens
-        # Nothing awaited is nothing to load: errors of rounding do not add up.
+        # No awaited prompts, nothing to load: rounding errors do not add up.
         self._awaited_load_s = self._awaited_load_s - ticket.load_s if self._awaited else 0.0
         ticket.awaited = False
         self._startable -= 1

@@ -1,25 +1,24 @@
 """Forecast of the blocks that an engine evicts for the prompts in flight there, before the next look-up.
 
 The index says what an engine holds now. vLLM looks a prompt up when it schedules it, and takes blocks for the
-prompts ahead of it first: from the front of its free queue, where the block that was freed longest ago stands
+prompts ahead of it first: from the front of its free queue, where the least recently freed block stands
 (``BlockPool.get_new_blocks``, ``free_blocks``, ``touch``, vLLM 0.32). Events show which blocks exist; the
 router's own requests show when blocks are hit and freed, and in which order prompts wait. From both the free
-queue is modelled here, and run forward over the prompts in flight (``_Projection``):
+queue is modelled here, and simulated over the prompts in flight (``_Projection``):
 
 * first come, first served: the front prompt starts when free blocks cover all of it, its cached blocks
   included; until then running prompts end, the one with the fewest tokens to generate first;
 * a prompt that starts takes its cached prefix out of the queue and evicts the front for the rest;
-* a running prompt grows by a block now and then, and frees its blocks last to first, so that the start of a
-  prompt outlives its end.
+* a running prompt grows by a block from time to time, and frees its blocks last to first, so that the start
+  of a prompt outlives its end.
 
-A forecast only lowers a hit. Most are answered without running anything: the last block of a hit is the first
-of it to be evicted, so a hit is safe if that block stands behind all that the prompts in flight can take.
+A forecast only lowers a hit. Most need no simulation: the last block of a hit is its first to be evicted, so
+a hit is safe if that block stands behind all that the prompts in flight can take.
 
-Holds for layouts of one full-attention group and pools of at most ``POOL_BLOCKS_MAX`` blocks; others have no
-forecast. Requests of others are seen by the events of their blocks only.
+Valid for layouts of one full-attention group and pools of at most ``POOL_BLOCKS_MAX`` blocks; others have no
+forecast. Requests of others are known only by the events of their blocks.
 
-Always true: queued blocks and blocks in use are disjoint; no more are queued than the pool has.
-"""
+Invariants: queued blocks and blocks in use are disjoint; no more are queued than the pool has."""
 
 from __future__ import annotations
 
@@ -36,28 +35,28 @@ from publisher.events import BlockHash, Family, GroupSpec
 from router.placement.load.others import NEWS
 
 POOL_BLOCKS_MAX: Final = 4_096
-"""Blocks of a pool that is modelled, about 150 bytes each. Larger pools are rarely short, and each request
-pays for the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md)."""
+"""Blocks of a modelled pool, about 150 bytes each. Larger pools are rarely short, and each request pays for
+the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md)."""
 PROMPTS_BLOCKS_MAX: Final = 8_192
-"""Blocks of waiting prompts that are run forward; with more in flight nothing is forecast."""
+"""Blocks of waiting prompts that are simulated; with more in flight there is no forecast."""
 _ANSWER_TOKENS: Final = 64
-"""Length of an answer, until answers were seen."""
+"""Assumed length of an answer, until answers were seen."""
 
 
 class PooledPrompt(msgspec.Struct, eq=False, gc=False):
-    """A prompt in flight on one engine, and what it takes of the pool."""
+    """A prompt in flight on one engine, and its use of the pool."""
 
     hashes: Sequence[BlockHash]
-    """Of its full blocks."""
+    """Hashes of its full blocks."""
     tokens: int
     blocks: int
-    """Of the whole prompt, the last one that is not full included."""
+    """Blocks of the whole prompt, including a last partial one."""
     hit_max: int
     """Blocks that can be hit: the last token is always computed."""
     answer_tokens: int
     """Expected length of the answer."""
     answer_tokens_max: int
-    """Its limit; 0: none is known."""
+    """Limit of the answer; 0: unknown."""
     answered_tokens: int = 0
     """Tokens of the answer so far."""
     generated: list[BlockHash] = []
@@ -66,7 +65,7 @@ class PooledPrompt(msgspec.Struct, eq=False, gc=False):
 
 
 class EvictionForecast:
-    """The free queue of one engine's pool, as events and the router's own requests show it."""
+    """The free queue of one engine's pool, from events and the router's own requests."""
 
     __slots__ = (
         "_answer_blocks",
@@ -93,29 +92,29 @@ class EvictionForecast:
         self.blocks = 0
         """Blocks of the pool without the null block; 0: no forecast."""
         self.crowded = False
-        """Prompts in flight may take more blocks than are empty: one look for every engine and decision."""
+        """Prompts in flight may take more blocks than are empty: one check for every engine and decision."""
         self.block_size = 1
         """Tokens of a block."""
-        self._records = True  # until the layout shows that nothing can be forecast
+        self._records = True  # until the layout shows that no forecast is possible
         self._queue: dict[BlockHash, int] = {}
-        """Free cached blocks, the next to be evicted first, with the stamp of their release."""
+        """Free cached blocks in the order of eviction, with the stamp of their release."""
         self._stamp = 0
         self._copies: dict[BlockHash, int] = {}
         """Further copies of blocks: vLLM does not merge equal ones."""
         self._used: dict[BlockHash, int] = {}
-        """Blocks of started prompts -> how many of them use it."""
+        """Blocks of started prompts -> number of users."""
         self._unstored: set[BlockHash] = set()
-        """Of those, the blocks whose events have not come yet."""
+        """Of those, the blocks whose events have not arrived yet."""
         self._prompts: dict[PooledPrompt, None] = {}
-        """All in flight, in the order in which they were sent."""
+        """All prompts in flight, in the order in which they were sent."""
         self._started = 0
         self._waiting_blocks = 0
-        self._answer_blocks = 0  # that answers in flight will take, at most
+        self._answer_blocks = 0  # upper bound for answers in flight
         self._tails: dict[BlockHash, PooledPrompt] = {}
-        """Last hash of a prompt and its answer so far: where its next block goes on."""
+        """Last hash of a prompt and its answer so far: the parent of its next block."""
         self._answer_tokens = 0.0  # mean length of answers
         self._limited = 1.0  # share of answers that ended at their limit
-        self._projected: _Projection | None = None  # as long as nothing changes
+        self._projected: _Projection | None = None  # valid until something changes
         self._endangered: float | None = None  # the last stamp that may be evicted; likewise
 
     def configure(self, pool_blocks: int, groups: Sequence[GroupSpec]) -> None:
@@ -131,7 +130,7 @@ class EvictionForecast:
                 self.clear()
 
     def stored(self, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
-        """Count blocks that events report as stored; ``parent`` is the block before them."""
+        """Add blocks that events report as stored; ``parent`` is the block before them."""
         if not self._records or not hashes:
             return
         owner = None if parent is None else self._tails.get(parent)
@@ -161,7 +160,7 @@ class EvictionForecast:
         self._changed()
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """Take out blocks that events report as evicted."""
+        """Remove blocks that events report as evicted."""
         if not self._records:
             return
         copies = self._copies
@@ -176,7 +175,7 @@ class EvictionForecast:
         self._changed()
 
     def clear(self) -> None:
-        """Forget the contents, and what is in flight: the engine restarted or its pool was reset."""
+        """Drop the contents and the prompts in flight: the engine restarted or its pool was reset."""
         self._queue.clear()
         self._copies.clear()
         self._used.clear()
@@ -189,9 +188,9 @@ class EvictionForecast:
     def admit(
         self, hashes: Sequence[BlockHash], tokens: int, answer_tokens_max: int = 0
     ) -> PooledPrompt | None:
-        """Add a prompt that is sent; None where nothing is forecast.
+        """Add a prompt that is sent; None if there is no forecast.
 
-        ``answer_tokens_max`` is the limit of its answer, 0 where none is known.
+        ``answer_tokens_max`` is the limit of its answer, 0 if unknown.
         """
         if not self.blocks or not tokens:
             return None
@@ -222,9 +221,9 @@ class EvictionForecast:
             self._changed()
 
     def end(self, prompt: PooledPrompt, answer_tokens: int | None = None, *, computed: bool = True) -> None:
-        """Take out a prompt whose answer ended; its blocks are freed.
+        """Remove a prompt whose answer ended; its blocks are freed.
 
-        ``answer_tokens`` is the length of the answer, where it is known. ``computed``: the engine answered.
+        ``answer_tokens``: length of the answer, if known. ``computed``: the engine answered.
         """
         if prompt not in self._prompts:
             return
@@ -248,14 +247,14 @@ class EvictionForecast:
     def at_lookup(self, hashes: Sequence[BlockHash], tokens: int, held: int, coming: int) -> int:
         """Return how many blocks of a prompt sent now the engine will hit when it looks the prompt up.
 
-        ``held`` are its leading blocks there now, ``coming`` those that prompts ahead of it will have left.
+        ``held``: its leading blocks there now; ``coming``: those left by prompts ahead of it.
         """
         depth = coming if coming > held else held  # noqa: FURB136
         if not self.crowded or not depth or depth > len(hashes) or self._is_safe(hashes[depth - 1]):
             return depth
         last = hashes[depth - 1]
         if depth == held and last not in self._queue and last not in self._used:
-            return depth  # stored before the router followed the engine: its age is not known
+            return depth  # stored before the router followed the engine: its age is unknown
         projected = self._project()
         if projected is None:
             return depth
@@ -264,7 +263,7 @@ class EvictionForecast:
 
     @property
     def _empty(self) -> int:
-        """Blocks that hold nothing; of those in use beyond full ones each started prompt has one."""
+        """Empty blocks; each started prompt has one block in use beyond its full ones."""
         cached = len(self._queue) + len(self._used) + len(self._copies)
         return max(0, self.blocks - cached - self._started)
 
@@ -273,7 +272,7 @@ class EvictionForecast:
         self.crowded = bool(self._prompts) and self._waiting_blocks + self._answer_blocks > self._empty
 
     def _is_safe(self, block: BlockHash) -> bool:
-        """Whether the prompts in flight cannot take enough to reach the block."""
+        """Whether the prompts in flight cannot take enough blocks to reach this one."""
         endangered = self._endangered
         if endangered is None:
             endangered = self._endangered = self._find_endangered()
@@ -289,7 +288,7 @@ class EvictionForecast:
         return next(islice(queue.values(), taken, None)) if taken > 0 else 0
 
     def _project(self) -> _Projection | None:
-        """The pool when all prompts in flight will have started; None where too much is in flight."""
+        """Simulate the pool until all prompts in flight have started; None if too much is in flight."""
         if self._projected is None and self._waiting_blocks <= PROMPTS_BLOCKS_MAX:
             started = [prompt for prompt in self._prompts if prompt.started]
             projected = _Projection(self._queue, self._used, self._empty, self.block_size)
@@ -371,17 +370,17 @@ class EvictionForecast:
 
 
 class _Running(msgspec.Struct, order=True, gc=False):
-    """A started prompt: ends at the moment ``end``, in tokens generated since now by every running one."""
+    """A started prompt: ends at ``end``, counted in tokens that each running prompt generates from now on."""
 
     end: int
     order: int
     held: int
-    """Blocks that it holds."""
+    """Number of its blocks."""
     prompt: PooledPrompt
 
 
 class _Projection:
-    """The pool at a later moment, as differences to the queue that it came from."""
+    """The simulated pool, as differences to the queue that it started from."""
 
     __slots__ = (
         "_empty",
@@ -403,7 +402,7 @@ class _Projection:
         self._queue = queue
         self._front: Iterator[BlockHash] = iter(queue)
         self._left: set[BlockHash] = set()
-        """Blocks that stand in ``_queue`` no more: evicted, in use, or in ``_tail``."""
+        """Blocks no longer in ``_queue``: evicted, in use, or in ``_tail``."""
         self._tail: OrderedDict[BlockHash, None] = OrderedDict()
         """Blocks freed since."""
         self._used = used.copy()
@@ -412,16 +411,16 @@ class _Projection:
         self._size = block_size
         self._running: list[_Running] = []  # a heap
         self._moment = 0
-        self._names = 0  # of blocks whose hashes are not known yet: negative
+        self._names = 0  # of blocks whose hashes are unknown yet: negative
 
     def resume(self, prompt: PooledPrompt) -> None:
-        """Add a prompt that has started already."""
+        """Add a started prompt."""
         left = prompt.answer_tokens - prompt.answered_tokens
         held = len(prompt.hashes) + len(prompt.generated) + 1
         self._run(prompt, held, left if left > 1 else 1)  # noqa: FURB136
 
     def start(self, prompt: PooledPrompt) -> None:
-        """Let the next prompt start, once there is room."""
+        """Start the next prompt when there is room."""
         hit = self._make_room(prompt)
         used, hashes = self._used, prompt.hashes
         for block in hashes[:hit]:
@@ -452,7 +451,7 @@ class _Projection:
         heapq.heappush(self._running, _Running(self._moment + tokens, self._names, held, prompt))
 
     def _make_room(self, prompt: PooledPrompt) -> int:
-        """Let running prompts end until this one fits; return its hit in blocks."""
+        """End running prompts until this one fits; return its hit in blocks."""
         hit, need = self._need(prompt)
         while need > self._free and self._running:
             self._end_next()
@@ -460,9 +459,9 @@ class _Projection:
         return hit
 
     def _need(self, prompt: PooledPrompt) -> tuple[int, int]:
-        """Return the hit, and the free blocks that starting takes, free ones of the hit included."""
+        """Return the hit, and the free blocks that starting takes, including free ones of the hit."""
         hashes, low, high = prompt.hashes, 0, prompt.hit_max
-        while low < high:  # a block is never evicted before one that goes on from it
+        while low < high:  # a block is never evicted before a later one of the same prefix
             middle = (low + high + 1) // 2
             if self._holds(hashes[middle - 1]):
                 low = middle
@@ -477,7 +476,7 @@ class _Projection:
         )
 
     def _end_next(self) -> None:
-        """Go on until the next running prompt ends; all grow until then."""
+        """Advance until the next running prompt ends; all grow until then."""
         ending = heapq.heappop(self._running)
         self._moment = ending.end
         self._grow(ending)
@@ -505,7 +504,7 @@ class _Projection:
                     self._free += 1
 
     def _grow(self, running: _Running) -> None:
-        """Take the blocks of what it has generated by now; the last token has no KV yet."""
+        """Take the blocks of the tokens generated by now; the last token has no KV yet."""
         prompt = running.prompt
         tokens = prompt.tokens + prompt.answer_tokens - max(0, running.end - self._moment) - 1
         more = min(-(-tokens // self._size) - running.held, self._free)
@@ -520,7 +519,7 @@ class _Projection:
             self._left.add(block)
 
     def _take(self, count: int) -> None:
-        """Take free blocks: empty ones first, then those at the front of the queue, which are evicted."""
+        """Take free blocks: empty ones first, then the front of the queue, which is evicted."""
         self._free -= count
         empty = count if count < self._empty else self._empty  # noqa: FURB136
         self._empty -= empty

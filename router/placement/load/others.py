@@ -1,12 +1,13 @@
-"""What is at one engine that this router did not send: other routers' requests, and direct clients'.
+"""Requests at one engine that this router did not send: those of other routers and of direct clients.
 
-What replicas, and workers of one machine, tell each other (``OthersLoad``) is better and sooner known than
-what the engine's own gauges show beyond the router's account (``ForeignLoad``), which is believed while it is
-fresh; each such prompt counts as one of the size this router sends there. So only what gauges show beyond
-what others told at the first decision after the poll is foreign, until the next one: else their requests
-would count twice, and until the next poll, long after they have ended.
+State exchanged by replicas and by workers of one machine (``OthersLoad``) is better and earlier than the
+requests that the engine's own gauges show beyond the router's account (``ForeignLoad``), which are used while
+they are fresh; each such prompt is assumed to have the size of this router's prompts there. Only the requests
+that gauges show beyond the others' state at the first decision after the poll are foreign, until the next
+poll: otherwise others' requests would count twice, and stay counted until the next poll after they have
+ended.
 
-Always true: counts are >= 0; gauges that are too old add nothing.
+Invariants: counts are >= 0; gauges that are too old add nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Annotated
 import msgspec
 
 NEWS = 0.1
-"""What the newest value counts in a running mean."""
+"""Weight of the newest value in a running mean."""
 
 
 REQUESTS_MAX = 1_000_000
 TOKENS_MAX = 10_000_000_000
 RECENT_MS_MAX = 100_000_000
-"""Bounds of what one router may state of one engine."""
+"""Bounds of one router's statement about one engine."""
 
 
 class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
     """Totals of other routers at one engine.
 
-    ``running`` and ``waiting`` requests in flight, of which ``tokens`` are yet to be computed, or loaded in
-    the time that so many take to compute; ``recent_ms``: milliseconds of work sent there of late, decayed
+    ``running`` and ``waiting`` requests in flight, of which ``tokens`` are yet to be computed (or loaded,
+    converted to tokens by time); ``recent_ms``: milliseconds of work recently sent there, decayed
     (``LoadSettings.recent_s``).
     """
 
@@ -41,7 +42,7 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
     recent_ms: Annotated[int, msgspec.Meta(ge=0, le=RECENT_MS_MAX)] = 0
 
     def plus(self, other: OthersLoad) -> OthersLoad:
-        """Both together."""
+        """Return the sum of both."""
         return OthersLoad(
             self.running + other.running,
             self.waiting + other.waiting,
@@ -51,7 +52,7 @@ class OthersLoad(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def in_flight(self) -> tuple[int, int, int]:
-        """All but the recent work, which changes by itself."""
+        """All but the recent work, which decays by itself."""
         return self.running, self.waiting, self.tokens
 
 
@@ -59,15 +60,15 @@ NO_OTHERS = OthersLoad()
 
 
 def others_at(engine_id: str, others: Mapping[str, OthersLoad] | None) -> OthersLoad | None:
-    """Their part at one engine, as ``LoadAccount`` is asked with it; None: it is not known."""
+    """Return the part at one engine, for ``LoadAccount``; None: unknown."""
     return None if others is None else others.get(engine_id, NO_OTHERS)
 
 
 class ForeignLoad:
-    """What one engine's gauges show beyond the router's account and what others told.
+    """Requests that one engine's gauges show beyond the router's account and the others' state.
 
-    ``fresh_s``: gauges older than this are not believed; ``tokens``: the size of a foreign prompt until this
-    router has sent some of its own there.
+    ``fresh_s``: older gauges are ignored; ``tokens``: assumed size of a foreign prompt until this router has
+    sent some of its own there.
     """
 
     __slots__ = (
@@ -83,26 +84,26 @@ class ForeignLoad:
         self.running = 0
         self.waiting = 0
         self.unsettled = False
-        """Whether it is open how many of them others have told of."""
+        """Whether it is unknown how many of them are in the others' state."""
 
     def sent(self, tokens: int) -> None:
-        """This router sent a prompt of so many tokens to compute."""
+        """Note a prompt sent by this router with this many tokens to compute."""
         self._mean_tokens += NEWS * (tokens - self._mean_tokens)
 
     def report(self, *, beyond: int, beyond_waiting: int, now: float) -> None:
-        """Gauges polled at ``now`` show so many requests more than the account has, and so many of them
-        waiting; less than none where it has more."""
+        """Set by how many requests gauges polled at ``now`` exceed the account, and how many of them wait;
+        negative if the account has more."""
         self._beyond, self._beyond_waiting = beyond, beyond_waiting
         self._gauges_s, self.unsettled = now, True
 
     def settle(self, told: OthersLoad) -> None:
-        """Of what gauges showed others had told that much; the rest is foreign until the next poll."""
+        """Subtract the others' state from the excess; the rest is foreign until the next poll."""
         self.running, self.waiting = self._shown_beyond(told)
         self.unsettled = False
 
     def with_told(self, told: OthersLoad | None, now: float) -> tuple[int, int, float]:
-        """Running, waiting and tokens to compute of all requests that are not ours. None: what others have
-        there is not known, and all that gauges show is foreign."""
+        """Running, waiting and tokens to compute of all requests that are not ours. None: the others' state
+        is unknown, and the whole excess is foreign."""
         others = NO_OTHERS if told is None else told
         if now - self._gauges_s > self._fresh_s:
             return others.running, others.waiting, others.tokens
@@ -113,11 +114,11 @@ class ForeignLoad:
         return others.running + running, others.waiting + waiting, tokens
 
     def num_waiting(self, now: float) -> int:
-        """Foreign prompts that wait there, as far as gauges tell."""
+        """Foreign prompts that wait there, by the gauges."""
         return self.with_told(None if self.unsettled else NO_OTHERS, now)[1]
 
     def _shown_beyond(self, told: OthersLoad) -> tuple[int, int]:
-        """Running and waiting, of what the gauges showed beyond the account and these."""
+        """Running and waiting of the excess beyond the others' state."""
         foreign = max(0, self._beyond - told.running - told.waiting)
         waiting = min(foreign, max(0, self._beyond_waiting - told.waiting))
         return foreign - waiting, waiting

@@ -1,4 +1,4 @@
-"""KV cache pages of one engine: those its unfinished requests take, and how long a prompt waits for room.
+"""KV cache pages of one engine: pages of its unfinished requests, and the wait of a prompt for room.
 
 vLLM starts a waiting prompt only when free blocks cover all of it (``Scheduler.schedule`` with
 ``scheduler_reserve_full_isl``, vLLM 0.32). An engine whose sequences hold the pool lets prompts wait although
@@ -7,15 +7,14 @@ it computes nothing::
     wait_s = (pages of all unfinished requests + pages of this prompt - blocks) / pages released per second
 
 The rate of release is measured while prompts wait (``_RATE_MEMORY_S``); until then it is Little's law,
-``blocks / residence_s``. The measured rate is lower where prompts are large: two prompts of 0.4 pools leave a
+``blocks / residence_s``. The measured rate is lower if prompts are large: two prompts of 0.4 pools leave a
 fifth of the pool unused.
 
 Unfinished requests share pages (system prompts, sub-agents), which a sum over requests counts twice. The
-gauge ``vllm:kv_cache_usage_perc`` tells the true number: its ratio to the sum over our running requests
+gauge ``vllm:kv_cache_usage_perc`` shows the true number: its ratio to the sum over our running requests
 scales the sum, and usage that the sum does not explain belongs to other clients.
 
-Always true: a wait is not negative; an engine of unknown pool size or layout has none.
-"""
+Invariants: a wait is not negative; an engine of unknown pool size or layout has none."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _STATES_HELD: Final = 2
 _RATE_MEMORY_S: Final = 60.0
 """Time constant of the measured rate of release."""
 _RATE_SECONDS_MIN: Final = 10.0
-"""Waiting seen before the measured rate replaces Little's law."""
+"""Seconds of waiting before the measured rate replaces Little's law."""
 
 
 @lru_cache(maxsize=4096)
@@ -77,19 +76,20 @@ class PageAccount:
 
     def __init__(self) -> None:
         self.free = math.inf
-        """Pages that unfinished requests leave; negative where prompts wait, infinite while unknown."""
+        """Pages left by unfinished requests; negative if prompts wait, infinite while unknown."""
         self.surely_fits_tokens = math.inf
-        """Prompts of no more tokens find room now: one comparison for every engine and decision."""
+        """Prompts with at most this many tokens find room now: one comparison for every engine and
+        decision."""
         self._blocks = 0
         self._groups: Sequence[GroupSpec] = ()
         self._per_token = 0.0  # pages per token of a prompt, at most
-        self._taken = 0  # by our unfinished requests, as if none were shared
-        self._held = 0  # of those, by requests that have begun
+        self._taken = 0  # of our unfinished requests, without sharing
+        self._held = 0  # of those, pages of requests that have begun
         self._scale = 1.0  # pages in use per page in ``_held``, at most 1
         self._foreign = 0.0  # pages in use that our requests do not explain
-        self._residence_s = 0.0  # mean time that a request holds its pages
+        self._residence_s = 0.0  # mean time for which a request holds its pages
         self._released = self._seconds = 0.0  # decayed sums over the time in which prompts waited
-        self._ended_s: float | None = None  # the last end, if prompts waited then
+        self._ended_s: float | None = None  # time of the last end, if prompts waited then
 
     def configure(self, blocks: int, groups: Sequence[GroupSpec]) -> None:
         """Set the size of the pool and the layout of its groups; 0 blocks or no groups: unknown."""
@@ -103,13 +103,13 @@ class PageAccount:
         return prompt_pages(self._groups, tokens) if self._groups and tokens > 0 else 0
 
     def wait_s(self, tokens: int, behind: int = 0) -> float:
-        """Return the seconds until a prompt sent now finds room, which goes before ``behind`` pages of
-        those that wait."""
+        """Return the seconds until a prompt sent now has room, if it precedes ``behind`` pages of waiting
+        prompts."""
         missing = (self.need(tokens) - behind) * self._scale - self.free
         return missing * self._release_s if missing > 0.0 else 0.0
 
     def share(self, tokens: int) -> float:
-        """Return the share of the pool that the prompt takes, 0 where it finds room at once."""
+        """Return the share of the pool that the prompt takes, 0 if there is room at once."""
         pages = self.need(tokens) * self._scale
         return min(1.0, pages / self._blocks) if pages > self.free else 0.0
 
@@ -127,7 +127,7 @@ class PageAccount:
         self._held -= pages
 
     def end(self, pages: int, residence_s: float, now: float) -> None:
-        """Take out a started request, which held its pages for ``residence_s``."""
+        """Remove a started request, which held its pages for ``residence_s``."""
         self._residence_s += (NEWS if self._residence_s else 1.0) * (residence_s - self._residence_s)
         if self.free >= 0:
             self._ended_s = None
@@ -143,7 +143,7 @@ class PageAccount:
         self._settle()
 
     def report(self, usage: float) -> None:
-        """Correct the account by the share of the pool that the engine says is in use."""
+        """Correct the account by the share of the pool that the engine reports as used."""
         used = usage * self._blocks
         explained = used / self._held if used < self._held else 1.0
         self._scale += NEWS * (explained - self._scale)

@@ -1,4 +1,4 @@
-"""How fast each engine prefills, learned from the first tokens it delivers.
+"""Prefill speed of each engine, learned from the first tokens it delivers.
 
 A sample is (tokens computed, seconds in service, running decodes); seconds in service exclude the queue, by
 the router's own account (load.py). The model of one engine is::
@@ -7,13 +7,12 @@ the router's own account (load.py). The model of one engine is::
 
 ``overhead`` and ``interference`` come from prompts that were nearly all cached: a resistant line (Tukey,
 1977: the slope between the medians of the lower and the upper half) through (running, seconds). ``rate`` is
-the median over long prompts of what is left, per token. Medians over the last ``samples_max`` samples: an
-outlier, even several in a row, moves them by a rank and no more.
+the median over long prompts of the rest, per token. Medians over the last ``samples_max`` samples: outliers,
+even several in a row, move them by a rank and no more.
 
 An engine with fewer than ``samples_min`` samples has the fleet's median rate, a fleet without samples the
-configured prior. Without news for ``stale_s`` an engine's rate moves back to the fleet's by half every
-``stale_halflife_s``, so that an engine once slow is tried again. Always true: rates lie within the bounds.
-"""
+configured prior. Without samples for ``stale_s`` an engine's rate moves back to the fleet's by half every
+``stale_halflife_s``, so that an engine once slow is tried again. Invariant: rates lie within the bounds."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ class RateSettings(msgspec.Struct, frozen=True, kw_only=True):
     samples_max: int = 31
     samples_min: int = 5
     long_tokens_min: int = 512
-    """Shorter prompts say more of the overhead than of the rate."""
+    """Shorter prompts show the overhead rather than the rate."""
     cached_tokens_max: int = 64
-    """Prompts with no more uncached tokens than this show the overhead alone."""
+    """Prompts with at most this many uncached tokens show the overhead alone."""
     running_spread_min: int = 4
     """Decodes between the halves' medians below which their slope is noise."""
     same_step_s: float = 0.002
@@ -52,7 +51,7 @@ class RateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillSample(msgspec.Struct, frozen=True, gc=False):
-    """One first token seen: what was computed since the one before, in how long, beside how many decodes."""
+    """One observed first token: tokens computed since the previous one, the time, and the running decodes."""
 
     tokens: int
     service_s: float
@@ -63,7 +62,7 @@ _RUNNING, _SERVICE_S = attrgetter("running"), attrgetter("service_s")
 
 
 class RatesNow(NamedTuple):
-    """What is believed of one engine now; ``samples`` says how much of it is its own."""
+    """Current estimates of one engine; ``samples``: number of its own samples behind them."""
 
     prefill_s_per_token: float
     decode_interference_s: float
@@ -72,9 +71,9 @@ class RatesNow(NamedTuple):
 
 
 class EngineRates:
-    """The samples of one engine and the estimates drawn from them; ``close`` when it leaves the fleet.
+    """Samples of one engine and the estimates from them; ``close`` when it leaves the fleet.
 
-    One writer; times are whatever clock the caller uses.
+    One writer; times are the caller's clock.
     """
 
     __slots__ = (
@@ -86,16 +85,16 @@ class EngineRates:
         self._fleet = fleet
         self._long: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
         self._cached: deque[PrefillSample] = deque(maxlen=fleet.settings.samples_max)
-        self._step: deque[PrefillSample] | None = None  # where the last sample went
+        self._step: deque[PrefillSample] | None = None  # index of the last sample
         self._rate: float | None = None
         self._overhead_s: float | None = None
         self._interference_s: float | None = None
         self._at_s = 0.0
-        self._own: tuple[float, float] = (0.0, 0.0)  # what ``at`` says until then
+        self._own: tuple[float, float] = (0.0, 0.0)  # time until which ``at`` is cached
         self._fresh_until_s = -math.inf
 
     def observe(self, sample: PrefillSample, now: float) -> None:
-        """Learn from one first token. Samples that are neither long nor nearly cached are left out."""
+        """Learn from one first token. Samples that are neither long nor nearly cached are skipped."""
         if not self._keep(sample):
             return
         self._at_s = now
@@ -118,7 +117,7 @@ class EngineRates:
         return own * rate + (1 - own) * fleet.prefill_s_per_token
 
     def at(self, now: float) -> tuple[float, float]:
-        """``prefill_s_per_token`` and ``decode_interference_s``, as every decision asks for them."""
+        """``prefill_s_per_token`` and ``decode_interference_s``, for decisions."""
         if now <= self._fresh_until_s:
             return self._own
         rate, slope = self._rate, self._interference_s
@@ -136,17 +135,17 @@ class EngineRates:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds to a first token when nothing is left to compute and nothing else runs."""
+        """Seconds to a first token if nothing is left to compute and nothing else runs."""
         return self._fleet.overhead_s if self._overhead_s is None else self._overhead_s
 
     def now(self, now: float) -> RatesNow:
-        """All of it, for metrics and explanations."""
+        """All estimates, for metrics and explanations."""
         return RatesNow(
             self.prefill_s_per_token(now), self.decode_interference_s, self.overhead_s, len(self._long)
         )
 
     def close(self) -> None:
-        """The engine left the fleet: it counts no longer towards what is believed of all."""
+        """Remove a closed engine from the fleet's estimates."""
         self._fleet.left(self)
 
     def _keep(self, sample: PrefillSample) -> bool:
@@ -200,32 +199,31 @@ class EngineRates:
 
 
 def _running_between(by_running: Sequence[PrefillSample]) -> float:
-    """The median of what ran, of samples in its order."""
+    """Median number of running decodes of samples sorted by it."""
     half = len(by_running) // 2
     return (by_running[half].running + by_running[-half - 1].running) / 2
 
 
 class FleetRates:
-    """What engines without samples of their own are believed to do: the medians over those that have some,
-    worked out when somebody asks."""
+    """Estimates for engines without samples of their own: medians over the others, computed on demand."""
 
     def __init__(self, settings: RateSettings | None = None) -> None:
         self.settings = settings or RateSettings()
-        self._engines: dict[EngineRates, None] = {}  # those that have learned something
+        self._engines: dict[EngineRates, None] = {}  # engines that have learned something
         self.medians: tuple[float, float, float] | None = None
-        """Prefill, overhead and interference; None: to be worked out (``fit``)."""
+        """Prefill, overhead and interference; None: not computed (``fit``)."""
 
     def engine(self) -> EngineRates:
-        """The rates of one more engine."""
+        """Make the rates of one more engine."""
         return EngineRates(self)
 
     def learned(self, engine: EngineRates) -> None:
-        """An engine's estimates have changed."""
+        """Note changed estimates of an engine."""
         self._engines[engine] = None
         self.medians = None
 
     def left(self, engine: EngineRates) -> None:
-        """The engine counts no longer."""
+        """Remove an engine."""
         if engine in self._engines:
             del self._engines[engine]
             self.medians = None
@@ -246,7 +244,7 @@ class FleetRates:
         return (self.medians or self.fit())[2]
 
     def fit(self) -> tuple[float, float, float]:
-        """Work out ``medians``."""
+        """Compute ``medians``."""
         settings, learned = self.settings, [engine.learned for engine in self._engines]
         rates = [rate for rate, _, _ in learned if rate is not None]
         overheads = [overhead for _, overhead, _ in learned if overhead is not None]

@@ -71,7 +71,7 @@ _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
     "kvatlas": Arm(
-        policy="kvatlas", view="truth", pulls=True, what="place by trunk, account by the exact hit"
+        policy="kvatlas", view="truth", pulls=True, what="place by shared prefix, account by the exact hit"
     ),
     "exact": Arm(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
     "full-attention": Arm(

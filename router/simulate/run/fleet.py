@@ -18,7 +18,7 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
-from router.placement.cost import Choice, chosen, weigh
+from router.placement.cost import Choice, chosen, score
 from router.placement.engine import EngineOrder, order_of
 from router.placement.hold import gap_s, joins_sibling
 from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
@@ -313,9 +313,9 @@ class FleetSim:
         """The engine that answers, the choice of the one that computes, and which that is if another."""
         if self._peer is not None:
             tokens = question.prompt_tokens
-            seen = [PrefixHit(one.hit.gpu_tokens, one.hit.trunk_tokens) for one in candidates]
+            seen = [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
             place, cached = self._peer.place(index, tokens, hashes, seen)
-            choice = chosen(weigh(candidates, tokens, self._knobs), place, "policy")
+            choice = chosen(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
         roles = self._roles
@@ -366,7 +366,7 @@ class FleetSim:
             return None
         kept = keeps(
             tokens,
-            candidate.hit.trunk_tokens,
+            candidate.hit.shared_prefix_tokens,
             alignment=self._alignment,
             hash_block_size=self._scheme.hash_block_size,
             retention_interval=self._setup.retention,
@@ -405,7 +405,7 @@ class FleetSim:
                 held.hit,
                 held.cpu,
                 held.storage,
-                trunk_tokens=max(held.trunk, shared, held.hit + held.cpu + held.storage),
+                shared_prefix_tokens=max(held.shared_prefix, shared, held.hit + held.cpu + held.storage),
                 coming_tokens=coming,
                 common_tokens=shared,
                 confidence="exact" if self._arm.view == "truth" else "shadow",

@@ -227,8 +227,8 @@ class PeerRouter:
         self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
     ) -> list[int]:
         if self._tree is not None:
-            return [one.trunk for one in self._tree.look(prompt_tokens, hashes, 0.0)]
-        found = [one.trunk for one in seen]
+            return [one.shared_prefix for one in self._tree.look(prompt_tokens, hashes, 0.0)]
+        found = [one.shared_prefix for one in seen]
         if self._counts_in_flight:
             flying = [self._leading(engine.active, hashes) for engine in self._engines]
             return [max(one, other) for one, other in zip(found, flying, strict=True)]

@@ -1,8 +1,8 @@
 """A router's view of each engine's cache: exact, its own history, a shadow, or none.
 
 Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
-trunk (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees anyway.
-Nothing but ``OracleView`` ever asks an engine.
+shared prefix (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees
+anyway. Nothing but ``OracleView`` ever asks an engine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from router.simulate.run.tiers import EngineTiers
 
 
 class PrefixHit(NamedTuple):
-    """Of one prompt at one engine, in tokens: what its GPU holds, the trunk, and what it would load beyond
-    the GPU's from host memory or from the store; ``alone``: what its host memory holds by itself."""
+    """Of one prompt at one engine, in tokens: what its GPU holds, the shared prefix, and what it would load
+    beyond the GPU's from host memory or from the store; ``alone``: what its host memory holds by itself."""
 
     hit: int
-    trunk: int
+    shared_prefix: int
     cpu: int = 0
     storage: int = 0
     alone: int = 0
@@ -86,13 +86,13 @@ class OracleView:
         probe = self._pools[0].request([0] * prompt_tokens, hashes=hashes)
         found = []
         for pool, outside in zip(self._pools, self._tiers, strict=True):
-            hit, trunk = pool.find_prefix(probe)
+            hit, shared_prefix = pool.find_prefix(probe)
             cpu = storage = alone = 0
             if outside is not None:
                 alone = outside.held_alone(probe) if self._pulls else 0
                 end, medium, _ = outside.reach(probe, hit, now)
                 cpu, storage = (end - hit, 0) if medium == "CPU" else (0, end - hit)
-            found.append(PrefixHit(hit, trunk, cpu, storage, alone))
+            found.append(PrefixHit(hit, shared_prefix, cpu, storage, alone))
         return found
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -259,7 +259,7 @@ class Roles:
         if found.partner is not None:
             choice = found.partner.choice
             return place, choice, choice.index
-        return place, chosen(found.weighed, found.decode, "cheapest"), None
+        return place, chosen(found.scored, found.decode, "cheapest"), None
 
     def fetch(self, prompt_tokens: int) -> Fetch:
         """Tokens that the decode engine requests; it computes the last token before a recurrent state
@@ -271,5 +271,5 @@ class Roles:
     def _lacks(self, candidate: Candidate, prompt_tokens: int) -> int:
         """A model with recurrent states is always sent them, so the full-attention prefix counts."""
         hit = candidate.hit
-        has = max(hit.soon_tokens, hit.trunk_tokens) if self._states else hit.soon_tokens
+        has = max(hit.soon_tokens, hit.shared_prefix_tokens) if self._states else hit.soon_tokens
         return max(0, prompt_tokens - has)

@@ -93,8 +93,11 @@ def test_a_reset_that_names_the_connector_empties_the_host_too(url: str) -> None
 def test_a_hundred_and_twenty_at_once_in_a_pool_for_three(url: str) -> None:
     """Five beginnings, every request asked three times in random order: preemptions, evictions, loads."""
     rng = random.Random(5)
-    trunks = [prompt(2000 + seed, 640) for seed in range(5)]
-    asked = [trunk[: rng.randint(200, 640)] + prompt(3000 + i, 40) for i, trunk in enumerate(trunks * 8)]
+    shared_prefixes = [prompt(2000 + seed, 640) for seed in range(5)]
+    asked = [
+        shared_prefix[: rng.randint(200, 640)] + prompt(3000 + i, 40)
+        for i, shared_prefix in enumerate(shared_prefixes * 8)
+    ]
     reference = [complete(url, one, max_tokens=12) for one in asked]
     settled(url)
     forget(url)

@@ -117,15 +117,17 @@ def trace(seed: int, turns: int = 24) -> list[Turn]:
     def text(length: int) -> list[int]:
         return [rng.randrange(3, 900) for _ in range(length)]
 
-    trunks = [text(rng.randint(80, 260)) for _ in range(4)]
+    shared_prefixes = [text(rng.randint(80, 260)) for _ in range(4)]
     made = []
     for _ in range(turns):
-        trunk = rng.choice(trunks)
-        kept = rng.choice([len(trunk), rng.randint(20, len(trunk))])
+        shared_prefix = rng.choice(shared_prefixes)
+        kept = rng.choice([len(shared_prefix), rng.randint(20, len(shared_prefix))])
         follows = rng.random() < 0.4
         made.append(
             Turn(
-                prompt=text(rng.randint(1, 40)) if follows else trunk[:kept] + text(rng.choice([0, 1, 30])),
+                prompt=text(rng.randint(1, 40))
+                if follows
+                else shared_prefix[:kept] + text(rng.choice([0, 1, 30])),
                 max_tokens=rng.choice([1, 30, 60]),
                 follows=follows,
                 forget=rng.random() < 0.6,

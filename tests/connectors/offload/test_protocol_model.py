@@ -19,7 +19,7 @@ pytest.importorskip("numpy", reason="needs numpy")
 
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine
 
-TRUNKS = [[(trunk * 7 + i * 3) % 40 for i in range(40)] for trunk in range(3)]
+TRUNKS = [[(shared_prefix * 7 + i * 3) % 40 for i in range(40)] for shared_prefix in range(3)]
 
 
 class Protocol(RuleBasedStateMachine):
@@ -35,14 +35,14 @@ class Protocol(RuleBasedStateMachine):
         )
 
     @rule(
-        trunk=st.sampled_from(TRUNKS),
+        shared_prefix=st.sampled_from(TRUNKS),
         shared=st.integers(1, 40),
         own=st.integers(0, 9),
         answer=st.integers(1, 9),
     )
-    def add(self, trunk: list[int], shared: int, own: int, answer: int) -> None:
+    def add(self, shared_prefix: list[int], shared: int, own: int, answer: int) -> None:
         if len(self.engine.requests) < 6:
-            self.engine.add(trunk[:shared] + [own] * own + [1], answer)
+            self.engine.add(shared_prefix[:shared] + [own] * own + [1], answer)
 
     @rule(budget=st.integers(1, 32))
     def step(self, budget: int) -> None:
@@ -103,8 +103,8 @@ def test_the_model_loads_preempts_and_fails() -> None:
     engine.engines[0].failure_rate = 0.05
     for _ in range(1500):
         if len(engine.requests) < 5 and rng.random() < 0.4:
-            trunk = rng.choice(TRUNKS)
-            engine.add([*trunk[: rng.randint(20, 40)], rng.randrange(50)], rng.randint(1, 8))
+            shared_prefix = rng.choice(TRUNKS)
+            engine.add([*shared_prefix[: rng.randint(20, 40)], rng.randrange(50)], rng.randint(1, 8))
         if (loading := engine.in_state("loading")) and rng.random() < 0.05:
             engine.finish(rng.choice(loading))
         engine.step(24)

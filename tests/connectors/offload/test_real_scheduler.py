@@ -58,16 +58,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_load(core: SimEngineCore, seed: int, *, requests: int = 40) -> None:
     """Random prompts that share beginnings, aborts (also of requests that wait for a load) and resets."""
     rng = random.Random(seed)
-    trunks = [[rng.randrange(3, 900) for _ in range(rng.randint(80, 260))] for _ in range(5)]
+    shared_prefixes = [[rng.randrange(3, 900) for _ in range(rng.randint(80, 260))] for _ in range(5)]
     asked: list[list[int]] = []
     live: list[Any] = []
     added = 0
     while added < requests or core.busy:
         if added < requests and rng.random() < 0.3:
-            trunk = rng.choice(trunks)
-            kept = len(trunk) if rng.random() < 0.6 else rng.randint(20, len(trunk))
+            shared_prefix = rng.choice(shared_prefixes)
+            kept = len(shared_prefix) if rng.random() < 0.6 else rng.randint(20, len(shared_prefix))
             own = [rng.randrange(3, 900) for _ in range(rng.randint(1, 70))]
-            tokens = trunk[:kept] + own
+            tokens = shared_prefix[:kept] + own
             if asked and rng.random() < 0.4:  # the same again, or the next turn
                 tokens = [*rng.choice(asked), *own[: rng.choice((0, 0, 30))]][:LONGEST_PROMPT]
             asked.append(tokens)

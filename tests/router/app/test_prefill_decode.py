@@ -237,7 +237,7 @@ def test_of_a_mamba_model_the_full_attention_prefix_is_not_transferred_again() -
                 _, told = await rig.ask("POST", "/kvatlas/explain", more)
                 (found,) = [one for one in told["engines"] if one["engine"] == d.base_url]
                 await rig.ask("POST", "/v1/completions", more)
-            assert found["hit_tokens"]["GPU"] < found["trunk_tokens"] == 400
+            assert found["hit_tokens"]["GPU"] < found["shared_prefix_tokens"] == 400
             fetched = d.scheduler.stats.external_prefix_cache_hits
             assert (told["split"]["transfer_tokens"], fetched) == (400, 399)
 

@@ -59,7 +59,7 @@ def test_one_hot_text_does_not_flood_its_engine() -> None:
         known = affinity.match(keys)
         engines = [
             make_candidate(
-                e, hit_tokens=(est := text_tokens(known.get(e, 0), 800)), trunk_tokens=est, queue_s=q
+                e, hit_tokens=(est := text_tokens(known.get(e, 0), 800)), shared_prefix_tokens=est, queue_s=q
             )
             for e, q in queues.items()
         ]

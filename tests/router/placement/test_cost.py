@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
-from router.placement.cost import choose, cost, weigh, within_bound, within_level
+from router.placement.cost import choose, cost, score, within_bound, within_level
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
 
@@ -30,7 +30,7 @@ def test_cost_is_the_stated_formula() -> None:
     candidate = make_candidate(
         "e",
         hit_tokens=1000,
-        trunk_tokens=5000,
+        shared_prefix_tokens=5000,
         cpu_tokens=2000,
         queue_s=0.7,
         running=10,
@@ -51,8 +51,8 @@ def test_cost_is_the_stated_formula() -> None:
 
 def test_what_is_computed_again_is_no_gain() -> None:
     """Bounded replay: of a hit, a window is computed again."""
-    plain = make_candidate("e", hit_tokens=1000, trunk_tokens=3000, prefill_s_per_token=0.001)
-    replays = make_candidate("e", hit_tokens=1000, trunk_tokens=3000, prefill_s_per_token=0.001)
+    plain = make_candidate("e", hit_tokens=1000, shared_prefix_tokens=3000, prefill_s_per_token=0.001)
+    replays = make_candidate("e", hit_tokens=1000, shared_prefix_tokens=3000, prefill_s_per_token=0.001)
     replays.hit.replay_tokens = 128
     without, with_replay = (cost(candidate, 8000, DEFAULTS) for candidate in (plain, replays))
     assert with_replay.uncached_tokens == without.uncached_tokens + 128
@@ -90,18 +90,18 @@ def test_waiting_for_pages_counts_in_part_and_is_predicted_whole() -> None:
 
 
 def test_beliefs_beyond_the_prompt_are_clamped_to_all_but_its_last_token() -> None:
-    parts = cost(make_candidate("e", hit_tokens=500, trunk_tokens=900, cpu_tokens=50), 100, DEFAULTS)
+    parts = cost(make_candidate("e", hit_tokens=500, shared_prefix_tokens=900, cpu_tokens=50), 100, DEFAULTS)
     assert parts.uncached_tokens == 1
     assert parts.credit_s == 0
     assert parts.load_s == 0
-    low_trunk = cost(make_candidate("e", hit_tokens=50, trunk_tokens=10), 100, DEFAULTS)
-    assert low_trunk.credit_s == 0
-    assert low_trunk.trunk_tokens == 50
+    low_shared_prefix = cost(make_candidate("e", hit_tokens=50, shared_prefix_tokens=10), 100, DEFAULTS)
+    assert low_shared_prefix.credit_s == 0
+    assert low_shared_prefix.shared_prefix_tokens == 50
 
 
 def test_the_exact_hit_wins_on_equal_engines() -> None:
     engines = fleet(4)
-    engines[2] = changed(engines[2], hit_tokens=4096, trunk_tokens=4096)
+    engines[2] = changed(engines[2], hit_tokens=4096, shared_prefix_tokens=4096)
     choice = choose(engines, 8192, DEFAULTS)
     assert choice.index == 2
     assert choice.reason == "cheapest"
@@ -109,20 +109,20 @@ def test_the_exact_hit_wins_on_equal_engines() -> None:
     assert [c.engine_id for c in choice.costs] == [e.engine_id for e in engines]
 
 
-def test_trunk_draws_siblings_together_and_beta_zero_does_not() -> None:
-    trunk = make_candidate("trunk", trunk_tokens=6000, queue_s=0.3)
+def test_shared_prefix_draws_siblings_together_and_beta_zero_does_not() -> None:
+    shared_prefix = make_candidate("shared_prefix", shared_prefix_tokens=6000, queue_s=0.3)
     other = make_candidate("other")
-    assert choose([trunk, other], 8000, DEFAULTS).engine_id == "trunk"
-    assert choose([trunk, other], 8000, PolicySettings(beta=0.0)).engine_id == "other"
+    assert choose([shared_prefix, other], 8000, DEFAULTS).engine_id == "shared_prefix"
+    assert choose([shared_prefix, other], 8000, PolicySettings(beta=0.0)).engine_id == "other"
     # whatever draws it there, the account is charged with what the engine has to compute
-    assert choose([trunk, other], 8000, DEFAULTS).uncached_tokens == 8000
+    assert choose([shared_prefix, other], 8000, DEFAULTS).uncached_tokens == 8000
 
 
 @pytest.mark.parametrize("premium", [0.0, 0.5, 1.0])
 def test_a_cached_prefix_is_worth_its_prefill_and_the_premium_and_no_more(premium: float) -> None:
     knobs = PolicySettings(eviction_premium=premium)
     worth_s = (1 + premium) * 4000 * RATE
-    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=worth_s + 0.1)
+    cached = make_candidate("cached", hit_tokens=4000, shared_prefix_tokens=4000, queue_s=worth_s + 0.1)
     idle = make_candidate("idle")
     assert choose([cached, idle], 8000, knobs).engine_id == "idle"
     shorter = changed(cached, queue_s=worth_s - 0.1)
@@ -139,8 +139,8 @@ def test_the_account_is_charged_without_the_premium() -> None:
 
 
 def test_offloaded_blocks_beat_computing_and_lose_to_gpu_blocks() -> None:
-    gpu = make_candidate("gpu", hit_tokens=4000, trunk_tokens=4000)
-    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
+    gpu = make_candidate("gpu", hit_tokens=4000, shared_prefix_tokens=4000)
+    cpu = make_candidate("cpu", cpu_tokens=4000, shared_prefix_tokens=4000)
     none = make_candidate("none")
     slow = PolicySettings(load_s_per_token=RATE / 4)
     assert choose([none, cpu], 8000, slow).engine_id == "cpu"
@@ -162,8 +162,8 @@ def test_every_medium_costs_its_own_time() -> None:
 
 
 def test_slow_storage_is_worth_less_than_host_memory() -> None:
-    cpu = make_candidate("cpu", cpu_tokens=4000, trunk_tokens=4000)
-    storage = make_candidate("storage", storage_tokens=4000, trunk_tokens=4000)
+    cpu = make_candidate("cpu", cpu_tokens=4000, shared_prefix_tokens=4000)
+    storage = make_candidate("storage", storage_tokens=4000, shared_prefix_tokens=4000)
     none = make_candidate("none")
     assert choose([none, storage, cpu], 8000, DEFAULTS).engine_id == "cpu"
     assert choose([none, storage], 8000, DEFAULTS).engine_id == "storage"
@@ -171,7 +171,7 @@ def test_slow_storage_is_worth_less_than_host_memory() -> None:
 
 def test_where_prompts_are_loaded_every_request_an_engine_has_costs_and_elsewhere_none_does() -> None:
     knobs = PolicySettings(sequence_s=0.05)
-    loads = make_candidate("loads", cpu_tokens=4000, trunk_tokens=4000, running=3, waiting=1)
+    loads = make_candidate("loads", cpu_tokens=4000, shared_prefix_tokens=4000, running=3, waiting=1)
     computes = make_candidate("computes", running=2)
     for candidate, sequences in zip(choose([loads, computes], 8000, knobs).costs, (4, 2), strict=True):
         plain = cost(loads if sequences == 4 else computes, 8000, PolicySettings(sequence_s=0.0))
@@ -185,8 +185,8 @@ def test_where_prompts_are_loaded_every_request_an_engine_has_costs_and_elsewher
 
 def test_scarce_pages_have_a_price_whether_computed_or_loaded_and_only_beside_loads() -> None:
     knobs = PolicySettings(scarcity_premium=2.0)
-    held = make_candidate("held", hit_tokens=6000, trunk_tokens=6000, queue_s=1.0)
-    loads = make_candidate("loads", cpu_tokens=6000, trunk_tokens=6000)
+    held = make_candidate("held", hit_tokens=6000, shared_prefix_tokens=6000, queue_s=1.0)
+    loads = make_candidate("loads", cpu_tokens=6000, shared_prefix_tokens=6000)
     computes = make_candidate("computes")
 
     def charged(late_s: float, *candidates: Candidate) -> list[float]:
@@ -219,7 +219,7 @@ def test_what_a_prompt_in_flight_leaves_is_not_computed_nor_loaded_again() -> No
 
 
 def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
-    cached = make_candidate("cached", hit_tokens=4000, trunk_tokens=4000, queue_s=0.4)  # saves 0.5 s
+    cached = make_candidate("cached", hit_tokens=4000, shared_prefix_tokens=4000, queue_s=0.4)  # saves 0.5 s
     half = PolicySettings(saving_factor=0.5, eviction_premium=0.0)
     choice = choose([cached, make_candidate("idle")], 8000, half)
     assert (choice.engine_id, choice.reason) == ("idle", "bounded")
@@ -231,7 +231,7 @@ def test_a_saving_factor_below_one_trades_hits_for_even_queues() -> None:
 
 def test_the_saving_is_measured_against_the_best_of_the_shortest_queues() -> None:
     slow = make_candidate("a-slow", prefill_s_per_token=3 * RATE)
-    chosen = make_candidate("cached", hit_tokens=7200, trunk_tokens=7200, queue_s=0.8)
+    chosen = make_candidate("cached", hit_tokens=7200, shared_prefix_tokens=7200, queue_s=0.8)
     choice = choose([slow, make_candidate("fast"), chosen], 8000, PolicySettings(saving_factor=0.5))
     assert choice.engine_id == "fast"
 
@@ -264,12 +264,12 @@ def test_noise_of_learned_rates_does_not_draw_every_cold_prompt_to_one_engine() 
     assert chosen == set(range(8))
 
 
-def test_equal_costs_go_to_the_longer_trunk() -> None:
+def test_equal_costs_go_to_the_longer_shared_prefix() -> None:
     credit_s = DEFAULTS.beta * (1 + DEFAULTS.eviction_premium) * 4000 * RATE
-    with_trunk = make_candidate("with", trunk_tokens=4000, queue_s=credit_s)
+    with_shared_prefix = make_candidate("with", shared_prefix_tokens=4000, queue_s=credit_s)
     without = make_candidate("without")
     for key in range(20):
-        choice = choose([without, with_trunk], 8000, DEFAULTS, prompt_key=key)
+        choice = choose([without, with_shared_prefix], 8000, DEFAULTS, prompt_key=key)
         assert (choice.engine_id, choice.reason) == ("with", "tie")
 
 
@@ -284,7 +284,7 @@ def test_a_starved_engine_gets_the_next_cold_prompt_even_if_it_seems_slower() ->
 
 def test_a_probe_gives_up_no_saving_and_stays_within_its_price() -> None:
     slow = make_candidate("slow", prefill_s_per_token=3 * RATE, idle_s=1e9)
-    warm = make_candidate("warm", hit_tokens=1000, trunk_tokens=1000)
+    warm = make_candidate("warm", hit_tokens=1000, shared_prefix_tokens=1000)
     assert choose([slow, warm], 2000, DEFAULTS).engine_id == "warm"
     cold = make_candidate("cold")
     assert choose([slow, cold], 20_000, DEFAULTS).engine_id == "cold"  # 5 s dearer
@@ -336,7 +336,7 @@ def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
         make_candidate,
         engine_id=st.uuids().map(str),
         hit_tokens=st.integers(0, 20_000),
-        trunk_tokens=st.integers(0, 20_000),
+        shared_prefix_tokens=st.integers(0, 20_000),
         cpu_tokens=st.integers(0, 5000),
         storage_tokens=st.integers(0, 5000),
         queue_s=st.floats(0, 50),
@@ -380,7 +380,7 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
     requests=st.lists(
         st.tuples(
             st.integers(1, 20_000),  # prompt tokens
-            st.integers(0, 7),  # engine that holds a trunk of it
+            st.integers(0, 7),  # engine that holds a shared prefix of it
             st.floats(0, 1),  # share held
             st.floats(0, 1),  # share of that which is an exact hit
             st.floats(0, 0.5),  # seconds until it arrives
@@ -408,8 +408,10 @@ def test_queues_never_drift_apart_by_more_than_the_bound(
         engines = [
             make_candidate(f"e{i}", queue_s=queue, prefill_s_per_token=RATE) for i, queue in enumerate(queues)
         ]
-        trunk = int(share * prompt_tokens)
-        engines[holder] = changed(engines[holder], trunk_tokens=trunk, hit_tokens=int(trunk * exact_share))
+        shared_prefix = int(share * prompt_tokens)
+        engines[holder] = changed(
+            engines[holder], shared_prefix_tokens=shared_prefix, hit_tokens=int(shared_prefix * exact_share)
+        )
         choice = choose(engines, prompt_tokens, knobs, prompt_key=prompt_tokens)
         queues[choice.index] += choice.uncached_tokens * RATE
         assert max(queues) - min(queues) <= bound + 1e-9
@@ -444,12 +446,12 @@ def test_an_engine_is_within_the_service_level_by_the_predicted_first_token(
     )
     predicted_s = cost(candidate, 8000, DEFAULTS).first_token_s + 0.002 * running + own_s
     if abs(predicted_s - left_s) > 1e-6:
-        assert within_level(weigh([candidate], 8000, DEFAULTS), [own_s], left_s) == [predicted_s < left_s]
+        assert within_level(score([candidate], 8000, DEFAULTS), [own_s], left_s) == [predicted_s < left_s]
 
 
 def test_tokens_that_are_computed_again_count_for_a_service_level() -> None:
     replayed = make_candidate("e", hit_tokens=7000, prefill_s_per_token=RATE)
     replayed.hit.replay_tokens = 128
-    weighed = weigh([replayed], 8000, DEFAULTS)
-    assert weighed.first_token_s(0) == pytest.approx(cost(replayed, 8000, DEFAULTS).first_token_s)
-    assert weighed.first_token_s(0) == pytest.approx(RATE * 1128)
+    scored = score([replayed], 8000, DEFAULTS)
+    assert scored.first_token_s(0) == pytest.approx(cost(replayed, 8000, DEFAULTS).first_token_s)
+    assert scored.first_token_s(0) == pytest.approx(RATE * 1128)

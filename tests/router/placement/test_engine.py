@@ -82,7 +82,7 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
     one.load.admit(uncached_tokens=800, now=NOW)
     asked = PromptView(
         5000,
-        held(hit_tokens=1000, cpu_tokens=200, storage_tokens=300, trunk_tokens=1200),
+        held(hit_tokens=1000, cpu_tokens=200, storage_tokens=300, shared_prefix_tokens=1200),
         {one.engine_id: 2000},
         {one.engine_id: 1500},
         {one.engine_id: OthersLoad(running=2, waiting=1, tokens=400)},
@@ -92,7 +92,7 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
     assert found.queue_s == pytest.approx(1200 * found.prefill_s_per_token)
     hit = found.hit
     assert (hit.gpu_tokens, hit.cpu_tokens, hit.storage_tokens) == (1000, 200, 300)
-    assert (hit.trunk_tokens, hit.coming_tokens, hit.confidence) == (2000, 1500, "exact")
+    assert (hit.shared_prefix_tokens, hit.coming_tokens, hit.confidence) == (2000, 1500, "exact")
     assert (hit.soon_tokens, hit.near_tokens, hit.whole_tokens) == (1500, 1500, 1500)
     assert hit.by_medium == {"GPU": 1500, "CPU": 0, "STORAGE": 0}
 
@@ -101,15 +101,15 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
 def test_what_a_feed_missed_is_taken_off(missing: int) -> None:
     one = engine()
     one.feed = FeedStats(state=FeedState.DEGRADED, known_batches=9, missing_batches=missing)
-    found = one.hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, alignment=16)))
+    found = one.hit(PromptView(5000, held(hit_tokens=1600, shared_prefix_tokens=1600, alignment=16)))
     assert found.gpu_tokens == 1600 * 9 // (9 + missing) // 16 * 16
     assert (found.confidence, found.mode) == ("degraded", "native")
-    assert found.trunk_tokens == 1600
+    assert found.shared_prefix_tokens == 1600
 
 
-def test_what_nobody_keeps_up_to_date_is_a_trunk_and_nothing_to_count_on() -> None:
-    found = engine().hit(PromptView(5000, held(hit_tokens=1600, trunk_tokens=1600, stale=True)))
-    assert (found.whole_tokens, found.trunk_tokens, found.confidence) == (0, 1600, "none")
+def test_what_nobody_keeps_up_to_date_is_a_shared_prefix_and_nothing_to_count_on() -> None:
+    found = engine().hit(PromptView(5000, held(hit_tokens=1600, shared_prefix_tokens=1600, stale=True)))
+    assert (found.whole_tokens, found.shared_prefix_tokens, found.confidence) == (0, 1600, "none")
 
 
 def test_an_engine_that_never_stored_a_block_is_known_to_be_empty() -> None:

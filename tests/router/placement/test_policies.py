@@ -46,21 +46,21 @@ def test_every_arm_needs_a_candidate_and_explains_itself(name: str) -> None:
 
 
 def test_where_the_arms_differ() -> None:
-    """One engine holds a trunk, one an exact hit, one nothing but the shortest queue."""
+    """One engine holds a shared prefix, one an exact hit, one nothing but the shortest queue."""
     engines = [
-        make_candidate("trunk", trunk_tokens=7000, queue_s=0.2),
-        make_candidate("hit", hit_tokens=1500, trunk_tokens=1500, queue_s=0.2),
+        make_candidate("shared_prefix", shared_prefix_tokens=7000, queue_s=0.2),
+        make_candidate("hit", hit_tokens=1500, shared_prefix_tokens=1500, queue_s=0.2),
         make_candidate("free", queue_s=0.1),
     ]
     ask = PlacementRequest(8000)
-    assert place("kvatlas", engines, ask) == "trunk"
-    assert place("full-attention", engines, ask) == "trunk"
+    assert place("kvatlas", engines, ask) == "shared_prefix"
+    assert place("full-attention", engines, ask) == "shared_prefix"
     assert place("exact", engines, ask) == "hit"
     assert place("least-load", engines, ask) == "free"
 
 
 def test_the_full_attention_arm_charges_what_it_believes() -> None:
-    engines = [make_candidate("trunk", trunk_tokens=7000), make_candidate("other")]
+    engines = [make_candidate("shared_prefix", shared_prefix_tokens=7000), make_candidate("other")]
     assert (
         policy("full-attention")(engines, PlacementRequest(8000), DEFAULTS, ArmState()).uncached_tokens
         == 1000
@@ -70,7 +70,7 @@ def test_the_full_attention_arm_charges_what_it_believes() -> None:
 
 def test_the_exact_arm_does_not_see_prompts_in_flight() -> None:
     engines = [
-        make_candidate("soon", coming_tokens=7000, trunk_tokens=7000, queue_s=0.2),
+        make_candidate("soon", coming_tokens=7000, shared_prefix_tokens=7000, queue_s=0.2),
         make_candidate("free", queue_s=0.0),
     ]
     assert place("kvatlas", engines, PlacementRequest(8000)) == "soon"

@@ -21,7 +21,7 @@ def holder(queue_s: float, held: int = 36_000) -> list[Candidate]:
     """An engine that holds a long prefix, with a queue, and one that is free and holds nothing."""
     return [
         make_candidate(
-            "holder", hit_tokens=held, trunk_tokens=held, queue_s=queue_s, prefill_s_per_token=RATE
+            "holder", hit_tokens=held, shared_prefix_tokens=held, queue_s=queue_s, prefill_s_per_token=RATE
         ),
         make_candidate("free", prefill_s_per_token=RATE),
     ]
@@ -90,12 +90,12 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
         make_candidate(
             f"e{n}",
             hit_tokens=held,
-            trunk_tokens=trunk,
+            shared_prefix_tokens=shared_prefix,
             queue_s=queue_s,
             running=running,
             prefill_s_per_token=RATE,
         )
-        for n, (held, trunk, queue_s, running) in enumerate(drawn)
+        for n, (held, shared_prefix, queue_s, running) in enumerate(drawn)
     ]
     held = data.draw(st.lists(st.integers(0, PROMPT), min_size=len(drawn), max_size=len(drawn)))
     busy = data.draw(st.lists(st.floats(0, 3), min_size=len(drawn), max_size=len(drawn)))
@@ -110,5 +110,5 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
     assert pull.end <= min(held[pull.source], PROMPT - 1)
     assert 0 < pull.tokens == pull.end - min(target.hit.whole_tokens, PROMPT - 1)
     assert choice.uncached_tokens == PROMPT - pull.end
-    assert choice.cost.total_s < min(before.weighed.totals)
+    assert choice.cost.total_s < min(before.scored.totals)
     assert pull.link_s < max(source.queue_s, source.room_s), "else it is served sooner at its source"

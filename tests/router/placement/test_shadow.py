@@ -29,7 +29,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def look(shadow: Shadow, prompt: list[int]) -> tuple[int, int]:
-    """Hit and trunk."""
+    """Hit and shared prefix."""
     return shadow.lookup(ShadowPrompt(prompt, hashes_of(prompt)))
 
 
@@ -43,7 +43,7 @@ def test_a_served_prompt_is_a_hit_for_the_next_turn() -> None:
     assert stats.prompts == 1
 
 
-def test_retention_leaves_a_trunk_without_a_hit_until_the_junction_was_visited() -> None:
+def test_retention_leaves_a_shared_prefix_without_a_hit_until_the_junction_was_visited() -> None:
     rng, shadow = random.Random(2), Shadow(ShadowSpec(groups=HYBRID, num_blocks=200))
     system = tokens(rng, 320)
     first, second, third = (system + tokens(rng, 100) for _ in range(3))

@@ -88,7 +88,7 @@ def test_rules_follow_the_engines_retention_without_events() -> None:
     rules.prefilled(1, 1300, hashes)
     assert rules.look(1300, hashes, 0.0) == [NOTHING, PrefixHit(1280, 1280)]
     branch = rules.look(700, hashes[:10], 0.0)[1]
-    assert branch.hit < branch.trunk == 640, "the window's blocks at the branch were not kept"
+    assert branch.hit < branch.shared_prefix == 640, "the window's blocks at the branch were not kept"
 
 
 def test_the_blind_see_nothing() -> None:

@@ -139,9 +139,11 @@ def test_a_real_pool_is_never_taken_for_anything_but_per_copy(seed: int) -> None
     num_blocks = rng.choice((60, 200))
     pool = HybridBlockPool(groups, num_blocks=num_blocks, scheme=HashScheme(hash_block_size=16))
     e = engine()
-    trunks = [[rng.randrange(1000) for _ in range(128)] for _ in range(3)]
+    shared_prefixes = [[rng.randrange(1000) for _ in range(128)] for _ in range(3)]
     for _ in range(400):
-        tokens = rng.choice(trunks)[: 16 * rng.randint(1, 8)] + [rng.randrange(1000)] * rng.randint(0, 40)
+        tokens = rng.choice(shared_prefixes)[: 16 * rng.randint(1, 8)] + [rng.randrange(1000)] * rng.randint(
+            0, 40
+        )
         request = pool.request(tokens)
         started = pool.start(request)
         if started is not None:

@@ -235,16 +235,16 @@ def test_unused_groups_are_not_asked() -> None:
     assert hit(layout, 100, {0: range(3)}) == 48
 
 
-def test_trunk_is_what_full_attention_alone_would_serve() -> None:
+def test_shared_prefix_is_what_full_attention_alone_would_serve() -> None:
     layout = layout_of(full(0), window(1, 64))
     hits = evaluate_one(layout, 200, {0: range(9), 1: range(2, 6)}, detail=True)
-    assert (hits.hit[0], hits.trunk[0]) == (96, 144)
+    assert (hits.hit[0], hits.shared_prefix[0]) == (96, 144)
     assert [tokens[0] for tokens in hits.by_class] == [144, 96]
 
 
-def test_without_full_attention_the_trunk_is_the_hit() -> None:
+def test_without_full_attention_the_shared_prefix_is_the_hit() -> None:
     hits = evaluate_one(layout_of(window(0, 64)), 200, {0: range(2, 6)})
-    assert hits.trunk == hits.hit
+    assert hits.shared_prefix == hits.hit
 
 
 def test_engines_of_a_word_are_evaluated_apart() -> None:

@@ -160,10 +160,10 @@ def test_engines_that_all_hold_the_same_are_asked_as_often_as_one() -> None:
 def test_a_hit_is_aligned_and_leaves_a_token(case: tuple[CacheLayout, int, Units]) -> None:
     layout, num_tokens, units = case
     hits = evaluate_one(layout, num_tokens, units, detail=True)
-    for tokens in (hits.hit[0], hits.trunk[0], *(by_class[0] for by_class in hits.by_class)):
+    for tokens in (hits.hit[0], hits.shared_prefix[0], *(by_class[0] for by_class in hits.by_class)):
         assert tokens % layout.alignment == 0
         assert 0 <= tokens <= num_tokens - 1
-    assert hits.hit[0] <= hits.trunk[0]
+    assert hits.hit[0] <= hits.shared_prefix[0]
     if not order_matters(layout):
         assert all(hits.hit[0] <= by_class[0] for by_class in hits.by_class)
     assert not any(layout.classes[0].family is not Family.CHUNKED and tokens for tokens in hits.hit[1:])
@@ -178,7 +178,7 @@ def test_more_blocks_never_shorten_a_hit(case: tuple[CacheLayout, int, Units], d
     joined = {group: units[group] | more[group] for group in units}
     before, after = evaluate_one(layout, num_tokens, units), evaluate_one(layout, num_tokens, joined)
     assert after.hit[0] >= before.hit[0]
-    assert after.trunk[0] >= before.trunk[0]
+    assert after.shared_prefix[0] >= before.shared_prefix[0]
 
 
 @settings(max_examples=examples(80), deadline=None)

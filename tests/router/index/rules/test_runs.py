@@ -40,7 +40,7 @@ def _held(draw: st.DrawFn, layout: CacheLayout, num_tokens: int) -> Rows:
 
 
 def _by_bit(hits: WordHits) -> tuple[list[int], list[int]]:
-    return hits.hit, hits.trunk
+    return hits.hit, hits.shared_prefix
 
 
 @given(st.data())

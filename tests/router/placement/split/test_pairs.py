@@ -73,7 +73,7 @@ def test_without_a_weight_for_them_nobody_is_spared() -> None:
 
 
 def test_a_hit_at_the_prefill_engine_is_worth_a_transfer() -> None:
-    assert partner(planned([side("d")], [side("p", hit_tokens=7000, trunk_tokens=7000)])) == "p"
+    assert partner(planned([side("d")], [side("p", hit_tokens=7000, shared_prefix_tokens=7000)])) == "p"
 
 
 def test_a_queue_at_the_prefill_engine_is_not() -> None:
@@ -82,7 +82,7 @@ def test_a_queue_at_the_prefill_engine_is_not() -> None:
 
 
 def test_below_the_floor_nothing_is_sent() -> None:
-    held = {"hit_tokens": TOKENS - 200, "trunk_tokens": TOKENS - 200}
+    held = {"hit_tokens": TOKENS - 200, "shared_prefix_tokens": TOKENS - 200}
     found = planned([side("d", running=50, **held)], [side("p")])
     assert (partner(found), found.why, found.remote_s) == (None, "short", None)
 
@@ -122,7 +122,7 @@ def _made(prefix: str, drawn: list[tuple[int, float, int, str | None, int]]) -> 
         side(
             f"{prefix}{i}",
             hit_tokens=hit,
-            trunk_tokens=hit,
+            shared_prefix_tokens=hit,
             queue_s=queue_s,
             running=running,
             version=version,

@@ -92,9 +92,9 @@ def test_a_hit_lacks_no_block_and_a_longer_one_does(path: Path) -> None:
         if found.next_boundary is not None:
             assert found.next_boundary.missing_blocks > 0
             assert found.ended_by is not None
-        if found.trunk_boundary is not None:
+        if found.shared_prefix_boundary is not None:
             labels = [c.label for c in layout.classes if c.family == "full"]
-            assert not set(labels) & set(found.trunk_boundary.by_class)
+            assert not set(labels) & set(found.shared_prefix_boundary.by_class)
     assert checked or "eagle" in path.name
 
 
@@ -115,9 +115,9 @@ def test_masked(tmp_path: Path) -> None:
     other = PROMPT[: 5 * BLOCK] + tokens(BLOCK * 2, seed=5)
     found = one(path, other)
     assert found.hit_tokens == 0
-    assert found.trunk_tokens == 5 * BLOCK
-    assert found.trunk_boundary is not None
-    assert found.trunk_boundary.first == found.ended_by
+    assert found.shared_prefix_tokens == 5 * BLOCK
+    assert found.shared_prefix_boundary is not None
+    assert found.shared_prefix_boundary.first == found.ended_by
     assert found.ended_by is not None
     assert (found.ended_by.group, found.ended_by.block) == (1, 3)
     assert (found.ended_by.why, found.ended_by.seq) == ("cleared", 1)

@@ -16,7 +16,7 @@ from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes
 from router.placement.affinity import ShadowSpec
-from router.placement.askable import CandidateSets, party_of
+from router.placement.eligible import CandidateSets, candidate_set
 from router.placement.engine import Accounts, Engine
 from tests.support.event_writer import Writer, batch
 from tests.support.examples import examples
@@ -113,7 +113,7 @@ def test_what_stays_is_what_would_be_found_anew(changes: list[tuple[Any, bool]],
     for (name, *what), ready in changes:
         world.change(name, *what)
         engines = world.fleet.ready(None) if ready else list(world.fleet)
-        assert world.parties.of(engines) == party_of(engines)
+        assert world.parties.get(engines) == candidate_set(engines)
 
 
 def test_what_is_known_of_the_same_engines_is_not_found_again() -> None:
@@ -122,9 +122,9 @@ def test_what_is_known_of_the_same_engines_is_not_found_again() -> None:
         world.change("up", number, MODELS[0])
         world.change("stores", number, SCHEMES[0])
     ready = world.fleet.ready("m")
-    first = world.parties.of(ready)
+    first = world.parties.get(ready)
     assert [*first.by_model.values()] == [[one.engine_id for one in ready if one.publishes_events]]
     assert first.guessed
-    assert world.parties.of(ready) is first
+    assert world.parties.get(ready) is first
     world.change("restarts", 1)
-    assert world.parties.of(ready) is not first
+    assert world.parties.get(ready) is not first

@@ -1,11 +1,11 @@
-"""Which engines a request may go to: those ready for its model, and of these the ones that can answer it.
+"""Eligible engines of a request: those ready for its model, and of these the ones that can answer it.
 
-Left out are engines that only prefill, that were tried, or whose breakers are open, unless all are. A
-gateway's subset, a client's own choice and the engine that holds an earlier response narrow it down. Always
-true: at least one comes out, or the error that says why there is none.
+Excluded are engines that only prefill, that were tried, or whose breakers are open, unless all are. A
+gateway's subset, a client's own choice and the engine that holds an earlier response narrow the set further.
+Invariant: at least one engine is returned, or an error that says why there is none.
 
-Also their ``CandidateSet``, with which a prompt is looked up. Most requests may go to the same engines: the
-last set is kept until something of it changes. Always true: it is what would be found again.
+Also their ``CandidateSet``, with which a prompt is looked up. Most requests have the same eligible engines,
+so the last set is cached until it changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from router.placement.engine import Accounts, Engine
 
 
 class EligibleEngines:
-    """Of one fleet; holds no state of a request."""
+    """Eligible engines of one fleet; holds no state of a request."""
 
     def __init__(self, fleet: Fleet[Engine], accounts: Accounts) -> None:
         self._fleet = fleet
         self._accounts = accounts
 
     def engines(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
-        """Raises ``ApiError`` where there is none."""
+        """Return the engines. Raises ``ApiError`` if there are none."""
         return self._holders(request, self._ready(request, exclude), exclude)
 
     def _ready(self, request: InboundRequest, exclude: frozenset[str]) -> list[Engine]:
@@ -54,7 +54,7 @@ class EligibleEngines:
         closed = [e for e in untried if now < e.breaker.free_until or e.breaker.allows(now, client)]
         if closed:
             return closed
-        # With every breaker open a try costs less than a certain refusal: the fleet may be fine again.
+        # With every breaker open a try costs less than a certain refusal: the fleet may have recovered.
         waits_s = [e.breaker.waits_s(now, client) for e in untried]
         willing = [e for e, wait_s in zip(untried, waits_s, strict=True) if not wait_s]
         if not willing:
@@ -66,8 +66,8 @@ class EligibleEngines:
     def _holders(
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
     ) -> list[Engine]:
-        """Those of the engines that can go on from an earlier response: the one that made it, where that is
-        known. Any other one would say that there is none."""
+        """Return the engines that can continue from an earlier response: the one that made it, if it is
+        known. Any other one would answer that the response does not exist."""
         if request.among is not None:
             engines = _among(request.among, engines)
         elif request.pinned is None and request.earlier_response is None:
@@ -85,7 +85,7 @@ class EligibleEngines:
 
 
 def _answering(ready: list[Engine]) -> list[Engine]:
-    """Those that give answers to clients."""
+    """Engines that answer clients."""
     found = [engine for engine in ready if engine.engine.answers]
     if ready and not found:
         raise no_ready_engine("Only prefill engines are ready for this model; GET /ready gives the reason.")
@@ -93,7 +93,7 @@ def _answering(ready: list[Engine]) -> list[Engine]:
 
 
 def _among(endpoints: frozenset[str], engines: list[Engine]) -> list[Engine]:
-    """Those that the gateway would send it to."""
+    """Engines that the gateway allows."""
     found = [engine for engine in engines if endpoint_of(engine.engine.base_url) in endpoints]
     if not found:
         raise no_ready_engine("None of the engines that the gateway allows can take this request now.")
@@ -108,8 +108,8 @@ def _pinned(engine_id: str, engines: list[Engine]) -> list[Engine]:
 
 
 class CandidateSet(msgspec.Struct):
-    """Some engines: their frontends with their hash schemes, the first one's first, and the ids of those that
-    publish events, by model and frontend. ``guessed``: some have shadows."""
+    """Some engines: their frontends with their hash schemes, the first engine's first, and the ids of those
+    that publish events, by model and frontend. ``guessed``: some have shadows."""
 
     schemes: list[tuple[Frontend, HashScheme]] = []
     by_model: dict[tuple[str, Frontend], list[str]] = {}
@@ -120,7 +120,7 @@ NO_CANDIDATES = CandidateSet()
 
 
 class CandidateSets:
-    """Of one fleet. What is known of engines' hashes is in ``scopes``, or told by other replicas."""
+    """Candidate sets of one fleet. Hash schemes are known from ``scopes``, or from other replicas."""
 
     def __init__(self, fleet: Fleet[Engine], scopes: ModelIndexes) -> None:
         self._fleet = fleet
@@ -129,25 +129,25 @@ class CandidateSets:
         self._engines: Sequence[Engine] = ()
         self._changes = -1, -1
 
-    def of(self, engines: Sequence[Engine]) -> CandidateSet:
-        """These engines; what is returned is not to be changed."""
+    def get(self, engines: Sequence[Engine]) -> CandidateSet:
+        """Return the set of these engines; it must not be changed."""
         changes = self._fleet.changes, self._scopes.changes
         if changes != self._changes or (engines is not self._engines and engines != self._engines):
-            self._last, self._engines = party_of(engines), engines
+            self._last, self._engines = candidate_set(engines), engines
             lasts = all(engine.lasting_scheme is not None for engine in engines)
             self._changes = changes if lasts else (-1, -1)
         return self._last
 
 
-def party_of(engines: Sequence[Engine]) -> CandidateSet:
-    """Worked out anew."""
-    party = CandidateSet()
+def candidate_set(engines: Sequence[Engine]) -> CandidateSet:
+    """Build the set."""
+    found = CandidateSet()
     for engine in engines:
         hashed, model = (engine.frontend, engine.scheme), engine.base_model
-        if hashed not in party.schemes:
-            party.schemes.append(hashed)
+        if hashed not in found.schemes:
+            found.schemes.append(hashed)
         if engine.shadow is not None:
-            party.guessed = True
+            found.guessed = True
         if model is not None and engine.publishes_events:
-            party.by_model.setdefault((model, engine.frontend), []).append(engine.engine_id)
-    return party
+            found.by_model.setdefault((model, engine.frontend), []).append(engine.engine_id)
+    return found
