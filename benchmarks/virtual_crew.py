@@ -22,7 +22,7 @@ from publisher.simulator.settings import EngineSettings
 from publisher.simulator.stepper import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, ask
 from router.placement.cost import choose
-from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS, OthersLoad
 from router.placement.load.rates import FleetRates
@@ -183,7 +183,7 @@ class VirtualFleet:
             running=chosen.running,
             waiting=chosen.waiting,
         )
-        kept = keeps(
+        kept = kept_prefixes(
             len(tokens),
             chosen.hit.shared_prefix_tokens,
             alignment=pool.layout.alignment,

@@ -135,7 +135,7 @@ def epp(
         bool | None, Parameter(help="Speak TLS to gateways (default: yes, with a certificate of its own).")
     ] = None,
     fallbacks: Annotated[
-        int | None, Parameter(help="Further engines that a gateway is told, in order (default 0).")
+        int | None, Parameter(help="Number of further engines named to the gateway, in order (default 0).")
     ] = None,
     pool_name: Annotated[
         str | None, Parameter(help="InferencePool whose pods are the engines, in Kubernetes.")

@@ -245,7 +245,7 @@ class _Helper(Attempt):
 
 
 class _Answerer(Attempt):
-    """The decode: the engine is told which blocks to fetch."""
+    """The decode: the request names the blocks to fetch."""
 
     __slots__ = ("_helper", "_place")
 

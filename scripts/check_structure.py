@@ -79,7 +79,7 @@ SMALL_LINES = 60
 BUDGETS = {
     "modules": 375,
     "modules under 60 lines": 6,
-    "banned phrases": 97,
+    "banned phrases": 0,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""

@@ -197,8 +197,8 @@ class AdmissionQueue:
 #
 # The class is that of the tenant in the key file, or a lower one that the request asks for: by
 # ``x-kvatlas-priority``, else by ``x-vllm-priority``, else by ``priority`` in its body. Engines with
-# priority scheduling read the last two in this order too (vLLM: lower values go first). Without keys nobody
-# is above another, and every request may say its class. With service levels it has a target for its first
+# priority scheduling read the last two in this order too (vLLM: lower values go first). Without keys all
+# requests are equal, and each may state its class. With service levels it has a target for its first
 # token: by ``x-slo-ttft-ms``, else its tenant's, else its class's.
 
 

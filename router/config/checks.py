@@ -1,6 +1,6 @@
-"""What a configuration must hold to be used, beyond the types of its fields.
+"""Checks of a configuration beyond the types of its fields.
 
-Each rule names the key, the value and what would be right; nothing is contacted and nothing is loaded.
+Each error names the key, the value and the remedy; nothing is contacted and nothing is loaded.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _check_ops(config: Config) -> None:
     if number == config.admin.port != 0 and config.admin.enabled:
         raise ConfigError(f"server.ops_port: {number} is admin.port; give another one")
     if server.ops_open and server.ops_token_file is not None:
-        raise ConfigError("server.ops_open: with it nobody needs a token; leave out server.ops_token_file")
+        raise ConfigError("server.ops_open: with it no token is needed; leave out server.ops_token_file")
     if not is_loopback(server.ops_host) and config.ops_tokens is None and not server.ops_open:
         raise ConfigError(
             f"server.ops_host = {server.ops_host!r}: everybody who reaches it could read what others send; "
@@ -259,7 +259,7 @@ def _check_facts(name: str, model: ModelConfig) -> None:
 def _check_kinds(name: str, model: ModelConfig) -> None:
     try:
         for idx, kind in model.kinds.items():
-            GroupSpec(int(idx), kind, 16).family  # noqa: B018  # raises for a kind that nobody has described
+            GroupSpec(int(idx), kind, 16).family  # noqa: B018  # raises for an unknown kind
     except ValueError as error:
         raise ConfigError(f"models.{name}.kinds: {error}") from None
 

@@ -237,9 +237,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
     times, tokens, request id. Never text of a prompt or an answer."""
     check_every: int = 0
-    """For finding faults of the router itself: recount the index, the load accounts and the prompts in flight
-    after every so many decisions, and log an error for each contradiction. 0: never. One check holds
-    everything else up for about 0.1 s per million blocks."""
+    """Self-check: recount the index, the load accounts and the prompts in flight after this many decisions,
+    and log an error for each contradiction. 0: never. One check blocks everything else for about 0.1 s per
+    million blocks."""
 
     def __post_init__(self) -> None:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
@@ -312,7 +312,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody on another machine reaches a port on this address."""
+    """Whether a port on this address is unreachable from other machines."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -111,7 +111,7 @@ def form_type(fields: Fields) -> bytes | None:
 
 
 def read_form(content_type: bytes, body: bytes) -> Generator[None, None, Form]:
-    """Steps (see ``members``) to the form. Raises ``ApiError`` (400)."""
+    """Steps to the form, for ``run_cooperatively``. Raises ``ApiError`` (400)."""
     options = _parameters(content_type[len(_media_type(content_type)) :], "content-type")
     if options.pop(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
         raise _refused("its charset is not UTF-8")

@@ -113,7 +113,7 @@ class _Answer(msgspec.Struct, gc=False):
 
 
 class _Ending(msgspec.Struct, gc=False):
-    """What ended an answer: field of ``choices``, ``stop_reason`` (messages) or ``status`` (responses)."""
+    """End of an answer: field of ``choices``, ``stop_reason`` (messages) or ``status`` (responses)."""
 
     choices: list[_Choice] = []
     stop_reason: Any = None

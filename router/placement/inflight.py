@@ -77,7 +77,7 @@ class Common(msgspec.Struct, gc=False):
     """Of those, blocks that the engine will hold in every group once it has computed the prompt in flight."""
 
 
-def keeps(
+def kept_prefixes(
     prompt_tokens: int,
     shared_prefix_tokens: int,
     *,
@@ -170,8 +170,8 @@ class InflightPrefixes:
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
     ) -> InflightPrompt:
-        """Add a prompt sent to this engine, which will keep these prefixes of it (see ``keeps``), ascending,
-        none of them empty.
+        """Add a prompt sent to this engine, which will keep these prefixes of it (``kept_prefixes``),
+        ascending, none of them empty.
 
         ``hashes`` is held, not copied: it may grow, but not change.
         """

@@ -25,7 +25,7 @@ from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Hit
 from router.placement.cost import Choice
 from router.placement.engine import Accounts, Engine, EngineOrder
-from router.placement.inflight import InflightPrompt, keeps
+from router.placement.inflight import InflightPrompt, kept_prefixes
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
 from router.placement.wait import LongWait, predicted_wait_s
@@ -517,7 +517,7 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
     layout = engine.layout
     if layout is None:
         return ()
-    return keeps(
+    return kept_prefixes(
         prompt_tokens,
         hit.shared_prefix_tokens,
         alignment=layout.alignment,

@@ -1,10 +1,10 @@
-"""Text-prefix affinity: what a request is placed by when its tokens cannot be known exactly.
+"""Text-prefix affinity: placement keys of a request whose tokens cannot be known exactly.
 
-The text of a request is laid out canonically (role and content of each message, in order), cut into
-chunks of fixed size, and each chunk's key hashes everything up to its end. Two requests share their
-first n keys exactly when they share the first n chunks, so a next turn shares all of its past ones.
+The text of a request is laid out canonically (role and content of each message, in order), cut into chunks of
+fixed size, and each chunk's key hashes everything up to its end. Two requests share their first n keys
+exactly when they share the first n chunks, so a next turn shares all of its past ones.
 
-Always true: at least one key, at most ``KEYS_MAX``; the same request gives the same keys in every process.
+Invariants: at least one key, at most ``KEYS_MAX``; the same request gives the same keys in every process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from router.prompts.request import ChatBody, CompletionBody, decode_message, dec
 CHUNK_BYTES: Final = 512
 """About 128 tokens: a few blocks, small enough that a short system prompt already counts."""
 KEYS_MAX: Final = 256
-"""128 KiB of text; what two longer texts share beyond does not change where they go."""
+"""128 KiB of text; what two longer texts share beyond that does not change their placement."""
 _PIECES_MAX: Final = 4096
-"""Decoding the messages of more would hold the event loop for 5 ms and longer."""
+"""Decoding the messages of more would block the event loop for 5 ms and longer."""
 _FIELD_WITHIN_BYTES: Final = 1 << 16
 
 _ANY = msgspec.json.Decoder()
@@ -31,14 +31,15 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 class TextAffinity(msgspec.Struct, frozen=True):
-    """Chained 64-bit keys of text-prefix chunks, and why there is nothing better."""
+    """Chained 64-bit keys of text-prefix chunks, and the reason why tokens are not known."""
 
     keys: tuple[int, ...]
     reason: str
 
 
 def affinity_keys(pieces: Iterable[bytes], scope: bytes) -> tuple[int, ...]:
-    """Keys of the concatenated pieces; ``scope`` (model, adapter, salt) separates what shares no cache."""
+    """Keys of the concatenated pieces; ``scope`` (model, adapter, salt) separates requests that share no
+    cache."""
     keys: list[int] = []
     parent = xxhash.xxh3_64_intdigest(scope)
     rest = b""
@@ -57,7 +58,7 @@ def affinity_keys(pieces: Iterable[bytes], scope: bytes) -> tuple[int, ...]:
 
 
 def chat_pieces(body: ChatBody) -> Iterator[bytes]:
-    """Tools, then role and content of each message; lazily, so that a huge chat costs its beginning.
+    """Tools, then role and content of each message; lazily, so that a huge chat costs only its beginning.
 
     Raises ``ApiError`` 400 for a message of a wrong type.
     """
@@ -80,8 +81,8 @@ def completion_pieces(body: CompletionBody) -> Iterator[bytes]:
 
 
 def raw_piece(body: bytes, field: bytes) -> bytes:
-    """The beginning of a body that is too large to be decoded, from ``field`` on where that is near: bodies
-    of one conversation have all bytes there in common, but for those of the newest messages."""
+    """The beginning of a body that is too large to be decoded, from ``field`` on if that is near: there,
+    bodies of one conversation differ only in the newest messages."""
     start = max(0, body.find(field, 0, _FIELD_WITHIN_BYTES))
     return body[start : start + KEYS_MAX * CHUNK_BYTES]
 

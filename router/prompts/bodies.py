@@ -1,5 +1,5 @@
-"""Request bodies by path: which API's fields they are read as. A chat is decoded once, for the proxy's look
-and for its prompt."""
+"""Request bodies by path: the API whose fields they are read as. A chat is decoded once, for the proxy and
+for its prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from router.prompts.request import (
 from router.prompts.sizes import VALUES_MAX
 
 Converted = MessagesBody | ResponsesBody | CohereBody
-"""What the engine turns into a chat."""
+"""APIs that the engine converts to a chat."""
 Parsed = ChatBody | CompletionBody | BatchBody | GenerateBody | Converted
 
 _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
@@ -47,7 +47,7 @@ _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"in
 
 
 def decode_body(path: str, body: bytes) -> Parsed:
-    """The fields that decide the prompt. Raises ``NotLocalError``, or ``ApiError`` 400."""
+    """Decode the fields that decide the prompt. Raises ``NotLocalError``, or ``ApiError`` 400."""
     decode = _DECODE.get(path)
     if decode is None:
         raise NotLocalError("endpoint")
@@ -55,7 +55,7 @@ def decode_body(path: str, body: bytes) -> Parsed:
 
 
 class _Chat(ChatBody, gc=False, kw_only=True):
-    """A chat with all that is looked at in its request."""
+    """A chat with all fields that are checked in its request."""
 
     model: str | None = None
     stream: bool | None = False
@@ -73,8 +73,8 @@ _CHAT: Final = msgspec.json.Decoder(_Chat)
 
 
 def peek_chat(path: str, body: bytes) -> Peek | None:
-    """A first look together with what the prompt is made of; None for anything but a chat that is not large
-    and has nothing unusual in it, which ``peek`` looks at."""
+    """Peek at a chat and decode the fields of its prompt together; None for other requests, large bodies and
+    unusual fields, for which ``peek`` is used."""
     if path != request.CHAT or len(body) > _DECODED_BYTES_MAX:
         return None
     try:
@@ -96,7 +96,7 @@ def peek_chat(path: str, body: bytes) -> Peek | None:
 
 
 def answer_tokens_max(parsed: Parsed) -> int:
-    """Return the limit that a request sets to its answer, in tokens; 0 where it sets none."""
+    """Return the limit that a request sets to its answer, in tokens; 0 if it sets none."""
     given: Any = parsed.sampling_params if isinstance(parsed, GenerateBody) else None
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         limit = given.get(name) if isinstance(given, dict) else getattr(parsed, name, None)
@@ -115,5 +115,5 @@ def pieces_of(parsed: Parsed) -> Iterator[bytes]:
 
 
 def prompt_field(path: str) -> bytes:
-    """The key where the prompt begins in a body that is not decoded."""
+    """The key at which the prompt begins in a body that is not decoded."""
     return _FIRST_FIELD.get(path, b'"messages"')

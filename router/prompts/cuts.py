@@ -1,15 +1,14 @@
-"""Where a text may be cut before it is tokenized, and what a tokenizer puts around every text.
+"""Safe cuts of a text before tokenization, and the tokens that a tokenizer adds around every text.
 
-``tokenizers`` cuts a text at added tokens before it normalizes, pre-tokenizes and models each piece by
-itself. A *barrier* is an added token whose every occurrence is such a cut, whatever stands around it: it
-is matched on the raw text, takes no white space along, and no other added token can overlap an
-occurrence of it from the left (or, where that one is matched first, from the right) or be longer at the same
-place. So a text may be cut before each barrier, and a piece's ids depend on nothing outside it: a next turn
-tokenizes only what follows the last cut it shares with the turn before. Long pieces are cut between words as
-well, where the tokenizer is of a kind that parts them anyway. At load both are tried on
-probe texts; where they change anything there are none.
+``tokenizers`` cuts a text at added tokens before it normalizes, pre-tokenizes and models each piece
+separately. A *barrier* is an added token whose every occurrence is such a cut, in any context: it is matched
+on the raw text, strips no white space, and no other added token can overlap an occurrence of it from the left
+(or, if that one is matched first, from the right) or be longer at the same place. So a text may be cut before
+each barrier, and a piece's ids depend only on the piece: a next turn tokenizes only the text after the last
+cut it shares with the previous turn. Long pieces are also cut between words, if the kind of tokenizer
+separates them anyway. Both are tried on probe texts at load; if they change any ids, they are not used.
 
-Probing depends on the tokenizer alone and takes up to a second, so what is found of one is kept.
+Probing depends on the tokenizer alone and takes up to a second, so its result is cached.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tokenizers.models import BPE
 
 # Barriers: added tokens before which a text may be cut; and the pattern that finds them.
 #
-# ``tokenizer.py`` says what a barrier is and why a cut there changes nothing.
+# The module's docstring defines a barrier and says why a cut there changes nothing.
 
 
 def find_barriers(tokenizer: Tokenizer) -> list[str]:
@@ -53,7 +52,7 @@ def find_barriers(tokenizer: Tokenizer) -> list[str]:
 
 
 def _normalizes(tokenizer: Tokenizer) -> bool:
-    """Whether text is changed before tokens that are not raw are looked for."""
+    """Whether text is changed before tokens that are not raw are searched."""
     if tokenizer.normalizer is None:
         return False
     state = msgspec.json.decode(tokenizer.normalizer.__getstate__())
@@ -61,9 +60,10 @@ def _normalizes(tokenizer: Tokenizer) -> bool:
 
 
 def _hidden_by(others: list[str]) -> Callable[[str], bool]:
-    """Tells whether a match of one of ``others`` can keep an occurrence of a token from being matched.
+    """Return whether a match of one of ``others`` can keep an occurrence of a token from being matched.
 
-    One does that begins with the token and goes on, holds it further inside, or ends with its beginning.
+    This holds for one that begins with the token and continues, contains it further inside, or ends with its
+    beginning.
     """
     longer = {other[:end] for other in others for end in range(1, len(other))}
     tails = {other[start:] for other in others for start in range(1, len(other))}
@@ -90,10 +90,9 @@ def _cut_short_by(others: list[str]) -> Callable[[str], bool]:
 
 
 def barrier_pattern(barriers: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches the longest barrier at a place; None where there are none, or where they
-    are nested too deeply.
+    """Pattern for the longest barrier at a place; None without barriers, or if they are nested too deeply.
 
-    Written as a tree: of a thousand tokens with a common beginning it is read once, not a thousand times.
+    Written as a tree: the common beginning of a thousand tokens is read once, not a thousand times.
     """
     tree: dict[str, Any] = {}
     for barrier in barriers:
@@ -121,43 +120,35 @@ def _alternatives(node: dict[str, Any]) -> str:
     return f"{begins}(?:{'|'.join(found)}){'?' if _END in node else ''}"
 
 
-# Cuts between words: before a space that follows an ASCII letter, for tokenizers known to part there.
+# Cuts between words: before a space that follows an ASCII letter, for tokenizers known to separate there.
 #
-# Why a text's ids are those of its two parts, whatever else is around such a place, step by step of
-# ``tokenizers``:
+# Why a text's ids are those of its two parts, in any context, by the steps of ``tokenizers``:
 #
-# 1. Added tokens: none has a letter and a space in this order, ends with a letter and takes white space
-#   along,
-#    or asks whether it stands alone. So no match reaches over the place or depends on what is across.
+# 1. Added tokens: none has a letter and a space in this order, ends with a letter and strips white space, or
+#    must stand alone. So no match spans the place or depends on the other side.
 # 2. Normalizer: none, or NFC, which changes neither an ASCII letter nor a space that follows one, and joins
-#    nothing to what is before a space.
-# 3. Pre-tokenizer: a row of splits, each by an alternation of ``_BRANCHES``. In a match of any of these a
-#   space
-#    is the first character or comes after white space only: so none reaches over the place. None looks
-#   behind:
-#    so matches that begin after the place are those of the second part. A match that begins before it
-#   meets,
-#    in the text and in the first part, the same characters up to the letter, and there something that it
-#    cannot take, a space or the end; the one look ahead, of white space, sees the letter at most. So
-#   matches
-#    are those of both parts, and pieces too, but for one of what was not matched that may go on over the
-#   place:
-#    the next split gets it whole. A pattern with the branch ``\s+`` matches every space: from there on no
-#   piece
-#    does. ``Digits`` is a split by ``\p{N}``. ``ByteLevel`` without a prefix space only writes each piece
-#   anew.
-# 4. Model: BPE, each piece by itself.
+#    nothing to the text before a space.
+# 3. Pre-tokenizer: a sequence of splits, each by an alternation of ``_BRANCHES``. In a match of any of these
+# a
+#    space is the first character or follows only white space: so none spans the place. None looks behind, so
+# matches that begin after the place are those of the second part. A match that begins before it sees, in the
+# text and in the first part, the same characters up to the letter, and then something that it cannot take, a
+# space or the end; the one look-ahead, for white space, sees the letter at most. So matches are those of both
+#    parts, and pieces too, except an unmatched one that may continue over the place: the next split gets it
+# whole. A pattern with the branch ``\s+`` matches every space: after it no piece does. ``Digits`` is a split
+#    by ``\p{N}``. ``ByteLevel`` without a prefix space only re-encodes each piece.
+# 4. Model: BPE, each piece separately.
 #
-# What is not of this kind (SentencePiece, a pattern with another branch) is cut at added tokens only. At
-# load this is tried on probe texts as well (``cuts.py``).
+# Other kinds (SentencePiece, a pattern with another branch) are cut at added tokens only. At load the cuts
+# are also tried on probe texts.
 
 
 _PLACE: Final = re.compile(r" (?<=[A-Za-z] )")
 PIECE_CHARS: Final = 1024
-"""No shorter piece is cut: a cut costs 1 us when its text is seen first, a character behind the last one that
-two turns share 5 ns."""
+"""Shorter pieces are not cut: a cut costs 1 us when its text is first seen, a character after the last one
+that two turns share 5 ns."""
 _SPREAD: Final = 32
-"""Cuts are apart by this part of the text since the first start at least: 400 KB have a hundred, 8 MB two
+"""Cuts are apart by at least this part of the text since the first start: 400 KB have a hundred, 8 MB two
 hundred."""
 
 _MARKED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -203,7 +194,7 @@ def parts_words(tokenizer: Tokenizer) -> bool:
 
 
 def word_cuts(text: str, starts: Sequence[int]) -> Iterator[int]:
-    """``starts`` (of pieces) and more between them, where a piece is long."""
+    """Yield ``starts`` (of pieces) and further cuts in long pieces."""
     for start, end in pairwise([*starts, len(text)]):
         yield start
         at = start + PIECE_CHARS
@@ -215,12 +206,12 @@ def word_cuts(text: str, starts: Sequence[int]) -> Iterator[int]:
 
 
 def between_words(text: str, at: int) -> bool:
-    """Whether this is such a place."""
+    """Whether the text may be cut here between words."""
     return at > 0 and _PLACE.match(text, at) is not None
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as ``tokenizer.json`` has it; nothing: an empty row of steps."""
+    """A part of a tokenizer as in ``tokenizer.json``; a missing part is an empty sequence of steps."""
     return {"type": "Sequence"} if part is None else dict(msgspec.json.decode(part.__getstate__()))
 
 
@@ -240,7 +231,7 @@ def _splits_at_spaces(steps: list[dict[str, Any]]) -> bool:
 
 
 def _pattern(step: dict[str, Any]) -> str:
-    """The regular expression of a split, with escapes for line ends; nothing: it is something else."""
+    """The regular expression of a split, with escapes for line ends; "" for other steps."""
     if step["type"] == "Digits":
         return r"\p{N}"
     if step["type"] != "Split" or (step["behavior"], step["invert"]) not in _KEEPING_MATCHES:
@@ -250,7 +241,7 @@ def _pattern(step: dict[str, Any]) -> str:
 
 
 def _reaches_over(token: Any, tokenizer: Tokenizer) -> bool:
-    """Whether an added token's match may go over a place between words, or depend on what is behind it."""
+    """Whether an added token's match may span a place between words, or depend on the text behind it."""
     normalized = token.content
     if token.normalized and tokenizer.normalizer is not None:
         normalized = tokenizer.normalizer.normalize_str(token.content)
@@ -260,7 +251,7 @@ def _reaches_over(token: Any, tokenizer: Tokenizer) -> bool:
     return token.rstrip and any(content[-1:].isalpha() for content in contents)
 
 
-# Token ids in little room.
+# Compact token ids.
 
 
 Ids: TypeAlias = "array[int]"
@@ -268,7 +259,7 @@ Ids: TypeAlias = "array[int]"
 
 
 class Encoded(msgspec.Struct, frozen=True, gc=False):
-    """Texts tokenized one by one: all ids, and per text the number of ids before it; then the total."""
+    """Separately tokenized texts: all ids, and per text the number of ids before it; then the total."""
 
     ids: Ids
     offsets: list[int]
@@ -279,7 +270,7 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
 
 
 _WINDOW_CHARS: Final = 1 << 17
-"""Scanned in one go, about 1 ms: a regular expression holds the GIL."""
+"""Scanned at once, about 1 ms: a regular expression holds the GIL."""
 _PLAIN_PROBES: Final = ("", "a", "Hello world", " leading", "trailing ", "日本 é\n\n", "1234 x")
 _PROBE_PIECES: Final = (
     *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
@@ -293,8 +284,8 @@ _PROBED_BARRIERS_MAX: Final = 6
 
 
 class Cuts(NamedTuple):
-    """What was found of one tokenizer. ``prefix`` and ``suffix``: what ``add_special_tokens`` puts before and
-    after any text; None, None where it does more. ``words``: texts may be cut between words."""
+    """Cuts of one tokenizer. ``prefix`` and ``suffix``: tokens that ``add_special_tokens`` puts before and
+    after any text; None, None if it does more. ``words``: texts may be cut between words."""
 
     barrier: re.Pattern[str] | None
     barrier_chars_max: int
@@ -303,7 +294,7 @@ class Cuts(NamedTuple):
     suffix: Ids | None
 
     def split(self, text: str, begin: int = 0) -> list[int]:
-        """Where ``text`` is cut from ``begin`` on: there, at the character offset of every barrier, and at
+        """Cuts of ``text`` from ``begin`` on: ``begin`` itself, the character offset of every barrier, and
         places in long pieces."""
         starts, chars = [begin], len(text) - begin
         if self.barrier is not None and chars > _WINDOW_CHARS:
@@ -314,13 +305,13 @@ class Cuts(NamedTuple):
         return list(word_cuts(text, starts)) if self.words and chars > PIECE_CHARS else starts
 
     def may_cut(self, text: str, at: int) -> bool:
-        """Whether ``text`` may be cut before character ``at``, whatever it was cut at so far."""
+        """Whether ``text`` may be cut before character ``at``, independently of other cuts."""
         if self.barrier is not None and self.barrier.match(text, at) is not None:
             return True
         return self.words and between_words(text, at)
 
     def _barrier_starts(self, barrier: re.Pattern[str], text: str, begin: int) -> Iterator[int]:
-        """Where barriers begin from ``begin`` on; window by window, so that other threads get their turn."""
+        """Starts of barriers from ``begin`` on; window by window, so that other threads can run."""
         overlap = self.barrier_chars_max - 1
         while begin < len(text):  # barriers never overlap each other, so a window may begin inside one
             end = begin + _WINDOW_CHARS
@@ -368,7 +359,7 @@ def _added_around(tokenizer: Tokenizer) -> tuple[Ids | None, Ids | None]:
 
 
 def _around_barriers(barriers: list[str]) -> list[str]:
-    """Texts with barriers between, before and after pieces that normalizers and splitters care about."""
+    """Texts with barriers between, before and after pieces that normalizers and splitters treat specially."""
     texts = []
     for number, barrier in enumerate(barriers[:_PROBED_BARRIERS_MAX]):
         other = barriers[(number + 1) % len(barriers)]
@@ -376,10 +367,10 @@ def _around_barriers(barriers: list[str]) -> list[str]:
     return texts
 
 
-# A text that was tokenized in pieces, and how much of it another text can take over.
+# A text that was tokenized in pieces, and the part of it that another text can reuse.
 #
-# What a tokenizer makes of a piece depends on nothing outside it (``cuts.py``). So two texts that are equal
-# up to a place at which both may be cut have the same tokens before it.
+# A piece's tokens depend only on the piece. So two texts that are equal up to a place at which both may be
+# cut have the same tokens before it.
 
 
 class CutText(msgspec.Struct, frozen=True, gc=False):
@@ -390,10 +381,11 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
     counts: tuple[int, ...]
 
     def num_shared(self, text: str, may_cut: Callable[[str, int], bool]) -> int:
-        """How many leading pieces ``text`` begins with and may be cut behind; never the last one."""
+        """Number of leading pieces that ``text`` begins with and after which it may be cut; never the last
+        one."""
         shared = last = len(self.starts) - 1
         at = self.starts[last]
-        # Mostly all of it is there: that needs no copy of the text to be seen.
+        # Usually all of it matches: that can be seen without copying the text.
         if not text.startswith(self.text[at:], at):
             shared = self._num_equal(text, last, last + 1)
         elif not text.startswith(self.text):  # so they differ before the last piece
@@ -403,7 +395,7 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         return shared
 
     def _num_equal(self, text: str, middle: int, high: int) -> int:
-        """How many leading pieces are the same in both, fewer than ``high``: ``middle`` of them, or found by
+        """Number of leading pieces that are equal in both, fewer than ``high``: ``middle``, or found by
         bisection."""
         starts, own, low = self.starts, self.text, 0
         while high - low > 1:  # texts are equal up to starts[low], maybe not up to starts[high]

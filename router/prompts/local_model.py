@@ -1,12 +1,12 @@
-"""One model's prompts computed here: renderer, tokenizer, and a cache of what was computed before.
+"""One model's prompts computed here: renderer, tokenizer, and a cache of earlier prompts.
 
 A next turn finds its conversation by the raw bytes of its messages, decodes only the new ones, renders the
-whole text (cheap), compares it with the former text up to the last cut that agrees, and tokenizes only
-what follows. ``template`` and ``tokenizer`` say why the result is equal to computing all of it.
+whole text (cheap), compares it with the earlier text up to the last common cut, and tokenizes only the rest.
+``template`` and ``tokenizer`` explain why the result equals computing all of it.
 
-What it costs: benchmarks/results/prompts.md.
+Cost: benchmarks/results/prompts.md.
 
-Always true: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
+Invariant: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
 ``inline_chars_max`` new characters runs in a worker thread.
 """
 
@@ -41,24 +41,24 @@ from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import PromptTokenizer, ids_of, truncated
 
 _INLINE_MESSAGES: Final = 128
-"""New messages take about 15 us each to decode, check and render: 2 ms for so many."""
+"""New messages take about 15 us each to decode, check and render: 2 ms for this many."""
 _MESSAGES_MAX: Final = 8192
-"""Finding and keeping a conversation takes about 1 us per message, all of it on the event loop."""
+"""Finding and storing a conversation takes about 1 us per message, all of it on the event loop."""
 _TOOL_VALUES_MAX: Final = 10_000
-"""Writing more of them as JSON is one call that holds the interpreter for 10 ms."""
+"""Encoding more of them as JSON is one call that holds the interpreter for 10 ms."""
 _KINDS_MAX: Final = 1024
-"""Names whose bare chats are remembered; when full, all are forgotten."""
+"""Names whose bare chats are cached; when full, the cache is cleared."""
 _FASTER: Final = 4
-"""fastokens takes so many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+"""fastokens takes this many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
 _SERIALS: Final = itertools.count()
-"""Tells the entries of a model in the shared cache from those of one that had its name before."""
+"""Distinguishes the entries of a model in the shared cache from those of an earlier one of the same name."""
 _ENCODER: Final = msgspec.json.Encoder()
 _NOTHING: Final = ids_of(())
 
 
 class _Kind(NamedTuple):
-    """What a chat's prompt depends on besides its messages, and all of that in few bytes (``scope``).
-    ``special``: special tokens come around it; ``tokenizer``: what makes it."""
+    """The inputs of a chat's prompt other than its messages, in compact form (``scope``). ``special``:
+    special tokens are added around it; ``tokenizer``: its tokenizer."""
 
     form: ChatForm
     scope: bytes
@@ -81,7 +81,7 @@ class LocalModel:
         frontend: Frontend = "python",
         tokenizer: TextTokenizer | None = None,
     ) -> None:
-        """``tokenizer``: of the same directory, where it is loaded already."""
+        """``tokenizer``: of the same directory, if it is loaded already."""
         self._config = config
         self._stats = stats
         self._cache = cache
@@ -93,7 +93,7 @@ class LocalModel:
         self.tokenizer = tokenizer or self._load_tokenizer(directory)
         self._serial = b"%d" % next(_SERIALS)
         self._bare: dict[bytes, _Kind] = {}
-        """Of chats that are messages alone, by scope."""
+        """Kinds of chats that consist of messages alone, by scope."""
 
     def _load_tokenizer(self, directory: ModelDir) -> TextTokenizer:
         family = self.renderer.family
@@ -107,7 +107,7 @@ class LocalModel:
         return cast("TextTokenizer", family)  # Mistral's, which does both
 
     def behind(self, frontend: Frontend) -> LocalModel:
-        """The same model behind this frontend of the engines; loaded at first use."""
+        """Return the same model behind this frontend of the engines; loaded at first use."""
         if frontend == "python":
             return self
         if self._rust is None:
@@ -124,20 +124,20 @@ class LocalModel:
         return self._rust
 
     def clear(self) -> None:
-        """Forget what was kept: the model is not served any more."""
+        """Clear the caches: the model is not served any more."""
         self.renderer.clear()
         if self._rust is not None:
             self._rust.clear()
 
     def by(self, *, chat: bool) -> str:
-        """What reads prompts here, for people: the tokenizer's library, and the family's of chats."""
+        """Name of the reader of prompts here: the tokenizer's library, or the family for chats."""
         family = self.renderer.family
         if family is None or not chat or family.name == self.tokenizer.name:
             return self.tokenizer.name
         return f"{family.name}, {self.tokenizer.name}"
 
     async def chat(self, body: ChatBody, extras: PromptExtras, scope: bytes, *, long: bool) -> Entry:
-        """The prompt of a chat, images as the template has them; ``long``: made in a thread.
+        """Return the prompt of a chat, with the template's marks for images; ``long``: use a thread.
 
         Raises ``NotLocalError``, ``ApiError`` 400.
         """
@@ -183,7 +183,7 @@ class LocalModel:
     async def completion(
         self, body: CompletionBody, prompt: str | list[int], extras: PromptExtras, scope: bytes
     ) -> Entry:
-        """A completion's first prompt. Raises as ``chat`` does."""
+        """Return a completion's first prompt. Raises like ``chat``."""
         if body.prompt_embeds is not None:
             raise NotLocalError("embeds")
         if body.suffix is not None:
@@ -206,11 +206,11 @@ class LocalModel:
         return self._keep(Entry(tuple(keys), scope, ids, extras, cut=cut), parent, known_tokens)
 
     def entry_of_ids(self, ids: Ids, extras: PromptExtras, scope: bytes) -> Entry:
-        """A cached prompt of given ids."""
+        """Return the cached prompt of given ids."""
         return cached_ids(self._cache, self._stats, ids, extras, scope)
 
     async def _kind_of(self, body: ChatBody, scope: bytes, *, long: bool) -> _Kind:
-        """All but the messages that the prompt depends on. That of a bare chat is kept: there is one for each
+        """Return the inputs of the prompt other than messages. Those of bare chats are cached: one for each
         name of a model or adapter."""
         self._check(body)
         form = await self._form_of(body, long=long)
@@ -233,7 +233,7 @@ class LocalModel:
         self.renderer.check(body)
 
     async def _form_of(self, body: ChatBody, *, long: bool) -> ChatForm:
-        """Template and context; those of plain requests are remembered."""
+        """Template and context; those of plain requests are cached."""
         key = context_key(body)
         known = self.renderer.known_form(key)
         if known is not None:
@@ -252,7 +252,7 @@ class LocalModel:
         return compact(b"\0".join((scope, form.context.key, limits, *made_by)))
 
     def _find(self, scope: bytes, keys: list[int], raws: list[msgspec.Raw]) -> tuple[Entry | None, int]:
-        """The prompt that shares the most leading messages."""
+        """Find the prompt that shares the most leading messages."""
         found = self._cache.find(keys)
         if found is None or not found[0].begins_as(scope, raws[: found[1]]):
             self._stats.prefix_misses += 1
@@ -261,9 +261,9 @@ class LocalModel:
         return found
 
     async def _tokenize(self, text: str, parent: Entry | None, *, special: bool) -> tuple[CutText, Ids, int]:
-        """Cut and tokenize a text; what ``parent``'s has up to the last cut both share is taken over.
+        """Cut and tokenize a text, reusing the ids of ``parent`` up to the last common cut.
 
-        The last number is how many tokens that are. ``special``: with special tokens around it.
+        The last number is the number of reused tokens. ``special``: with special tokens around the text.
         """
         prefix, suffix = self._frame(special=special)
         before = None if parent is None else parent.cut
@@ -283,18 +283,17 @@ class LocalModel:
         for count in tail.offsets[:-1]:
             counts.append(reused + count)
         ids = known[: reused + len(tail.ids)]
-        ids[reused:] = tail.ids  # in its place: to append would mostly copy all of them once more
+        ids[reused:] = tail.ids  # in place: appending would mostly copy all of them again
         ids += suffix
         return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
 
     def _is_long(self, chars: int) -> bool:
-        """Whether to tokenize so many would hold the event loop."""
+        """Whether tokenizing this many characters would block the event loop."""
         inline_max = self._settings.inline_chars_max
         return chars > inline_max and chars > inline_max * (_FASTER if self.tokenizer.is_fast else 1)
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
-        """What comes before and after a text's own ids. Raises ``NotLocalError`` where that is no plain
-        frame."""
+        """Tokens before and after a text's own ids. Raises ``NotLocalError`` if that is no plain frame."""
         if not special:
             return _NOTHING, _NOTHING
         prefix, suffix = self.tokenizer.prefix, self.tokenizer.suffix
@@ -319,7 +318,8 @@ class LocalModel:
 
 
 def _takes_long(new: list[msgspec.Raw], known: list[KnownMessage]) -> bool:
-    """Whether to read and render these would hold the event loop: too many messages, or too much in them."""
+    """Whether reading and rendering these would block the event loop: too many messages, or too much in
+    them."""
     if len(new) > _INLINE_MESSAGES:
         return True
     limit = INLINE_VALUES_MAX

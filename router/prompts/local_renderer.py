@@ -1,7 +1,7 @@
 """One model's chats as text or ids: by its templates, or by the code of its family.
 
-Messages are decoded and brought into the engine's form once and kept; a next turn renders all of them again,
-which is cheap, since what a template makes of a message may depend on any other.
+Messages are decoded and converted to the engine's form once and cached; a next turn renders all of them
+again, which is cheap, since a template may make the text of a message depend on any other.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from router.prompts.sizes import kept_bytes, num_values
 from router.prompts.stats import PromptStats
 
 _MESSAGE_BYTES: Final = 200
-"""Of a known message besides its text and what it became."""
+"""Size of a known message besides its text and its converted form."""
 _IMAGE_BYTES: Final = 80
 _ROLE_CHARS_MAX: Final = 32
-"""Longer ones, which only clients invent, are not kept with what was learnt of a template."""
+"""Longer roles, which only clients invent, are not kept with what was learned about a template."""
 
 
 def _of_plain(role: str, form: str) -> tuple[int, int]:
@@ -55,19 +55,19 @@ _PLAIN: Final = {
 
 
 class ChatForm(NamedTuple):
-    """What a chat is rendered by, and what that is given besides the messages."""
+    """The renderer of a chat, and its inputs besides the messages."""
 
     template: ChatTemplate | Family
     context: ChatContext
 
     @property
     def by_the_clock(self) -> bool:
-        """The same messages may give another prompt the next time."""
+        """Whether the same messages may give another prompt the next time."""
         return isinstance(self.template, ChatTemplate) and self.template.depends_on_time
 
 
 class ChatRenderer:
-    """Templates, family and contexts of one model. Any thread may call ``form_of`` and ``render``."""
+    """Templates, family and contexts of one model. ``form_of`` and ``render`` may be called in any thread."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ChatRenderer:
         return RustFrontend(source, directory.special_tokens, self._config)
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
-        """By whether the chat has tools; one object where both have the same template."""
+        """Templates by whether the chat has tools; one object if both are the same."""
         loaded: dict[str, ChatTemplate] = {}
         templates: dict[bool, ChatTemplate | None] = {False: None, True: None}
         for with_tools in templates:
@@ -120,12 +120,12 @@ class ChatRenderer:
         return directory.templates.get(given) or load_chat_template(given)
 
     def clear(self) -> None:
-        """Forget what was kept: the model is not served any more."""
+        """Clear the caches: the model is not served any more."""
         self._contexts.clear()
 
     @property
     def unreadable(self) -> str | None:
-        """Why chats of this model are left to others, and what to do about it; None: they are not."""
+        """Why chats of this model are not rendered here, and the remedy; None: they are."""
         if isinstance(self.family, MissingFamily):
             return self.family.name
         if self.name != "hf" and self.family is None:
@@ -134,7 +134,7 @@ class ChatRenderer:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """What engines find out about the template when they start, or were told; where code renders, about
+        """Properties of the template that engines detect at start, or were given; if code renders, those of
         the template that they were given, if any."""
         sources = [None if one is None else one.source for one in self.templates.values()]
         if self.name not in {"hf", "harmony"} and self._config.chat_template is None:
@@ -154,7 +154,7 @@ class ChatRenderer:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether the engines' local time is in the prompts of chats."""
+        """Whether prompts of chats contain the engines' local time."""
         templates = [one for one in self.templates.values() if one is not None]
         return self.name == "harmony" or any(one.depends_on_time for one in templates)
 
@@ -163,7 +163,7 @@ class ChatRenderer:
         return self.family is None or path in self.family.paths
 
     def check(self, body: ChatBody) -> None:
-        """Raises ``NotLocalError`` for what the model's family does not reproduce."""
+        """Raise ``NotLocalError`` for fields that the model's family does not reproduce."""
         if self.family is not None:
             self.family.check(body)
 
@@ -173,7 +173,7 @@ class ChatRenderer:
         return None if found is None else ChatForm(*found)
 
     def form_of(self, body: ChatBody, key: Key | None) -> ChatForm:
-        """Template and context, kept under ``key``. Raises ``NotLocalError``."""
+        """Template and context, cached under ``key``. Raises ``NotLocalError``."""
         tools = parse_tools(body, exclude_when_none=self._config.exclude_tools_when_tool_choice_none)
         template = self.family or self.templates[tools is not None]
         if template is None:
@@ -190,7 +190,7 @@ class ChatRenderer:
         return ChatForm(template, context)
 
     def plain(self, raws: list[msgspec.Raw], template: ChatTemplate | Family) -> list[KnownMessage]:
-        """The first of these messages, as far as they have a role and a text alone: few steps for each."""
+        """Convert the leading messages that have only a role and a text: a few steps for each."""
         made: list[KnownMessage] = []
         if not isinstance(template, ChatTemplate):
             return made
@@ -214,8 +214,8 @@ class ChatRenderer:
     def render(
         self, body: ChatBody, known: list[KnownMessage], form: ChatForm
     ) -> tuple[list[KnownMessage], str | list[int]]:
-        """All messages of a chat of which the first are known, and its text, or the ids that the family makes
-        of it. Raises ``NotLocalError``, ``ApiError`` 400."""
+        """Return all messages of a chat whose first ones are known, and its text, or the family's ids. Raises
+        ``NotLocalError``, ``ApiError`` 400."""
         template, context = form
         messages = list(known)
         for raw in body.messages[len(known) :]:
@@ -258,7 +258,7 @@ class ChatRenderer:
             message = template.parse(given)
         plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
         return KnownMessage(
-            raw.copy(),  # what the body's own refers to goes with the body
+            raw.copy(),  # references of the body's own values are released with the body
             message,
             shape,
             1 if plain else num_values(raw),
@@ -270,7 +270,7 @@ class ChatRenderer:
 
 
 def _plain(message: Message, form: str) -> tuple[str, str]:
-    """Role and text of a plain message. Developers send none: not every template knows them."""
+    """Role and text of a plain message. Not for developers: not every template knows them."""
     role: str = message["role"]
     if role == "developer" or len(role) > _ROLE_CHARS_MAX:
         return "", ""
@@ -291,17 +291,17 @@ def _rendered(known: list[KnownMessage], template: ChatTemplate, context: ChatCo
     )
 
 
-# Worker threads for what would hold the event loop too long, with a bounded number of jobs.
+# Worker threads for jobs that would block the event loop too long, with a bounded queue.
 #
-# Always true: at most ``queue_len_max`` jobs are queued or running; one more raises
-# ``NotLocalError("busy")`` at once, so that a burst of long prompts costs exactness, not latency.
+# Invariant: at most ``queue_len_max`` jobs are queued or running; one more raises ``NotLocalError("busy")``
+# at once, so that a burst of long prompts costs exactness, not latency.
 
 
 _Result = TypeVar("_Result")
 
 
 class Workers:
-    """A small thread pool; ``close`` waits for nothing and lets running jobs end by themselves."""
+    """A small thread pool; ``close`` does not wait and lets running jobs finish."""
 
     def __init__(self, stats: PromptStats, *, threads: int, queue_len_max: int) -> None:
         self._stats = stats
@@ -310,13 +310,13 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prompts")
 
     async def run(self, job: Callable[[], _Result]) -> _Result:
-        """The job's result, computed in a thread; its exceptions pass through."""
+        """Return the job's result, computed in a thread; its exceptions pass through."""
         if self._jobs >= self._queue_len_max:
             self._stats.worker_full += 1
             raise NotLocalError("busy")
         self._jobs += 1
         self._stats.worker_jobs += 1
-        # Counted until the thread is done, also when whoever waits for it goes away.
+        # Counted until the thread is done, even if the waiting task is cancelled.
         future = self._pool.submit(job)
         waiting = asyncio.wrap_future(future)
         loop = asyncio.get_running_loop()
@@ -327,7 +327,7 @@ class Workers:
         self._jobs -= 1
 
     def close(self) -> None:
-        """No further jobs."""
+        """Accept no further jobs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,8 +2,8 @@
 
 Reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``chat_template.jinja``,
 ``additional_chat_templates/*.jinja``, ``chat_template.json`` and ``config.json`` with the precedence of
-transformers 5 and vLLM 0.32. Where the engine would not use these files (its own renderer for some
-architectures, Mistral's tokenizer), ``load_model_dir`` says so in ``renderer`` instead of loading them.
+transformers 5 and vLLM 0.32. If the engine would not use these files (its own renderer for some
+architectures, Mistral's tokenizer), ``load_model_dir`` sets ``renderer`` instead of loading them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ _OWN_RENDERERS: Final = {
 
 
 class ModelDirError(ValueError):
-    """The directory cannot be used; ``str()`` names the file and what is wrong with it."""
+    """The directory cannot be used; ``str()`` names the file and its problem."""
 
 
 class ModelDir(msgspec.Struct):
-    """What was read. ``templates`` by name ("default", "tool_use", ...); ``processor_template`` goes
-    first for chats without tools. ``renderer`` is "hf", or what else renders this model's chats.
-    ``tokenizer`` None: Mistral's own, which is no Hugging Face tokenizer.
-    """
+    """Contents of the directory. ``templates`` by name ("default", "tool_use", ...); ``processor_template``
+    takes precedence for chats without tools. ``renderer``: "hf", or the code that renders this model's chats.
+    ``tokenizer`` None: Mistral's own, which is no Hugging Face tokenizer."""
 
     folder: Path
     tokenizer: Tokenizer | None
@@ -57,7 +56,7 @@ class ModelDir(msgspec.Struct):
     renderer: str = "hf"
 
     def template_for(self, *, with_tools: bool) -> str | None:
-        """The template source for a chat, or None where there is none."""
+        """The template source for a chat, or None."""
         if not with_tools and self.processor_template is not None:
             return self.processor_template
         if with_tools and "tool_use" in self.templates:
@@ -66,7 +65,7 @@ class ModelDir(msgspec.Struct):
 
 
 def load_model_dir(path: str | Path) -> ModelDir:
-    """Read one directory; takes up to seconds for large vocabularies, and nothing while it stays the same: so
+    """Read one directory; takes up to seconds for large vocabularies. Cached while it stays the same, so
     worker processes share what their parent has read. Raises ``ModelDirError``."""
     folder = Path(path)
     found = [*folder.glob("*"), *folder.glob(f"{_MORE_TEMPLATES}/*")]
@@ -102,9 +101,9 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
 
 
 def is_mistral(folder: Path) -> bool:
-    """Whether the engine uses Mistral's own tokenizer: it does where it finds Mistral's own weights too.
+    """Whether the engine uses Mistral's own tokenizer, which it does if it finds Mistral's own weights too.
 
-    Weights need not be here. A folder with both tokenizers and no weights may be either: ``ModelDirError``.
+    Weights may be missing here. A folder with both tokenizers and no weights is ambiguous: ``ModelDirError``.
     """
     if not ((folder / "tekken.json").is_file() or any(folder.glob("tokenizer.model.v*"))):
         return False
@@ -145,7 +144,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """bos_token and so on, each a string or an added-token object."""
     sources = [config]
-    if "added_tokens_decoder" not in config:  # the older layout keeps them in a file of their own
+    if "added_tokens_decoder" not in config:  # the older layout has them in a separate file
         sources.append(_read_json(folder / "special_tokens_map.json"))
     merged = {key: value for source in sources for key, value in source.items() if key in SPECIAL_TOKENS}
     return {key: value for key, value in merged.items() if value is not None}
@@ -156,7 +155,7 @@ def _content(token: Any) -> str:
 
 
 def _add_missing_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, Any]) -> None:
-    """Tokens the configuration names and tokenizer.json lacks: transformers adds them, in this order."""
+    """Add tokens that the configuration names and tokenizer.json lacks, in transformers' order."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -177,7 +176,8 @@ def _added_token(token: Any) -> AddedToken:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template files go before the configuration's entry, which is a text or a list of named texts."""
+    """Template files take precedence over the configuration's entry, which is a text or a list of named
+    texts."""
     found: dict[str, str] = {}
     main = folder / "chat_template.jinja"
     if main.is_file():

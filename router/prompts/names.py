@@ -1,4 +1,4 @@
-"""Which configured model a request's name means: the model itself, or one of its adapters."""
+"""Resolve a request's model name to a configured model: the model itself, or one of its adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelTarget:
-    """The model a request is for: its configuration's name, and the adapter."""
+    """The model of a request: its configuration's name, and the adapter."""
 
     __slots__ = ("_unsalted", "_unsalted_scope", "lora_name", "name")
 
@@ -28,7 +28,8 @@ class ModelTarget:
         self._unsalted_scope = self._scope(self._unsalted)
 
     def extras(self, salt: Any) -> PromptExtras:
-        """What hashes cover besides tokens and images. Raises ``NotLocalError`` for no valid salt."""
+        """Return the extra inputs of hashes besides tokens and images. Raises ``NotLocalError`` for an
+        invalid salt."""
         if salt is None:
             return self._unsalted
         if not (isinstance(salt, str) and salt):
@@ -36,7 +37,8 @@ class ModelTarget:
         return msgspec.structs.replace(self._unsalted, cache_salt=salt)
 
     def scope(self, extras: PromptExtras) -> bytes:
-        """What separates prompts of equal text: the model, and what hashes cover besides tokens."""
+        """Return the inputs that separate prompts of equal text: the model, and the extra inputs of
+        hashes."""
         return self._unsalted_scope if extras is self._unsalted else self._scope(extras)
 
     def _scope(self, extras: PromptExtras) -> bytes:
@@ -44,7 +46,7 @@ class ModelTarget:
 
 
 _adapter: Final = lru_cache(maxsize=1024)(ModelTarget)
-"""Kept, since the scope of each is encoded."""
+"""Cached, since the scope of each is encoded."""
 
 
 class ModelNames:
@@ -59,7 +61,7 @@ class ModelNames:
         self._only = ModelTarget(bases[0]) if len(bases) == 1 else None
 
     def target(self, model: str | None) -> ModelTarget:
-        """Which configuration a model name means. Raises ``NotLocalError`` where none does."""
+        """Resolve a model name. Raises ``NotLocalError`` for an unknown name."""
         if model is None:
             if self._only is None:
                 raise NotLocalError("model_unknown")
@@ -67,7 +69,7 @@ class ModelNames:
         found = self._named.get(model)
         if found is not None:
             return found
-        for name, config in self.models.items():  # engines tell of adapters at any time
+        for name, config in self.models.items():  # engines may report adapters at any time
             if model in config.lora_paths:
                 return _adapter(name, model, config.lora_paths[model])
         if self._any is not None and not self._is_adapter(model):

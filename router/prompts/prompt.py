@@ -1,6 +1,6 @@
-"""A prompt whose tokens are known: what the engine will look up in its cache.
+"""A prompt with known tokens: the engine's key for its prefix cache.
 
-Shares its hash chains with the prompt cache, so that a next turn hashes only its new blocks.
+It shares its hash chains with the prompt cache, so that a next turn hashes only its new blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from router.prompts.stats import PromptStats
 
 
 class Prompt(msgspec.Struct, eq=False, gc=False):
-    """Token ids of a request's (first) prompt, in the order the engine computes them.
+    """Token ids of a request's (first) prompt, in the order in which the engine computes them.
 
-    ``source``: computed here, or by a render server or an engine; ``by`` says with what,
-    for people. ``num_prompts`` above 1: the request has more
-    prompts, which are not in ``token_ids``. ``skips_cache``: the engine will not read its prefix cache
-    for this request (prompt log-probabilities are asked for), its hit is 0.
+    ``source``: computed here, or by a render server or an engine; ``by`` describes the tokenizer.
+    ``num_prompts`` above 1: the request has further prompts, which are not in ``token_ids``. ``skips_cache``:
+    the engine does not read its prefix cache for this request (it asks for prompt log-probabilities), so its
+    hit is 0.
     """
 
     _entry: Entry
@@ -36,13 +36,13 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     answer_tokens_max: int = 0
     """Limit that the request sets to its answer; 0: none."""
     frontend: Frontend = "python"
-    """The engines' API server that makes these tokens of the request."""
+    """The engines' API server that tokenizes the request in this way."""
     variants: dict[Frontend, Prompt] = {}
-    """In a fleet with both frontends: this prompt and the other one, as far as they are known."""
+    """In a fleet with both frontends: this prompt and the other one, if they are known."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def behind(self, frontend: Frontend) -> Prompt | None:
-        """The prompt that engines with this frontend make of the request; None: not known."""
+        """Return the prompt of engines with this frontend; None: unknown."""
         return self if frontend == self.frontend else self.variants.get(frontend)
 
     @property
@@ -80,21 +80,21 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
         return cast("Sequence[BlockHash]", hashes)
 
     def num_blocks(self, scheme: HashScheme) -> int:
-        """How many hashes there are."""
+        """Number of hashes."""
         return num_hash_blocks(len(self._entry.ids), scheme)
 
     def num_new_blocks(self, scheme: HashScheme) -> int:
-        """How many of them are not computed yet: about 2.5 us each."""
+        """Number of hashes not computed yet: about 2.5 us each."""
         chain = self._entry.chains.get(scheme)
         return num_hash_blocks(len(self._entry.ids), scheme) - (len(chain.hashes) if chain else 0)
 
     def forked_chain(self, scheme: HashScheme) -> HashChain:
-        """What is hashed so far, to be extended in a worker thread: a chain of its own, since another prompt
-        may take over this one's meanwhile."""
+        """Copy the hashes so far, to be extended in a worker thread: another prompt may extend this one's
+        meanwhile."""
         chain = self._entry.chains.get(scheme)
         return chain.fork(len(chain.hashes)) if chain else HashChain(scheme, self.extras)
 
     def adopt(self, chain: HashChain) -> None:
-        """Take over a ``forked_chain`` that was extended."""
+        """Replace the hashes by a ``forked_chain`` that was extended."""
         self._stats.blocks_hashed += self.num_new_blocks(chain.scheme)
         self._entry.chains[chain.scheme] = chain

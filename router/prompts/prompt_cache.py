@@ -1,12 +1,12 @@
-"""Prompts seen before, found again by their beginning, so that only what is new is computed.
+"""Cache of earlier prompts, found by their beginning, so that only the new part is computed.
 
-An entry is indexed under a chain of keys, one per prefix: per message of a chat, else per
-chunk of the text or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller
-compares the content before it reuses anything. An entry whose last key is taken over by a longer prompt is
-dropped at once, since the longer one contains it.
+An entry is indexed under a chain of keys, one per prefix: per message of a chat, else per chunk of the text
+or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller compares the content
+before it reuses anything. An entry whose last key is taken over by a longer prompt is dropped at once, since
+the longer one contains it.
 
-Always true: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
-(larger ones are not kept); every index key points to a live entry. Event-loop thread only.
+Invariants: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
+(larger ones are not cached); every index key points to a live entry. Event-loop thread only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from router.prompts.request import NotLocalError
 from router.prompts.sizes import SHARE, extras_bytes
 from router.prompts.stats import PromptStats
 
-# One prompt computed before: its messages, tokens and hashes, from which a next turn goes on.
+# One earlier prompt: its messages, tokens and hashes, which a next turn extends.
 
 
 class KnownMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message of a request and what was made of it.
+    """A message of a request and its converted form.
 
-    ``message`` is what a template is given, ``shape`` names its kind (0: nobody asks), ``num_values`` is how
-    many lists and objects are in it, at most; ``images`` are digests. ``weight_bytes`` is its whole memory.
+    ``message``: the template's input; ``shape``: its kind (0: not needed); ``num_values``: upper bound of its
+    lists and objects; ``images``: digests; ``weight_bytes``: its whole memory.
     """
 
     raw: msgspec.Raw
@@ -42,17 +42,16 @@ class KnownMessage(msgspec.Struct, frozen=True, gc=False):
     weight_bytes: int
     images: tuple[bytes, ...] = ()
     plain_role: str = ""
-    """Of what a template sees as a role and a text that is not empty, and nothing else."""
+    """Role of a message that a template sees as a role and a non-empty text, and nothing else."""
     plain_text: str = ""
-    """That text; empty where there is no such role."""
+    """That text; empty without such a role."""
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
-    """One prompt. Thousands are kept, so it is made of what the garbage collector does not go through.
+    """One prompt. Thousands are kept, so it consists of objects that the garbage collector does not track.
 
-    ``scope`` is everything besides messages that the text and hashes depend on, compact. ``media`` are the
-    digests of all images, in order: where there are any, ``ids`` has the template's marks for them and is no
-    prompt.
+    ``scope``: all inputs of text and hashes besides messages, in compact form. ``media``: digests of all
+    images, in order; with images, ``ids`` has the template's marks for them and is no prompt.
     """
 
     keys: tuple[int, ...]
@@ -72,9 +71,9 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         return self.scope == scope and [one.raw for one in known] == raws
 
     def inherit(self, other: Entry, num_tokens: int, *, last: bool) -> None:
-        """Take over the hashes of the first ``num_tokens`` tokens, which both prompts share.
+        """Reuse the hashes of the first ``num_tokens`` tokens, which both prompts share.
 
-        ``last``: nobody will find the other one any more, so that nothing of them needs to be copied.
+        ``last``: the other entry is dropped, so that nothing needs to be copied.
         """
         if other.extras != self.extras:
             return
@@ -88,20 +87,20 @@ class Entry(msgspec.Struct, eq=False, gc=False):
 
 
 _CHAIN_BYTES_PER_TOKEN: Final = 4
-"""A block of 16 tokens has a hash of 32 bytes, 8 of it once more, its row in the index (4), and
-what arrays have to spare to grow."""
+"""A block of 16 tokens has a hash of 32 bytes, 8 of it again, its row in the index (4), and the spare
+capacity of growing arrays."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
 _COMPARED: Final = 64
-"""So many ids are compared bit by bit."""
+"""Number of ids compared bit by bit."""
 _ID_BITS: Final = 32
 CHUNK_BYTES: Final = 1024
 """Prompts without messages are indexed by such chunks of their text, or of their ids: 256 of them."""
 
 
 class PrefixCache:
-    """All entries, least recently used first. A prefix is indexed by the latest used entry that has it, which
-    goes last: so as long as any has it, it is found."""
+    """All entries, least recently used first. A prefix is indexed by the most recently used entry that has
+    it, which is evicted last: so it is found as long as any entry has it."""
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
         self._stats = stats
@@ -113,12 +112,12 @@ class PrefixCache:
         return len(self._entries)
 
     def find(self, keys: list[int]) -> tuple[Entry, int] | None:
-        """The entry proposed for the longest indexed prefix, and how many of ``keys`` that is."""
+        """The entry proposed for the longest indexed prefix, and how many of ``keys`` it covers."""
         for length in range(len(keys), 0, -1):
             entry = self._index.get(keys[length - 1])
             if entry is not None:
                 self._entries.move_to_end(id(entry))
-                # Where its first key points to it, it was used last of all that begin like it.
+                # If its first key points to it, it was used last of all that begin like it.
                 if self._index.get(entry.keys[0]) is not entry:
                     self._index.update(dict.fromkeys(entry.keys, entry))
                 return entry, length
@@ -134,12 +133,13 @@ class PrefixCache:
         return found[0]
 
     def put_next(self, entry: Entry, parent: Entry, num_tokens: int) -> None:
-        """``put`` for a prompt that shares its first tokens with one found here: takes over their hashes."""
+        """``put`` for a prompt that shares its first tokens with an entry found here: reuses their hashes."""
         self.put(entry)
         entry.inherit(parent, num_tokens, last=id(parent) not in self._entries)
 
     def put(self, entry: Entry) -> None:
-        """Add a prompt; makes room by dropping what it contains, then the least recently used."""
+        """Add a prompt; makes room by dropping prompts that it contains, then the least recently used
+        ones."""
         if not entry.keys:
             return
         entry.size_bytes = _size(entry)
@@ -166,7 +166,7 @@ class PrefixCache:
                 del self._index[key]
 
     def check_integrity(self) -> None:
-        """For tests: index and sizes agree with the entries."""
+        """For tests: check that index and sizes agree with the entries."""
         live = {id(entry) for entry in self._entries.values()}
         assert all(id(entry) in live for entry in self._index.values())  # noqa: S101
         assert self._stats.prefix_bytes == sum(e.size_bytes for e in self._entries.values())  # noqa: S101
@@ -183,12 +183,12 @@ def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:
 
 
 def token_keys(scope: bytes, ids: Ids) -> list[int]:
-    """One key per whole chunk of ids, and one for the rest of a shorter or uneven prompt."""
+    """One key per full chunk of ids, and one for the rest of a shorter or uneven prompt."""
     return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 1), ids.tobytes())
 
 
 def text_keys(scope: bytes, text: str) -> list[int]:
-    """The same of a prompt's text."""
+    """The same for a prompt's text."""
     return _chunk_keys(xxhash.xxh3_64_intdigest(scope, 2), text.encode(errors="surrogatepass"))
 
 
@@ -201,8 +201,8 @@ def _chunk_keys(key: int, data: bytes) -> list[int]:
 
 
 def common_tokens(left: Ids, right: Ids, known: int = 0) -> int:
-    """How many leading ids are equal, the first ``known`` of which need no look. Mostly few are to be looked
-    at, so this goes without numpy, whose code is out of the processor's caches by now."""
+    """Number of equal leading ids, of which the first ``known`` need no comparison. Usually few are left, so
+    this avoids numpy, whose code is no longer in the processor's caches."""
     low, high = known, len(left) if len(left) < len(right) else len(right)  # noqa: FURB136
     while high - low > _COMPARED:  # they are equal up to low, maybe not up to high
         middle = (low + high) // 2

@@ -1,14 +1,13 @@
-"""From a request to what it is placed by: exact tokens and block hashes, or text affinity.
+"""From a request to its placement key: exact tokens and block hashes, or text affinity.
 
-The order is fixed: computed here, where a tokenizer is configured and the prompt is of a kind that can be
+The order is fixed: computed here, if a tokenizer is configured and the prompt is of a kind that can be
 reproduced exactly; else by a render server, else by an engine's own endpoint, within a time budget; else by
-affinity of the text.
-Nothing is ever guessed: each step either is exact or gives way, and is counted with the reason.
+affinity of the text. Nothing is guessed: each step is exact or is skipped, and counted with the reason.
 
-Bodies above ``prompt_bytes_max``, and those of too many values, are not decoded at all: their first bytes
-stand for their text.
+Bodies above ``prompt_bytes_max``, and those of too many values, are not decoded: their first bytes represent
+their text.
 
-Event-loop thread only; long work goes to worker threads. No engine is called where step one succeeds.
+Event-loop thread only; long work goes to worker threads. No engine is called if the first step succeeds.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ __all__ = [
 ]
 
 _HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "earlier_response"})
-"""Reasons that asking an engine cannot help, or would only burden it."""
+"""Reasons for which asking an engine cannot help, or would only load it."""
 _ENCODER = msgspec.json.Encoder()
 
 _Result = TypeVar("_Result")
 
 
 class _UnknownImagesError(NotLocalError):
-    """All but the tokens of the images is known: what has marks for them."""
+    """Everything but the tokens of the images is known: the prompt with marks for them."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__("multimodal")
@@ -87,7 +86,7 @@ class _UnknownImagesError(NotLocalError):
 
 
 class ReadHere(NamedTuple):
-    """A prompt that was made here, and the request it is of."""
+    """A prompt that was made here, and its request."""
 
     model: str
     path: str
@@ -101,7 +100,7 @@ class PromptReader:
 
     ``engine_url`` names an engine that serves a model (None: there is none), ``frontends`` those of its
     engines, ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per tokenizer.
-    Raises ``ModelDirError`` for a directory that cannot be used.
+    Raises ``ModelDirError`` for an unusable directory.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class PromptReader:
         self._local = dict(self._loaded)
 
     def load(self, config: ModelPrompts) -> LocalModel:
-        """A model's tokenizer and templates, in any thread. Raises ``ModelDirError``."""
+        """Load a model's tokenizer and templates, in any thread. Raises ``ModelDirError``."""
         try:
             return LocalModel(
                 config,
@@ -156,7 +155,7 @@ class PromptReader:
             raise ModelDirError(f"{config.tokenizer_dir}: {error}") from None
 
     async def set_models(self, models: Mapping[str, ModelPrompts]) -> None:
-        """Replace all models; what did not change keeps its caches, the rest is loaded in a thread."""
+        """Replace all models; unchanged ones keep their caches, the others are loaded in a thread."""
         local: dict[str, LocalModel] = {}
         for name, config in models.items():
             if config.tokenizer_dir is None:
@@ -172,7 +171,7 @@ class PromptReader:
         self._combine()
 
     def use(self, name: str, found: tuple[ModelPrompts, LocalModel] | None) -> None:
-        """Make the prompts of a served model with what was found for it; None: as configured."""
+        """Use the found tokenizer for a served model; None: as configured."""
         before = self._found.pop(name, None)
         self._watched.pop(name, None)
         if before is not None:
@@ -182,7 +181,7 @@ class PromptReader:
         self._combine()
 
     def watch(self, name: str, prompts: int, shown_to: Callable[[ReadHere], None]) -> None:
-        """Show the next prompts of a served model that are made here, until it is read in another way."""
+        """Report the next prompts of a served model that are made here, until its reader changes."""
         self._watched[name] = prompts, shown_to
 
     def _combine(self) -> None:
@@ -199,7 +198,7 @@ class PromptReader:
         return self._local.get(name)
 
     def local_of(self, model: str) -> LocalModel | None:
-        """What reads the prompts of a model or adapter that requests name; None: an engine does."""
+        """The local reader of a model or adapter name; None: an engine reads its prompts."""
         try:
             return self._local.get(self._names.target(model).name)
         except NotLocalError:
@@ -218,9 +217,9 @@ class PromptReader:
     async def read(
         self, request: InboundRequest, frontends: tuple[Frontend, ...] = ()
     ) -> Prompt | TextAffinity:
-        """What to place this request by; ``frontends``: of the engines that may get it, where that is known.
+        """Read a request; ``frontends``: of the engines that may get it, if known.
 
-        Raises ``ApiError`` 400 for a body no engine would accept.
+        Raises ``ApiError`` 400 for a body that no engine would accept.
         """
         path = request.path.rstrip("/")
         if len(request.body) > self._settings.prompt_bytes_max:
@@ -255,7 +254,7 @@ class PromptReader:
     async def _add_variant(
         self, prompt: Prompt, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend
     ) -> None:
-        """Add the tokens that the other frontend makes; its engines are predicted to hold nothing without."""
+        """Add the tokens of the other frontend; without them its engines are predicted to hold nothing."""
         try:
             other = await self._read_local(request, path, parsed, frontend)
         except NotLocalError as miss:
@@ -267,7 +266,7 @@ class PromptReader:
     def _show(self, request: InboundRequest, path: str, prompt: Prompt) -> None:
         name = self._names.target(request.model).name
         if request.model is not None and request.model in self._watched:
-            name = request.model  # made as those of ``*``
+            name = request.model  # read as those of ``*``
         left, shown_to = self._watched.get(name, (0, None))
         if shown_to is None:
             return
@@ -277,7 +276,7 @@ class PromptReader:
             del self._watched[name]
 
     async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
-        """``prompt.hashes(scheme)``, in a worker thread where many blocks are new."""
+        """``prompt.hashes(scheme)``, in a worker thread if many blocks are new."""
         if prompt.num_new_blocks(scheme) > self._settings.inline_blocks_max:
             try:
                 chain = prompt.forked_chain(scheme)
@@ -320,7 +319,8 @@ class PromptReader:
             given = await self._done(long, lambda: _completion_tokens(parsed))
             return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
         if not local.renderer.reads(path):
-            raise NotLocalError("renderer")  # the engine has code of its own for this API, not reproduced
+            # the engine has separate code for this API, which is not reproduced
+            raise NotLocalError("renderer")
         scope = target.scope(extras)
         count = 1
         if isinstance(parsed, ChatBody):
@@ -353,7 +353,8 @@ class PromptReader:
         )
 
     async def _converted(self, parsed: Converted, local: LocalModel, *, long: bool) -> tuple[ChatBody, bool]:
-        """The chat that it becomes; and whether that took a worker thread, or would have held the loop."""
+        """Convert a body to its chat; also whether that took a worker thread, or would have blocked the
+        loop."""
 
         def convert(memory: Memory) -> ChatBody:
             return parsed.as_chat(memory, lambda: local.renderer.traits)
@@ -366,7 +367,7 @@ class PromptReader:
         return await self._workers.run(lambda: convert(self._conversions)), True
 
     async def _done(self, long: bool, job: Callable[[], _Result]) -> _Result:
-        """The job's result; long ones run in a worker thread."""
+        """Return the job's result; long jobs run in a worker thread."""
         return await self._workers.run(job) if long else job()
 
     async def _read_elsewhere(
@@ -379,7 +380,7 @@ class PromptReader:
         frontends: tuple[Frontend, ...],
     ) -> Prompt | TextAffinity:
         prompt = None
-        if reason not in _HOPELESS and len(frontends) == 1:  # which engine is asked is not known here
+        if reason not in _HOPELESS and len(frontends) == 1:  # which engine is asked is unknown here
             prompt = await self._told(request, path, parsed, marked, frontends[0])
         if prompt is not None:
             self.stats.renderer += prompt.source == "renderer"
@@ -402,7 +403,7 @@ class PromptReader:
         marked: Entry | None,
         frontend: Frontend,
     ) -> Prompt | None:
-        """The prompt as a render server or an engine tells it."""
+        """Ask a render server or an engine for the prompt."""
         try:
             target = self._names.target(request.model)
             extras = target.extras(None if parsed is None else parsed.cache_salt)
@@ -449,8 +450,8 @@ class PromptReader:
 
 
 def _takes_long(body: bytes, parsed: Parsed) -> bool:
-    """Whether decoding all of it would hold the event loop. Of a plain chat or Messages request only
-    what is new is: what that may cost is counted where that is known (``local/model.py``, ``_converted``)."""
+    """Whether decoding the whole body would block the event loop. Of a plain chat or Messages request only
+    the new part is decoded: its cost is checked where it is known (``local_model.py``, ``_converted``)."""
     if len(body) > INLINE_BYTES_MAX:
         return True
     if isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None:
@@ -470,7 +471,7 @@ def _pieces(request: InboundRequest, parsed: Parsed | None) -> Iterator[bytes]:
 
 
 def _completion_tokens(body: CompletionBody) -> EngineTokens:
-    """The first prompt of a completion whose prompts are token ids: no tokenizer is needed for it."""
+    """The first prompt of a completion whose prompts are token ids, which needs no tokenizer."""
     if body.prompt_embeds is not None:
         raise NotLocalError("embeds")
     if body.suffix is not None:
@@ -491,33 +492,33 @@ def _given_tokens(body: GenerateBody) -> EngineTokens:
     return EngineTokens(ids_of(body.token_ids), placed_items(body.features))
 
 
-# Where the LoRA adapters of each model are: what was configured, completed by what the engines say.
+# Paths of each model's LoRA adapters: configured ones, completed by the engines' reports.
 #
-# Engines hash an adapter's path into the keys of its blocks, and every engine of a model says the same.
-# Always true: what is configured is never replaced by what an engine says, and a model has one dict for as
-# long as it is configured, so that readers and layouts that were given it see every change.
+# Engines hash an adapter's path into the keys of its blocks, and all engines of a model report the same path.
+# Invariants: a configured path is never replaced by a reported one, and a model keeps one dict while it is
+# configured, so that readers and layouts see every change.
 
 
 Configured = Mapping[str, Mapping[str, str]]
-"""Name of a model (``ANY_MODEL`` as well: of those not named) -> adapter -> path."""
+"""Model name (also ``ANY_MODEL``: models without an entry) -> adapter -> path."""
 
 
 class AdapterPaths:
-    """``configured`` may change (``configure``)."""
+    """Adapter paths by model; ``configured`` may change (``configure``)."""
 
     def __init__(self, configured: Configured) -> None:
         self._configured = configured
         self._paths: dict[str, dict[str, str]] = {}
         self._own: dict[str, dict[str, str]] = {}
-        """By served model, of those that are not configured by name."""
+        """By served model without an entry of its own."""
 
     def of(self, model: str) -> dict[str, str]:
-        """Adapter -> path of a served model; shared, not to be changed."""
+        """Adapter -> path of a served model; shared, must not be changed."""
         name = self._name(model)
         return self.named(name, self._configured[name])
 
     def named(self, name: str, configured: Mapping[str, str]) -> dict[str, str]:
-        """The same of a configuration's name, which may be about to be configured so."""
+        """The same for a configuration's name, which may be about to be configured."""
         return self._paths.setdefault(name, dict(configured))
 
     def own(self, model: str) -> dict[str, str]:
@@ -527,21 +528,21 @@ class AdapterPaths:
         return self._own.setdefault(model, dict(self._configured[ANY_MODEL]))
 
     def learn(self, model: str, paths: Mapping[str, str]) -> None:
-        """What an engine of this model says."""
+        """Note the paths that an engine of this model reports."""
         configured = self._configured[self._name(model)]
         learned = {name: path for name, path in paths.items() if name not in configured}
         for known in (self.of(model), self.own(model)):
             known.update(learned)
 
     def keep(self, model: str, served: Iterable[str]) -> None:
-        """Only these adapters of the model are served still, or may be: those configured stay."""
+        """Drop adapters of the model that are no longer served; configured ones stay."""
         stay = {*served, *self._configured[self._name(model)]}
         for known in (self.of(model), self.own(model)):
             for name in known.keys() - stay:
                 del known[name]
 
     def configure(self, configured: Configured) -> None:
-        """Start over from other settings; dicts that were given out are what they say now."""
+        """Start again from other settings; dicts that were handed out are updated."""
         self._configured = configured
         for paths in self._own.values():
             paths.clear()

@@ -1,12 +1,12 @@
-"""Ask an engine for the tokens of a prompt: what is left where they cannot be computed here.
+"""Ask an engine for the tokens of a prompt that cannot be computed here.
 
-vLLM has two endpoints. ``{path}/render`` (0.27 and later, only with ``--enable-scale-out``: 403 without)
-runs the request's whole preprocessing and returns ``token_ids`` and, for multimodal prompts, the item
-hashes and their places. ``/tokenize`` is always there and takes text chats and single prompts, but ignores
-some fields; it is asked only where those are absent.
+vLLM has two endpoints. ``{path}/render`` (0.27 and later, only with ``--enable-scale-out``: 403 without) runs
+the request's whole preprocessing and returns ``token_ids`` and, for multimodal prompts, the item hashes and
+their places. ``/tokenize`` is always available and takes text chats and single prompts, but ignores some
+fields; it is used only if those are absent.
 
-Always true: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
-that is absent or failing is left alone for a while. No sockets here: ``post`` is injected.
+Invariants: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
+that is absent or failing is not called for a while. No sockets here: ``post`` is injected.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 """Statuses of an endpoint that the engine does not serve."""
 _ABSENT_S: Final = 60.0
-"""How long such an endpoint is not asked again: only a restart of the engine can add it."""
+"""How long such an endpoint is not called again: only a restart of the engine can add it."""
 _RESTS_MAX: Final = 1024
-"""Endpoints remembered as resting; when full, all are asked again."""
+"""Endpoints remembered as resting; when full, all are called again."""
 
 
 class EngineTokens(msgspec.Struct, frozen=True):
-    """What an engine computed: ids of the first prompt, multimodal items by place, number of prompts."""
+    """Tokens from an engine: ids of the first prompt, multimodal items by place, number of prompts."""
 
     ids: Ids
     multimodal: tuple[MultimodalItem, ...] = ()
@@ -89,7 +89,7 @@ class EngineSide:
         *,
         who: Literal["engine", "renderer"] = "engine",
     ) -> None:
-        """``who`` is asked: the counters of that name count."""
+        """``who``: name under which the calls are counted."""
         self._who = who
         self._post = post
         self._settings = settings
@@ -107,9 +107,9 @@ class EngineSide:
         *,
         authorization: bytes | None = None,
     ) -> EngineTokens | None:
-        """The request's tokens, or None where the engine does not say. ``parsed`` None: render only.
+        """Return the request's tokens, or None if the engine gives none. ``parsed`` None: render only.
 
-        ``authorization`` is the client's own field value.
+        ``authorization``: the client's own field value.
         """
         if parsed is not None and _is_empty(parsed):
             return None
@@ -129,7 +129,7 @@ class EngineSide:
         return None
 
     def _read(self, url: str, decode: Callable[[bytes], EngineTokens], answer: bytes) -> EngineTokens | None:
-        """What the answer says. An endpoint that says nothing of use rests like one that fails."""
+        """Decode the answer. An endpoint with a useless answer rests like one that fails."""
         try:
             found = decode(answer)
         except (msgspec.MsgspecError, NotLocalError, ValueError, IndexError, KeyError, RecursionError):
@@ -141,7 +141,8 @@ class EngineSide:
         return None
 
     async def _ask(self, url: str, body: bytes, headers: Headers) -> tuple[int, bytes]:
-        """Status and body of the answer; 0 for none in time. Endpoints that rest give their last status."""
+        """Status and body of the answer; 0 without a timely answer. Resting endpoints return their last
+        status."""
         rests_until, last_status = self._resting.get(url, (0.0, 0))
         resting = url in self._resting and self._clock() < rests_until
         if resting or self._calls >= self._settings.engine_calls_max:
@@ -177,9 +178,10 @@ class EngineSide:
 
 
 def without_tensors(body: bytes) -> bytes:
-    """The body, asking a render endpoint for item hashes only; older ones ignore the field.
+    """Return the body with the request for item hashes only, to a render endpoint; older ones ignore the
+    field.
 
-    Put first, so that a field of that name in the request itself wins.
+    The field comes first, so that a field of that name in the request itself wins.
     """
     start = body.find(b"{") + 1
     empty = body[start:].lstrip().startswith(b"}")
@@ -187,7 +189,7 @@ def without_tensors(body: bytes) -> bytes:
 
 
 def tokenize_is_exact(body: ChatBody | CompletionBody) -> bool:
-    """Whether ``/tokenize`` sees all that decides this prompt; it does not know the fields named here."""
+    """Whether ``/tokenize`` sees everything that decides this prompt; it ignores the fields named here."""
     if body.truncate_prompt_tokens is not None or body.kv_transfer_params is not None:
         return False
     if isinstance(body, CompletionBody):
@@ -216,7 +218,7 @@ def _tokenized(answer: bytes) -> EngineTokens:
 
 
 def placed_items(features: Any) -> tuple[MultimodalItem, ...]:
-    """The items of a request that names them as render endpoints do. Raises ``NotLocalError``."""
+    """Items of a request in the form of render endpoints. Raises ``NotLocalError``."""
     try:
         return _items(msgspec.convert(features, _Features | None))
     except (msgspec.ValidationError, ValueError, KeyError):
@@ -224,7 +226,7 @@ def placed_items(features: Any) -> tuple[MultimodalItem, ...]:
 
 
 def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
-    """Items of all modalities by their place in the prompt, as the engine's hashes take them."""
+    """Items of all modalities by their place in the prompt, as in the engine's hashes."""
     if features is None:
         return ()
     items = [
@@ -235,13 +237,13 @@ def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
     return tuple(sorted(items, key=lambda item: item.offset))
 
 
-# Render servers (``vllm launch render``): asked for tokens before any engine is.
+# Render servers (``vllm launch render``): asked for tokens before any engine.
 #
-# They answer what an engine's render endpoint answers, without a GPU. The one with the fewest calls open is
-# asked, then, where it gives nothing, one other. A server that fails rests for ``engine_failed_s``;
-# one whose ``GET /health`` does not answer 200 is left alone until it does.
+# They answer like an engine's render endpoint, without a GPU. The one with the fewest open calls is asked,
+# then, if it gives nothing, one other. A server that fails rests for ``engine_failed_s``; one whose ``GET
+# /health`` does not answer 200 is skipped until it does.
 #
-# Always true: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
+# Invariants: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
 
 
 ASKED_MAX: Final = 2
@@ -270,12 +272,12 @@ class Renderers:
         *,
         authorization: bytes | None = None,
     ) -> tuple[EngineTokens, str] | None:
-        """The request's tokens and which server made them, or None where none did."""
+        """Return the request's tokens and the server that made them, or None."""
         if path not in RENDER_PATHS:
             return None
         usable = sorted((url for url in self._calls if self._up[url]), key=self._calls.__getitem__)
         for url in usable[:ASKED_MAX]:
-            self._calls[url] = self._calls.pop(url) + 1  # last of its equals from now on
+            self._calls[url] = self._calls.pop(url) + 1  # last among equals from now on
             try:
                 found = await self._side.tokens(url, path, body, parsed, authorization=authorization)
             finally:
@@ -285,24 +287,24 @@ class Renderers:
         return None
 
     async def watch(self, healthy: Healthy, every_s: float) -> None:
-        """Check all servers again and again, until cancelled."""
+        """Check all servers periodically, until cancelled."""
         while True:
             found = await asyncio.gather(*(healthy(url) for url in self._up))
             self._up = dict(zip(self._up, found, strict=True))
             await asyncio.sleep(every_s)
 
 
-# What others say of a prompt that is not computed here: a render server, else an engine.
+# Tokens of a prompt that is not computed here: from a render server, else from an engine.
 #
-# Both are told the client's own body, within a time budget. What they say of images is remembered,
-# so that a next turn with the same images needs no call.
+# Both receive the client's own body, within a time budget. Their tokens of images are cached, so that a next
+# turn with the same images needs no call.
 
 
 EngineUrl = Callable[[str | None], str | None]
 
 
 class Told(NamedTuple):
-    """The tokens of a prompt, who told them, and at which address."""
+    """The tokens of a prompt, their source, and its address."""
 
     tokens: EngineTokens
     source: Literal["renderer", "engine"]
@@ -310,8 +312,8 @@ class Told(NamedTuple):
 
 
 class Asking:
-    """Render servers first, then one engine. ``engine_url`` names an engine that serves a model (None: there
-    is none)."""
+    """Asks render servers first, then one engine. ``engine_url`` names an engine that serves a model (None:
+    there is none)."""
 
     def __init__(self, renderers: Renderers, engine_side: EngineSide, engine_url: EngineUrl) -> None:
         self._renderers = renderers
@@ -321,7 +323,7 @@ class Asking:
     async def tokens(
         self, request: InboundRequest, path: str, parsed: Parsed | None, frontend: Frontend = "python"
     ) -> Told | None:
-        """The request's tokens; None where none are known. Render servers have the Python frontend."""
+        """Return the request's tokens; None if they are unknown. Render servers have the Python frontend."""
         if isinstance(parsed, MessagesBody) and parsed.disables_thinking:
             return None
         authorization = next((value for name, value in request.headers if name == b"authorization"), None)
@@ -338,18 +340,18 @@ class Asking:
         return None if found is None else Told(found, "engine", url)
 
 
-# Images seen before: what a model's template has at their place, and what engines have there.
+# Images seen before: the model's mark in the template's text, and the engine's tokens for it.
 #
-# A template writes a mark for each image; the engine puts that image's tokens in its place, and its hash
+# A template writes a mark for each image; the engine replaces it by that image's tokens, and puts its hash
 # into the block hashes. Both are learned from an answer of a render server or an engine: the rest of its
-# tokens must be equal to the prompt made here without them, so that the mark is what is left over. A next
-# turn with the same images then needs no call.
+# tokens must equal the prompt made here without them, so that the mark is the remaining part. A next turn
+# with the same images then needs no call.
 #
-# They are remembered by the content of all images of a prompt in order, since some models give an image
-# fewer tokens where there are more of them. One use in ``CHECK_EVERY`` is asked for all the same; a first
-# difference takes that model's images out of use here for good.
+# They are cached by the content of all images of a prompt in order, since some models give an image fewer
+# tokens if there are more of them. One use in ``CHECK_EVERY`` is asked for comparison; after a first
+# difference that model's images are always asked for.
 #
-# Always true: all that is remembered takes at most ``bytes_max``. Event-loop thread only.
+# Invariant: the cache takes at most ``bytes_max``. Event-loop thread only.
 
 
 CHECK_EVERY: Final = 64
@@ -364,7 +366,7 @@ class _Images(msgspec.Struct, frozen=True):
 
 
 class MediaMemory:
-    """What was learned, least recently used first."""
+    """Learned images, least recently used first."""
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
         self._stats = stats
@@ -388,7 +390,7 @@ class MediaMemory:
         return found
 
     def learn(self, model: str, media: tuple[bytes, ...], ids: Ids, answer: EngineTokens) -> None:
-        """Take over what an answer shows for a prompt with marks, if that is certain."""
+        """Learn from an answer for a prompt with marks, if it is unambiguous."""
         if model in self._distrusted:
             return
         key = _key(model, media)
@@ -419,7 +421,7 @@ def _size(images: _Images) -> int:
 
 
 def _places(ids: Ids, mark: Ids) -> list[int]:
-    """Where the mark stands, from left to right."""
+    """Positions of the mark, from left to right."""
     data, wanted, found = ids.tobytes(), mark.tobytes(), []
     at = data.find(wanted)
     while at >= 0:
@@ -431,7 +433,7 @@ def _places(ids: Ids, mark: Ids) -> list[int]:
 
 
 def _with_items(ids: Ids, images: _Images) -> EngineTokens | None:
-    """The prompt with every mark replaced; None where there are not as many marks as images."""
+    """The prompt with every mark replaced; None if the numbers of marks and images differ."""
     places = _places(ids, images.mark)
     if len(places) != len(images.items):
         return None
@@ -446,7 +448,7 @@ def _with_items(ids: Ids, images: _Images) -> EngineTokens | None:
 
 
 def _learned(ids: Ids, answer: EngineTokens, count: int) -> _Images | None:
-    """Mark and items, where the answer is ``ids`` with each mark replaced and nothing else changed."""
+    """Mark and items, if the answer is ``ids`` with each mark replaced and nothing else changed."""
     items = answer.multimodal
     left_over = len(ids) - (len(answer.ids) - sum(item.length for item in items))
     if len(items) != count or left_over <= 0 or left_over % count:

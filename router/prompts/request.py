@@ -29,9 +29,9 @@ class NotLocalError(Exception):
 
 
 class ChatFields(msgspec.Struct, gc=False, kw_only=True):
-    """What of ``POST /v1/chat/completions`` reaches the prompt, besides messages (vLLM 0.32 protocol).
+    """Fields of ``POST /v1/chat/completions`` that reach the prompt, besides messages (vLLM 0.32 protocol).
 
-    From ``max_tokens`` on it does so only together with one of the others.
+    From ``max_tokens`` on they do so only together with one of the others.
     """
 
     tools: msgspec.Raw = NULL
@@ -54,18 +54,19 @@ class ChatFields(msgspec.Struct, gc=False, kw_only=True):
     echo: Any = False
 
     def skips_cache(self) -> bool:
-        """Prompt log-probabilities are computed, also for ``echo``: the engine reads no cache then."""
+        """Whether prompt log-probabilities are computed, also for ``echo``: the engine reads no cache
+        then."""
         return self.prompt_logprobs is not None or self.echo is True
 
 
 class ChatBody(ChatFields, gc=False, kw_only=True):
-    """A chat. ``orders_tool_calls``: the engine's validation puts their fields in order."""
+    """A chat. ``orders_tool_calls``: the engine's validation reorders their fields."""
 
     orders_tool_calls: ClassVar[bool] = True
     messages: list[msgspec.Raw]
 
     def is_bare(self) -> bool:
-        """Whether the prompt depends on the messages alone: nothing else that reaches it was given."""
+        """Whether the prompt depends on the messages alone: no other field that reaches it was given."""
         return (
             astuple(self)[:_NUM_PROMPT_FIELDS] == _BARE
             and self.tools is NULL
@@ -77,28 +78,29 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
 
 _NUM_PROMPT_FIELDS: Final = ChatBody.__struct_fields__.index("max_tokens")
 _BARE: Final = astuple(ChatBody(messages=[]))[:_NUM_PROMPT_FIELDS]
-"""The first fields, up to those of the answer, where none of them was given."""
+"""The first fields, up to those of the answer, if none of them was given."""
 
 
 class BatchBody(ChatFields, gc=False, kw_only=True):
-    """What of ``POST /v1/chat/completions/batch`` reaches the prompts: several chats, never with tools."""
+    """Fields of ``POST /v1/chat/completions/batch`` that reach the prompts: several chats, never with
+    tools."""
 
     messages: list[list[msgspec.Raw]]
 
     def first(self) -> ChatBody:
-        """The first chat. Raises ``NotLocalError`` where there is none."""
+        """The first chat. Raises ``NotLocalError`` if there is none."""
         if not self.messages:
             raise NotLocalError("empty")
         fields = {name: getattr(self, name) for name in ChatFields.__struct_fields__ if name != "tools"}
         return ChatBody(messages=self.messages[0], **fields)
 
     def pieces(self) -> Iterator[bytes]:
-        """The messages of the first chat as they are."""
+        """The messages of the first chat, unchanged."""
         yield from map(bytes, self.messages[0] if self.messages else ())
 
 
 class GenerateBody(msgspec.Struct, gc=False):
-    """What of ``POST /inference/v1/generate`` reaches the prompt: its tokens."""
+    """Fields of ``POST /inference/v1/generate`` that reach the prompt: its tokens."""
 
     token_ids: list[int]
     features: Any = None
@@ -108,7 +110,7 @@ class GenerateBody(msgspec.Struct, gc=False):
     kv_transfer_params: Any = None
 
     def skips_cache(self) -> bool:
-        """Prompt log-probabilities are computed: the engine reads no cache then."""
+        """Whether prompt log-probabilities are computed: the engine reads no cache then."""
         params = self.sampling_params
         return isinstance(params, dict) and params.get("prompt_logprobs") is not None
 
@@ -118,7 +120,7 @@ class GenerateBody(msgspec.Struct, gc=False):
 
 
 class CompletionBody(msgspec.Struct, gc=False):
-    """What of ``POST /v1/completions`` reaches the prompt (vLLM 0.32 protocol)."""
+    """Fields of ``POST /v1/completions`` that reach the prompt (vLLM 0.32 protocol)."""
 
     prompt: msgspec.Raw = NULL
     suffix: Any = None
@@ -135,7 +137,7 @@ class CompletionBody(msgspec.Struct, gc=False):
     logprobs: Any = None
 
     def skips_cache(self) -> bool:
-        """Prompt log-probabilities are computed: the engine reads no cache then."""
+        """Whether prompt log-probabilities are computed: the engine reads no cache then."""
         return self.prompt_logprobs is not None or (self.echo is True and self.logprobs is not None)
 
 
@@ -149,7 +151,7 @@ _ANY = msgspec.json.Decoder()
 
 
 class PlainMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What most messages are: a role, of which only the text is told."""
+    """The usual message: a role and a text."""
 
     role: Literal["user", "assistant"]
     content: str
@@ -206,7 +208,7 @@ def decode_generate(body: bytes) -> GenerateBody:
 
 
 def plain_message(raw: msgspec.Raw) -> PlainMessage | None:
-    """A message that is plain: two values, however long; None for any other, whatever it is."""
+    """A plain message: two values of any length; None for any other."""
     try:
         return _PLAIN.decode(raw)
     except _INVALID:
@@ -263,7 +265,7 @@ def first_prompt(prompt: TextOrTokens) -> tuple[str | list[int], int]:
 
 
 def decode_any(raw: msgspec.Raw) -> Any:
-    """Any JSON value that was left raw. Raises ``ApiError`` 400 where the raw bytes are no JSON."""
+    """Decode a JSON value that was left raw. Raises ``ApiError`` 400 if the bytes are no JSON."""
     try:
         return _ANY.decode(raw)
     except _INVALID as error:
@@ -271,7 +273,8 @@ def decode_any(raw: msgspec.Raw) -> Any:
 
 
 def _reencoded(body: bytes, error: Exception, fields: type[msgspec.Struct]) -> bytes:
-    """The prompt's part of a body only Python's JSON parser accepts, in a form the fast one reads too."""
+    """Re-encode the prompt's part of a body that only Python's JSON parser accepts, so that the fast one
+    reads it."""
     found = decode_leniently(body, error)
     wanted = {name: found[name] for name in fields.__struct_fields__ if name in found}
     try:

@@ -9,15 +9,15 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import msgspec
 
 ANY_MODEL = "*"
-"""The name of every base model not named, where models are configured."""
+"""Name for every base model without an entry of its own."""
 
 
 class ModelPrompts(msgspec.Struct, frozen=True):
-    """How one model's prompts are made; must say what its engines were started with.
+    """How one model's prompts are made; must match the flags of its engines.
 
     ``tokenizer_dir``: a Hugging Face model directory; None: ask the engine. ``chat_template``: the engine's
     ``--chat-template`` (file or text). ``time_zone``: the engines', None: as here. ``lora_paths``: adapter
-    name -> path exactly as the engines were told, since block hashes cover it.
+    name -> path exactly as given to the engines, since block hashes cover it.
     """
 
     tokenizer_dir: str | None = None
@@ -40,10 +40,10 @@ class PromptSettings(msgspec.Struct, frozen=True):
     context_cache_bytes_max: int = 16 << 20
     """Cache of the tool lists of earlier chats, per model."""
     media_cache_bytes_max: int = 16 << 20
-    """Memory of images whose tokens an engine or a render server has told, shared by all models; some 4 KB
+    """Cache of image tokens learned from an engine or a render server, shared by all models; some 4 KB
     each."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
-    """``auto``: tokenize with fastokens where it gives the tokens of ``tokenizers`` for all probe texts, and
+    """``auto``: tokenize with fastokens if it gives the tokens of ``tokenizers`` for all probe texts, and
     compare again on a running sample; ``off``: always ``tokenizers``."""
     inline_chars_max: int = 4096
     """More new text than this (four times as much with fastokens) is tokenized in a worker thread; less takes
@@ -52,46 +52,46 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """More new blocks than this are hashed in a worker thread; fewer take under 3 ms."""
     prompt_bytes_max: int = 1 << 20
     """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
-    English). Raising it keeps predictions exact, but each megabyte holds the event loop for up to 10 ms."""
+    English). Raising it keeps predictions exact, but each megabyte blocks the event loop for up to 10 ms."""
     worker_threads: int = 2
     """Threads for tokenizing and hashing."""
     worker_queue_len_max: int = 64
-    """Most prompts waiting for a worker thread; further ones are placed by text affinity."""
+    """Maximum number of prompts waiting for a worker thread; further ones are placed by text affinity."""
     hub_downloads: bool = True
-    """Whether tokenizers that are known by name are fetched from the model hub: only what rendering needs,
-    never weights or code. ``false``: its cache on this machine and directories alone."""
+    """Whether tokenizers that are known by name are fetched from the model hub: only the files needed for
+    rendering, never weights or code. ``false``: only its cache on this machine and directories."""
     hub_endpoint: str = ""
     """A mirror of the hub, e.g. ``https://hub.example.com``; else ``HF_ENDPOINT``, else huggingface.co."""
     hub_bytes_max: int = 256 << 20
-    """Most bytes of one repository's tokenizer, templates and configuration."""
+    """Maximum size of one repository's tokenizer, templates and configuration."""
     hub_timeout_s: float = 120.0
-    """Time-out of fetching them, in seconds; prompts are asked of engines meanwhile."""
+    """Time-out of fetching them, in seconds; engines are asked for tokens meanwhile."""
     hub_retry_s: float = 30.0
-    """After how long a fetch that failed is tried again, in seconds; doubled each time, up to ten minutes."""
+    """Seconds after which a failed fetch is retried; doubled each time, up to ten minutes."""
     renderers: tuple[str, ...] = ()
     """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
     that are not tokenized here. They need the engines' model and options."""
     renderer_check_s: float = 5.0
-    """How often their ``/health`` is asked, in seconds."""
+    """Interval between checks of their ``/health``, in seconds."""
     engine_timeout_s: float = 1.0
     """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
     engine_calls_max: int = 32
-    """Most such calls at once; further prompts are placed by text affinity."""
+    """Maximum number of such calls at once; further prompts are placed by text affinity."""
     engine_failed_s: float = 5.0
-    """How long an endpoint is not asked again after a time-out, a broken connection or a 5xx, in seconds."""
+    """How long an endpoint is not called again after a time-out, a broken connection or a 5xx, in seconds."""
 
 
 # The engines' local time, which some prompts contain.
 
 
 def local_time(time_zone: str | None) -> datetime:
-    """Now, as an engine with this time zone has it (naive); None: as this machine."""
+    """The current local time of an engine with this time zone (naive); None: of this machine."""
     zone = None if time_zone is None else zone_of(time_zone)
     return datetime.now(zone).replace(tzinfo=None)
 
 
 def zone_of(name: str) -> tzinfo:
-    """An IANA time zone. Raises ``ValueError`` where none of that name is known here."""
+    """Return an IANA time zone. Raises ``ValueError`` for an unknown name."""
     if name == "UTC":
         return UTC  # without the system's data
     try:

@@ -1,7 +1,7 @@
-"""What is kept of a client's request, in bytes, and in little room.
+"""Estimated sizes of parts of a client's request, in bytes, and compact forms of them.
 
-Caches are bounded by these estimates, so they must not fall short: a megabyte of empty lists is twenty
-when decoded. What is only compared is kept as a digest where it is long.
+Caches are bounded by these estimates, so they must not be too low: a megabyte of empty lists is twenty when
+decoded. Long values that are only compared are kept as digests.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ import numpy as np
 from publisher.block_hash import NO_EXTRAS, PromptExtras
 
 SHARE: Final = 4
-"""Nothing is kept that takes more than one part in so many of a cache: one client would empty it."""
+"""Values that take more than this fraction of a cache are not cached: one client would empty it."""
 _TEXTS: Final = frozenset({str, type(None)})
 _PLAIN_BYTES_MAX: Final = 256
 _RAW_BYTES: Final = 100
-"""Raw JSON besides its bytes."""
+"""Size of raw JSON besides its bytes."""
 _ITEM_BYTES: Final = 200
-"""A multimodal item besides its identifier."""
+"""Size of a multimodal item besides its identifier."""
 
 
 INLINE_BYTES_MAX: Final = 1 << 18
-"""A larger body is worked on in a thread: rendering takes about 0.6 us per KB."""
+"""Larger bodies are processed in a thread: rendering takes about 0.6 us per KB."""
 INLINE_VALUES_MAX: Final = 512
-"""One with more lists and objects too: a message takes about 15 us to convert, decode, check and render."""
+"""Bodies with more lists and objects too: a message takes about 15 us to convert, decode, check and
+render."""
 VALUES_MAX: Final = 50_000
 """Decoding more of them holds the interpreter for 10 ms and longer, in any thread."""
 _COUNTED_TOGETHER_MIN: Final = 4096
 _WINDOW_BYTES: Final = 1 << 16
-"""More at a time does not fit the processor's cache, and its copies go back to the system each time."""
+"""Larger windows do not fit the processor's cache, and their copies are returned to the system each time."""
 _OPENING: Final = ord("{")
 _BRACKETS_DIFFER: Final = np.uint8(ord("{") - ord("["))
 
 
 def num_values(data: bytes | msgspec.Raw) -> int:
-    """How many lists and objects JSON has, at most: brackets within texts count too."""
+    """Upper bound of the lists and objects in JSON: brackets within texts count too."""
     if len(data) < _COUNTED_TOGETHER_MIN:
         data = bytes(data)
         return data.count(b"{") + data.count(b"[")
@@ -57,18 +58,19 @@ def has_many_values(data: bytes | msgspec.Raw, limit: int) -> bool:
 
 
 def compact(data: bytes) -> bytes:
-    """``data``, or its digest where that is shorter: equal exactly where the data are, whoever chose them."""
+    """``data``, or its digest if that is shorter: equal exactly if the data are, also against chosen
+    inputs."""
     return data if len(data) <= _PLAIN_BYTES_MAX else blake2b(data, digest_size=32).digest()
 
 
 def kept_bytes(value: Any) -> int:
-    """Memory of a decoded JSON value, or of structs of such and raw JSON, and all that is in it."""
+    """Memory of a decoded JSON value, or of structs of such and raw JSON, with everything in it."""
     if type(value) is dict and _TEXTS.issuperset(map(type, value.values())):  # most messages
         return sum(map(sys.getsizeof, (value, *value, *value.values())))
     size, waiting = 0, [value]
     while waiting:
         current = waiting.pop()
-        if isinstance(current, msgspec.Raw):  # sys.getsizeof of one is a number without meaning
+        if isinstance(current, msgspec.Raw):  # sys.getsizeof of one is meaningless
             size += _RAW_BYTES + len(current)
             continue
         size += sys.getsizeof(current)
@@ -83,7 +85,7 @@ def kept_bytes(value: Any) -> int:
 
 
 def extras_bytes(extras: PromptExtras) -> int:
-    """The same for what a prompt's hashes cover besides tokens; names of adapters are the configuration's."""
+    """The same for the extra inputs of hashes; names of adapters belong to the configuration."""
     if extras is NO_EXTRAS:
         return 0
     salt = 0 if extras.cache_salt is None else sys.getsizeof(extras.cache_salt)

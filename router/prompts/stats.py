@@ -1,6 +1,6 @@
 """Counters of the prompt reader, plain numbers that the metrics exporter reads.
 
-Always true: every request read is counted once, in ``local``, ``renderer``, ``engine``, ``affinity[reason]``;
+Invariant: every request read is counted once, in ``local``, ``renderer``, ``engine`` or ``affinity[reason]``;
 a refused one (an ``ApiError``) in ``refused``.
 """
 
@@ -16,7 +16,7 @@ from router.prompts.origin.problem import FAILURES
 WAYS = ("local", "renderer", "engine", "affinity")
 REASONS = (
     "model_unknown",  # no configuration names this model
-    "lora_path_unknown",  # hashes cover the adapter's path, which nobody told us
+    "lora_path_unknown",  # hashes cover the adapter's path, which is unknown
     "no_tokenizer",  # no local tokenizer configured
     "endpoint",  # not a text-generation endpoint this reader knows
     "renderer",  # the engine renders this model's chats with code, not with a template
@@ -36,9 +36,9 @@ REASONS = (
     "too_complex",  # more lists, objects or messages than can be decoded without holding the event loop
     "busy",  # the worker queue is full
     "empty",  # a prompt without tokens
-    "earlier_response",  # it goes on from a response that one engine holds
+    "earlier_response",  # it continues a response that one engine holds
 )
-"""Why a prompt is not computed locally, and (where the engine did not help) routed by affinity."""
+"""Why a prompt is not computed locally, and (if no engine helped) placed by affinity."""
 
 
 class PromptStats(msgspec.Struct):
@@ -51,7 +51,7 @@ class PromptStats(msgspec.Struct):
     renderer: Annotated[int, "kvatlas_prompts_renderer_total"] = 0
     """Prompts tokenized by asking a render server."""
     refused: Annotated[int, "kvatlas_prompts_refused_total"] = 0
-    """Requests refused while their prompt was read: no engine would take them either."""
+    """Requests refused while their prompt was read: no engine would accept them either."""
     not_local: Annotated[dict[str, int], "kvatlas_prompts_not_local_total{reason}"] = msgspec.field(
         default_factory=lambda: dict.fromkeys(REASONS, 0)
     )
@@ -59,7 +59,7 @@ class PromptStats(msgspec.Struct):
     affinity: Annotated[dict[str, int], "kvatlas_prompts_affinity_total{reason}"] = msgspec.field(
         default_factory=lambda: dict.fromkeys(REASONS, 0)
     )
-    """Requests placed by their text because their tokens are not known, by reason."""
+    """Requests placed by their text because their tokens are unknown, by reason."""
     reads: Annotated[dict[tuple[str, str], int], "kvatlas_prompts_reads_total{api,how}"] = msgspec.field(
         default_factory=lambda: {(api, how): 0 for api in PROMPT_APIS.values() for how in WAYS}
     )
@@ -68,49 +68,51 @@ class PromptStats(msgspec.Struct):
     """Requests with several prompts; routed by the first."""
 
     tokenizers_found: Annotated[int, "kvatlas_prompts_tokenizers_found_total"] = 0
-    """Tokenizers taken into use that engines or the configuration name: found or fetched, and compared."""
+    """Tokenizers named by engines or the configuration that were found or fetched, compared, and taken into
+    use."""
     tokenizer_failures: Annotated[dict[str, int], "kvatlas_prompts_tokenizer_failures_total{reason}"] = (
         msgspec.field(default_factory=lambda: dict.fromkeys(FAILURES, 0))
     )
     """Tokenizers that could not be fetched, read or used, by reason; engines are asked meanwhile."""
 
     rendered: Annotated[int, "kvatlas_prompts_rendered_total"] = 0
-    """Chats made a text by a template, rendered or put together from what others gave."""
+    """Chats rendered to text, by a template or from cached parts."""
     rendered_jinja2: Annotated[int, "kvatlas_prompts_rendered_jinja2_total"] = 0
-    """Renderings by jinja2, the slower engine, because minijinja is not in use for that template or text."""
+    """Renderings by jinja2, the slower engine, because minijinja is not used for that template or text."""
     template_checks: Annotated[int, "kvatlas_prompts_template_checks_total"] = 0
     """Renderings compared with jinja2's."""
     template_mismatches: Annotated[int, "kvatlas_prompts_template_mismatches_total"] = 0
-    """Texts that differed from jinja2's, which was used instead. What made them renders no chats of that
-    kind from then on."""
+    """Texts that differed from jinja2's, which was used instead. The other renderer is not used for chats of
+    that kind any more."""
     template_shapes_forgotten: Annotated[int, "kvatlas_prompts_template_shapes_forgotten_total"] = 0
-    """Kinds of chats that minijinja renders otherwise, forgotten for want of room: found again when met."""
+    """Kinds of chats that minijinja renders differently, evicted for lack of room and detected again
+    later."""
     templates_distrusted: Annotated[int, "kvatlas_prompts_templates_distrusted_total"] = 0
-    """Templates that jinja2 alone renders from then on: minijinja gave another text for a kind of chat for
+    """Templates rendered only by jinja2 from then on: minijinja gave another text for a kind of chat for
     which it had given the same."""
 
     prefix_hits: Annotated[int, "kvatlas_prompts_prefix_hits_total"] = 0
-    """Prompts that began like one in the prefix cache, whose tokens and hashes were used again."""
+    """Prompts that began like one in the prefix cache, whose tokens and hashes were reused."""
     prefix_misses: Annotated[int, "kvatlas_prompts_prefix_misses_total"] = 0
     """Prompts that began like none in the prefix cache."""
     prefix_evictions: Annotated[int, "kvatlas_prompts_prefix_evictions_total"] = 0
-    """Entries that left the prefix cache for want of room."""
+    """Entries evicted from the prefix cache."""
     prefix_bytes: Annotated[int, "kvatlas_prompts_prefix_bytes"] = 0
     """Size of the prefix cache."""
     context_bytes: Annotated[int, "kvatlas_prompts_context_bytes"] = 0
     """Size of the cache of tool lists and other template input."""
     context_evictions: Annotated[int, "kvatlas_prompts_context_evictions_total"] = 0
-    """Entries that left that cache for want of room."""
+    """Entries evicted from that cache."""
     media_hits: Annotated[int, "kvatlas_prompts_media_hits_total"] = 0
     """Prompts with images that were all seen before: no call was needed for their tokens."""
     media_misses: Annotated[int, "kvatlas_prompts_media_misses_total"] = 0
     """Prompts with images for which a render server or an engine had to be asked."""
     media_bytes: Annotated[int, "kvatlas_prompts_media_bytes"] = 0
-    """Size of what is remembered of images."""
+    """Size of the cache of images."""
     media_evictions: Annotated[int, "kvatlas_prompts_media_evictions_total"] = 0
-    """Sets of images forgotten for want of room."""
+    """Sets of images evicted."""
     media_checks: Annotated[int, "kvatlas_prompts_media_checks_total"] = 0
-    """Prompts with known images that were asked for all the same, for comparison."""
+    """Prompts with known images that were asked for comparison."""
     media_mismatches: Annotated[int, "kvatlas_prompts_media_mismatches_total"] = 0
     """Prompts with images for which the answer differed; that model's are always asked for from then on."""
     oversized: Annotated[int, "kvatlas_prompts_oversized_total"] = 0
@@ -124,7 +126,7 @@ class PromptStats(msgspec.Struct):
     tokenizer_checks: Annotated[int, "kvatlas_prompts_tokenizer_checks_total"] = 0
     """Texts tokenized by both libraries for comparison."""
     tokenizer_mismatches: Annotated[int, "kvatlas_prompts_tokenizer_mismatches_total"] = 0
-    """Texts for which they disagreed; that model stays with ``tokenizers`` from then on."""
+    """Texts with different results; that model uses ``tokenizers`` from then on."""
     blocks_reused: Annotated[int, "kvatlas_prompts_blocks_reused_total"] = 0
     """Block hashes taken from the prefix cache."""
     blocks_hashed: Annotated[int, "kvatlas_prompts_blocks_hashed_total"] = 0
@@ -149,7 +151,7 @@ class PromptStats(msgspec.Struct):
     """Engine calls not made: endpoint known to be absent or failing, or too many calls at once."""
 
     def count_read(self, path: str, how: str) -> None:
-        """A request's prompt was read."""
+        """Count a request's prompt."""
         api = PROMPT_APIS.get(path)
         if api is not None:
             self.reads[api, how] += 1

@@ -1,9 +1,9 @@
-"""Prompt text -> token ids, cut where that is safe (``cuts.py``), by fastokens where that is proven equal.
+"""Prompt text -> token ids, cut at safe places (``cuts.py``), by fastokens if it is proven equal.
 
 Every ``CHECK_EVERY``-th job of fastokens is compared with ``tokenizers`` on a short piece of its own text;
-the first difference takes fastokens out of use for good (``name`` says so, ``tokenizer_mismatches`` counts).
+after the first difference fastokens is not used any more (``name`` says so, ``tokenizer_mismatches`` counts).
 
-Always true: ``encode`` returns exactly ``Tokenizer.encode(text).ids``, or was equal to it on every probe and
+Invariant: ``encode`` returns exactly ``Tokenizer.encode(text).ids``, or was equal to it on every probe and
 sample. Encoding releases the GIL.
 """
 
@@ -24,12 +24,11 @@ from router.prompts.cuts import Encoded, Ids, cuts_of, whole
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.stats import PromptStats
 
-# Probe texts: what two tokenizers of one ``tokenizer.json`` must agree on before the faster one is used.
+# Probe texts: two tokenizers of one ``tokenizer.json`` must agree on them before the faster one is used.
 #
-# They cover what normalizers, splitters and models treat differently: white space and digits in runs,
-# letters of many scripts, combining marks, contractions, code, added tokens between and inside words, and
-# soups of the vocabulary's own tokens, which reach every script and every long merge that the tokenizer
-# knows.
+# They cover what normalizers, splitters and models treat differently: white space and digits in runs, letters
+# of many scripts, combining marks, contractions, code, added tokens between and inside words, and mixtures of
+# the vocabulary's own tokens, which reach every script and every long merge of the tokenizer.
 
 
 _PIECES: Final = (
@@ -86,20 +85,19 @@ def _added_tokens(tokenizer: Tokenizer) -> list[str]:
 
 # fastokens in front of ``tokenizers``: the same ids, ten to twenty times faster.
 #
-# ``tokenizers`` is the reference: it is what engines run. fastokens reads the same ``tokenizer.json`` but
-# does not know every normalizer, splitter and model. So it is used only where it loads and gives the
-# reference's ids for every probe text; in use, ``tokenizer.py`` compares the two again on a
-# running sample.
+# ``tokenizers`` is the reference, which engines run. fastokens reads the same ``tokenizer.json`` but does not
+# support every normalizer, splitter and model. So it is used only if it loads and gives the reference's ids
+# for every probe text; in use, the two are compared again on a running sample.
 #
-# Measured on one shared core with DeepSeek V3's vocabulary: 400 KB seen first 2-20 ms of CPU, by the
-# reference 250-310 ms. Its cache of words takes up to about 180 MB where texts are random, and no more.
+# Measured on one shared core with DeepSeek V3's vocabulary: 400 KB of new text 2-20 ms of CPU, by the
+# reference 250-310 ms. Its cache of words takes up to about 180 MB for random texts, and no more.
 
 
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-"""A long text split over cores would cost more CPU, and the loop its core."""
+"""A long text split over cores would cost more CPU, and take the event loop's core."""
 try:
     import fastokens
-except ImportError:  # no wheel for this platform: the reference does everything
+except ImportError:  # no wheel for this platform: use the reference
     fastokens = None
 
 
@@ -111,20 +109,20 @@ class FastEncoder:
         self.name = f"fastokens {version('fastokens')}"
 
     def encode(self, texts: list[str]) -> Encoded:
-        """As ``add_special_tokens=False`` has it, every text by itself."""
+        """Like ``add_special_tokens=False``, every text separately."""
         data, offsets = self._tokenizer.encode_batch_flat(texts)
         return Encoded(array("I", data), array("Q", offsets).tolist())
 
 
 class NoFastEncoder(msgspec.Struct, frozen=True):
-    """Why the reference does the work; ``reason`` is for people."""
+    """Why the reference is used; ``reason`` is shown to users."""
 
     reason: str
 
 
 @lru_cache(maxsize=4)
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
-    """fastokens for this tokenizer, where it agrees on all probes; takes up to two seconds."""
+    """Return fastokens for this tokenizer, if it agrees on all probes; takes up to two seconds."""
     if fastokens is None:
         return NoFastEncoder("fastokens is not installed")
     try:
@@ -141,17 +139,17 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
 
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-"""The library's own threads gain nothing for one text and burn more CPU waiting than the text costs."""
+"""The library's own threads gain nothing for one text and use more CPU waiting than the text costs."""
 
 CHECK_EVERY: Final = 1024
-"""One job of fastokens in so many is compared; costs 1-2 us each on average."""
+"""One job of fastokens in this many is compared; costs 1-2 us each on average."""
 _CHECKED_CHARS: Final = 1024
 
 
 class PromptTokenizer:
-    """One model's tokenizer. ``fast``: use fastokens where it agrees. Any thread may call it.
+    """One model's tokenizer. ``fast``: use fastokens if it agrees. Any thread may call it.
 
-    ``name`` says which library tokenizes, and why not fastokens.
+    ``name``: the library in use, and why not fastokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, stats: PromptStats, *, fast: bool = True) -> None:
@@ -172,7 +170,7 @@ class PromptTokenizer:
         return self._fast is not None
 
     def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
-        """The cuts of a text from ``begin`` on, where it may be cut, and the ids of its pieces."""
+        """The cuts of a text from ``begin`` on, and the ids of its pieces."""
         starts = self.cuts.split(text, begin)
         texts: list[str] = []
         for end in starts[1:]:
@@ -182,7 +180,7 @@ class PromptTokenizer:
         return starts, self.encode_pieces(texts)
 
     def encode_pieces(self, texts: list[str]) -> Encoded:
-        """The ids of every text by itself."""
+        """The ids of every text separately."""
         fast = self._fast
         if fast is None:
             return self._by_reference(texts)
@@ -194,7 +192,7 @@ class PromptTokenizer:
         return found
 
     def _agrees(self, fast: FastEncoder, texts: list[str]) -> bool:
-        """Compare both on one of the texts, or on a part of it where it is long."""
+        """Compare both on one of the texts, or on a part of a long one."""
         text = texts[self._jobs // CHECK_EVERY % len(texts)]
         begin = self._jobs % max(1, len(text) - _CHECKED_CHARS)
         sample = text[begin : begin + _CHECKED_CHARS]
@@ -218,11 +216,11 @@ class PromptTokenizer:
 
     @property
     def adds_nothing(self) -> bool:
-        """Texts have no special tokens around them."""
+        """Whether texts have no special tokens around them."""
         return self.prefix is not None and self.suffix is not None and not self.prefix and not self.suffix
 
 
-# ``truncate_prompt_tokens`` as vLLM 0.32 applies it, where that can be known here.
+# ``truncate_prompt_tokens`` as vLLM 0.32 applies it, if that can be known here.
 #
 # Without ``truncation_side`` the tokenizer itself truncates, keeping the end (vLLM sets its side to "left"
 # for generation); with it, the finished ids are sliced, after a cut by characters of texts that exceed the
@@ -230,7 +228,7 @@ class PromptTokenizer:
 
 
 def ids_of(tokens: Iterable[int]) -> Ids:
-    """Ids as an array. Raises ``NotLocalError`` for numbers that are no token ids."""
+    """Ids as an array. Raises ``NotLocalError`` for numbers that are not token ids."""
     try:
         return array("I", tokens)
     except OverflowError:
@@ -247,7 +245,7 @@ def truncated(
 ) -> Ids:
     """The ids after truncation. ``frame``: special tokens added around the text's own ids.
 
-    Raises ``NotLocalError("truncation")`` where the result depends on what is not known.
+    Raises ``NotLocalError("truncation")`` if the result depends on unknown facts.
     """
     keep = body.truncate_prompt_tokens
     if keep is None:

@@ -198,7 +198,7 @@ class Forwarder:
     def _carry(
         self, placement: Attempt, out: Outbound, carrier: Carrier, send: Send, disagg: DisaggState | None
     ) -> Coroutine[Any, Any, Refusal | UpstreamError | None]:
-        """To be awaited at once: see ``_attempt``. Raises ``AgainError``."""
+        """Carry the request; await the result at once, as ``_attempt`` explains. Raises ``AgainError``."""
         if out.entry is not None:
             out.entry.placed(*placement.price())
         if disagg is None:

@@ -60,7 +60,7 @@ def may_be_object(body: bytes) -> bool:
 
 
 def screen(body: bytes, rules: Rules) -> Generator[None, None, Screened]:
-    """Steps (see ``members``) to what may be forwarded. Raises ``ApiError`` 400."""
+    """Steps to the body that may be forwarded, for ``run_cooperatively``. Raises ``ApiError`` 400."""
     if rules.idle:
         return Screened(body)
     if not _is_utf8(bytes(body[:4])):

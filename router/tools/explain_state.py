@@ -484,13 +484,15 @@ async def _located(model: ModelConfig, locator: Locator) -> ModelPrompts:
 
 
 async def _read(path: Path, body: bytes, endpoint: str, config: Config) -> HashedPrompt:
-    async def nobody(url: str, body: bytes, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+    async def no_engine(
+        url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
         raise OSError("no engine available")
 
     try:
         locator = Locator(config.prompts)
         models = {name: await _located(config.model(name), locator) for name in {*config.models, ANY_MODEL}}
-        reader = PromptReader(models, config.prompts, nobody)
+        reader = PromptReader(models, config.prompts, no_engine)
     except ValueError as error:
         raise PromptError(str(error)) from None
     except TokenizerProblem as problem:

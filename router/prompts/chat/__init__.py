@@ -1,1 +1,1 @@
-"""From messages to the text a model's chat template makes of them."""
+"""From messages to the text of a model's chat template."""

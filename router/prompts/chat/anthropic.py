@@ -1,8 +1,8 @@
-"""``POST /v1/messages`` (Anthropic's API) as the chat completion vLLM makes of it.
+"""``POST /v1/messages`` (Anthropic's API) as the chat completion that vLLM converts it to.
 
 Source: ``to_chat_completion_request`` in vllm/entrypoints/anthropic/serving.py of 0.32. System blocks are
 joined, a client's billing header is dropped, tool results become tool messages before the user's own text,
-thinking becomes reasoning, tool schemas and inputs are written anew. System messages within the conversation
+thinking becomes reasoning, tool schemas and inputs are re-encoded. System messages within the conversation
 stay or move to the first, by a trial of the chat template.
 """
 
@@ -24,7 +24,7 @@ _TRIAL: Final = [{"role": role, "content": "t"} for role in ("system", "user", "
 
 
 class _Converted(msgspec.Struct, frozen=True, gc=False):
-    """One message: the chat messages it becomes, or the text of a system message."""
+    """One converted message: its chat messages, or the text of a system message."""
 
     messages: tuple[msgspec.Raw, ...] = ()
     is_system: bool = False
@@ -32,7 +32,7 @@ class _Converted(msgspec.Struct, frozen=True, gc=False):
 
 
 class MessagesBody(msgspec.Struct, gc=False):
-    """What of the request reaches the prompt (vLLM 0.32 protocol)."""
+    """Fields of the request that reach the prompt (vLLM 0.32 protocol)."""
 
     messages: list[msgspec.Raw]
     system: Any = None
@@ -51,21 +51,21 @@ class MessagesBody(msgspec.Struct, gc=False):
 
     @property
     def disables_thinking(self) -> bool:
-        """Render endpoints take that for no effort, whatever the engine itself found to mean it."""
+        """Render endpoints treat that as no effort, regardless of what the engine itself detected."""
         return isinstance(self.thinking, dict) and self.thinking.get("type") == "disabled"
 
     def pieces(self) -> Iterator[bytes]:
-        """Tools, system text and messages as they are."""
+        """Tools, system text and messages, unchanged."""
         yield bytes(self.tools)
         yield str(self.system).encode(errors="replace")
         yield from map(bytes, self.messages)
 
     def num_pieces(self) -> int:
-        """How many messages and blocks of system text are gone through, also where all are known."""
+        """Number of messages and blocks of system text that are visited, even if all are known."""
         return len(self.messages) + (len(self.system) if isinstance(self.system, list) else 0)
 
     def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """The chat completion that it becomes. Raises ``NotLocalError``."""
+        """The converted chat completion. Raises ``NotLocalError``."""
         converted = [memory.get(_message, raw) for raw in self.messages]
         first = _system_text(self.system) if self.system else ""
         inline = any(one.is_system for one in converted)
@@ -137,7 +137,7 @@ def _message(message: Any) -> _Converted:
 
 
 class _Message:
-    """One message while its blocks are gone through."""
+    """One message while its blocks are visited."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -147,7 +147,7 @@ class _Message:
         self._before: list[dict[str, Any]] = []
 
     def messages(self) -> list[dict[str, Any]]:
-        """The tool results, then the message itself; a user message without text is left out."""
+        """The tool results, then the message itself; a user message without text is omitted."""
         own: dict[str, Any] = {"role": self._role}
         if self._thoughts:
             own["reasoning"] = "".join(self._thoughts)
@@ -161,7 +161,7 @@ class _Message:
         return self._before if empty else [*self._before, own]
 
     def add(self, block: dict[str, Any]) -> None:
-        """The next content block."""
+        """Add the next content block."""
         kind = block.get("type")
         if kind == "text":
             self._text(block.get("text") or "")
@@ -186,7 +186,7 @@ class _Message:
             self._parts.append({"type": "text", "text": text})
 
     def _call(self, block: dict[str, Any]) -> None:
-        if not block.get("id"):  # the engine makes one up
+        if not block.get("id"):  # the engine generates one
             raise NotLocalError("message_shape")
         function = {"name": block.get("name") or "", "arguments": dumped(block.get("input") or {})}
         self._calls.append({"id": block["id"], "type": "function", "function": function})
@@ -212,7 +212,7 @@ def _tool_results(block: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _image(source: Any) -> dict[str, Any]:
-    """An image that the request holds; what a web address holds is the engine's to fetch."""
+    """An image that the request contains; images at web addresses are fetched by the engine."""
     if not isinstance(source, dict) or source.get("type", "base64") != "base64":
         raise NotLocalError("multimodal")
     kind, data = source.get("media_type", "image/jpeg"), source.get("data", "")
@@ -235,7 +235,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def wants_system_first(source: str | None) -> bool:
-    """Whether vLLM takes this template for one that knows system messages at the beginning only."""
+    """Whether vLLM assumes that this template accepts system messages only at the beginning."""
     if not source:
         return True
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -251,8 +251,8 @@ def wants_system_first(source: str | None) -> bool:
 
 
 def disabled_effort(render: Callable[[str], str | list[int] | None]) -> str:
-    """The effort that disabled thinking stands for: "low" where the template does not tell "none" from an
-    effort. ``render`` gives the text or ids of a short chat with that effort, None where it is refused."""
+    """The effort that disabled thinking stands for: "low" if the template treats "none" like an effort.
+    ``render`` gives the text or ids of a short chat with that effort, None if it is refused."""
     without = render("none")
     if without is None or any(render(effort) == without for effort in _EFFORTS):
         return "low"

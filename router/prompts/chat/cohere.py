@@ -1,11 +1,11 @@
-"""``POST /cohere/v2/chat`` as the chat completion vLLM makes of it.
+"""``POST /cohere/v2/chat`` as the chat completion that vLLM converts it to.
 
 Source: ``_convert_v2_to_chat_completion`` in vllm/entrypoints/cohere/serving.py of 0.32. Thinking and tool
 plan become reasoning, documents within a tool's result become JSON text; documents, safety mode, citation
-options and thinking are template arguments, where the request's own ``chat_template_kwargs`` do not name
-them. With ``--tokenizer-mode cohere`` all parts of a tool's result become documents; citations of earlier
-answers are not converted then. The request types are those of Cohere's SDK: what it would coerce, fill in or
-pass on beyond them is not converted.
+options and thinking are template arguments, unless the request's own ``chat_template_kwargs`` name them. With
+``--tokenizer-mode cohere`` all parts of a tool's result become documents; citations of earlier answers are
+not converted then. The request types are those of Cohere's SDK: values that it would coerce, fill in or pass
+on beyond them are not converted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THINKING: Final = ("type", "token_budget")
 
 
 class CohereBody(msgspec.Struct, gc=False):
-    """What of the request reaches the prompt (vLLM 0.32 protocol); it has no salt."""
+    """Fields of the request that reach the prompt (vLLM 0.32 protocol); it has no salt."""
 
     cache_salt: ClassVar[None] = None
     messages: list[msgspec.Raw]
@@ -45,13 +45,13 @@ class CohereBody(msgspec.Struct, gc=False):
         return False
 
     def pieces(self) -> Iterator[bytes]:
-        """Tools, documents and messages as they are."""
+        """Tools, documents and messages, unchanged."""
         yield bytes(self.tools)
         yield bytes(self.documents)
         yield from map(bytes, self.messages)
 
     def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """The chat completion that it becomes. Raises ``NotLocalError``."""
+        """The converted chat completion. Raises ``NotLocalError``."""
         if not isinstance(self.strict_tools, bool | None) or not isinstance(self.tool_choice, str | None):
             raise NotLocalError("field")
         if self.tool_choice not in _TOOL_CHOICES:
@@ -103,7 +103,7 @@ def _documents(documents: Any) -> list[dict[str, Any]]:
 
 
 def _document(document: Any) -> dict[str, Any]:
-    """A document as the SDK holds it: its data, then its id."""
+    """A document in the SDK's form: its data, then its id."""
     found = _known(document, ("data", "id"))
     if not isinstance(found.get("data"), dict) or not isinstance(found.get("id"), str | None):
         raise NotLocalError("field")
@@ -119,7 +119,7 @@ def _message(message: Any) -> msgspec.Raw:
 
 
 def _cited_message(message: Any) -> msgspec.Raw:
-    """A message of which answers may cite documents, as families take it that know them."""
+    """A message whose documents answers may cite, for families that support them."""
     content = message.get("content") if isinstance(message, dict) else None
     if isinstance(message, dict) and message.get("citations"):
         raise NotLocalError("message_shape")
@@ -130,7 +130,7 @@ def _cited_message(message: Any) -> msgspec.Raw:
 
 
 def _result_fields(part: dict[str, Any]) -> dict[str, Any]:
-    """What a tool found, as fields: a document's data, or the object that a text is."""
+    """A tool's result as fields: a document's data, or the object that a text encodes."""
     if part.get("type") == "document":
         data: dict[str, Any] = _document(part.get("document"))["data"]
         return data

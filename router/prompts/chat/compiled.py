@@ -1,7 +1,7 @@
-"""A chat template compiled for jinja2, the reference, and for minijinja where that is proven to agree.
+"""A chat template compiled for jinja2, the reference, and for minijinja if that is proven to agree.
 
-Compiling and probing take tens of milliseconds and depend on the text and the special tokens only, so what is
-found is kept: worker processes, models that share a template and a reload take it from the one who did it.
+Compiling and probing take tens of milliseconds and depend on the text and the special tokens only, so the
+result is cached: worker processes, models that share a template and a reload reuse it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from router.prompts.settings import local_time
 
 # Whether a chat template takes message content as text ("string") or as a list of parts ("openai").
 #
-# vLLM decides by the template's syntax tree: it is "openai" when some loop runs over the content of a
-# message. Loops are followed through renamed message lists, renamed messages and macro parameters. The
-# rule is vLLM's (vllm/renderers/hf.py of 0.32), with its limits: where it gives up, so does this.
+# vLLM decides by the template's syntax tree: it is "openai" if some loop iterates over the content of a
+# message. Loops are followed through renamed message lists, renamed messages and macro parameters. The rule
+# is vLLM's (vllm/renderers/hf.py of 0.32), with its limits.
 
 
 class _UnfollowableError(Exception):
-    """A loop or assignment target that is no plain name: the engine stops looking there."""
+    """A loop or assignment target that is no plain name: the engine stops there."""
 
 
 def detect_content_format(source: str, environment: Environment) -> str:
-    """ "string" or "openai"; "string" too where the template cannot be parsed or followed."""
+    """ "string" or "openai"; "string" too if the template cannot be parsed or followed."""
     try:
         tree = environment.parse(source)
         return "openai" if _loops_over_content(tree) else "string"
@@ -67,7 +67,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
 
 def _message_names(tree: nodes.Template) -> Iterator[str]:
-    """Loop variables that run over the messages, whatever the list was renamed to."""
+    """Loop variables that iterate over the messages, also over a renamed list."""
     lists = _renamings(tree, "messages")
     for loop in tree.find_all(nodes.For):
         if any(_is_variable(loop.iter, name) for name in lists):
@@ -75,7 +75,7 @@ def _message_names(tree: nodes.Template) -> Iterator[str]:
 
 
 def _renamings(tree: nodes.Template, start: str) -> list[str]:
-    """Variables that were assigned ``start``, a slice or filter of it, directly or by way of others."""
+    """Variables that were assigned ``start``, a slice or filter of it, directly or through others."""
     found, queue = [start], [start]
     while queue:
         current = queue.pop(0)
@@ -130,7 +130,7 @@ def _is_plain(node: nodes.Node, name: str) -> bool:
 
 
 def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
-    """What is left of an expression without the filters, tests and slices around it."""
+    """Strip the filters, tests and slices around an expression."""
     current = node
     while isinstance(current, nodes.Filter | nodes.Test | nodes.Getitem):
         if isinstance(current, nodes.Getitem) and not isinstance(current.arg, nodes.Slice):
@@ -145,14 +145,14 @@ def _name(target: nodes.Node) -> str:
     return target.name
 
 
-# Probe conversations: what a chat template is rendered with at load, by both template engines.
+# Probe conversations, rendered at load by both template engines.
 #
-# They cover what templates treat differently: system text or none, several turns, tool definitions, calls
-# and results, reasoning, empty and odd text, the generation prompt on and off, and template switches.
+# They cover what templates treat differently: system text or none, several turns, tool definitions, calls and
+# results, reasoning, empty and odd text, the generation prompt on and off, and template switches.
 
 
 _UNPRINTED = "\xa0\xad"
-"""Python quotes these in a list, minijinja does not: shows templates that print lists with texts in them."""
+"""Python quotes these in a list, minijinja does not: reveals templates that print lists of texts."""
 _ODD = f" <b>&\"'\\ \t{{{{ x }}}} {{% y %}} é 漢字 😀 {_UNPRINTED}\n\n</think> a\n"
 _TOOLS: Final = [
     {
@@ -242,14 +242,14 @@ PROBES: Final = {"string": _contexts("string"), "openai": _contexts("openai")}
 
 
 _COMPILED_MAX: Final = 16
-"""Templates kept; a fleet has a handful."""
+"""Cached templates; a fleet has a handful."""
 _CASES: Final = frozenset({"upper", "lower", "title", "capitalize", "isalpha", "isalnum"})
 _UNLIKE: Final = frozenset({
     "e", "escape", "forceescape", "indent", "splitlines", "urlencode", "urlize", "xmlattr",
 })  # fmt: skip
-"""Filters and methods that give something else for a common character: quotes, line separators."""
+"""Filters and methods with another result for a common character: quotes, line separators."""
 _MAKE_NUMBERS: Final = frozenset({"float", "round"})
-"""Filters whose results may be whole floats, which minijinja gives to ``tojson`` as integers."""
+"""Filters whose results may be whole floats, which minijinja passes to ``tojson`` as integers."""
 
 _VALUE_TESTS: Final = frozenset({"iterable", "sequence"})
 _GENERATION: Final = {"generation": "with", "endgeneration": "endwith"}
@@ -270,7 +270,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, not the bare body: what is set inside must not be seen outside.
+        # A call block, not the bare body: variables set inside must not be visible outside.
         return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
 
     def _body(self, caller: Callable[[], str]) -> str:
@@ -284,14 +284,14 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Hugging Face's filter: plain JSON, nothing escaped for HTML."""
+    """Hugging Face's filter: plain JSON, without HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def raise_exception(message: str) -> NoReturn:
-    """What templates call to refuse a conversation."""
+    """Called by templates to refuse a conversation."""
     raise jinja2.TemplateError(message)
 
 
@@ -300,7 +300,7 @@ def _clock(time_zone: str | None) -> Callable[[str], str]:
 
 
 def reference_environment(time_zone: str | None = None) -> jinja2.Environment:
-    """The jinja2 environment engines compile chat templates with."""
+    """The jinja2 environment with which engines compile chat templates."""
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -313,7 +313,7 @@ def reference_environment(time_zone: str | None = None) -> jinja2.Environment:
 def _fast_environment(
     source: str, parsed: nodes.Template, time_zone: str | None
 ) -> minijinja.Environment | None:
-    """The same for minijinja, or None where it cannot even parse the template, or is known to differ."""
+    """The same for minijinja, or None if it cannot parse the template, or is known to differ."""
     if not _UNLIKE.isdisjoint(_called(parsed)) or _joins_safe_text(parsed) or _makes_numbers(parsed):
         return None
     environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True)
@@ -331,16 +331,16 @@ def _fast_environment(
 
 
 def _called(parsed: nodes.Template) -> set[str]:
-    """The names of all filters, and of all attributes: methods are such."""
+    """Names of all filters, and of all attributes, which include methods."""
     return {node.name for node in parsed.find_all(nodes.Filter)} | {
         node.attr for node in parsed.find_all(nodes.Getattr)
     }
 
 
 def _joins_safe_text(parsed: nodes.Template) -> bool:
-    """Whether a text marked as safe may be joined with others, other than by ``~``: jinja2 escapes those.
+    """Whether a text marked as safe may be joined with others, except by ``~``: jinja2 escapes those.
 
-    Names it was assigned to count wherever they stand, so this errs towards jinja2 only.
+    Names it was assigned to count everywhere, so this errs towards jinja2 only.
     """
     names: set[str] = set()
 
@@ -355,7 +355,7 @@ def _joins_safe_text(parsed: nodes.Template) -> bool:
     assigned: list[tuple[nodes.Node, nodes.Node]] = []
     assigned += [(one.target, one.node) for one in parsed.find_all(nodes.Assign)]
     assigned += [(one.target, one.iter) for one in parsed.find_all(nodes.For)]
-    for _ in assigned:  # each may make another one's value safe
+    for _ in assigned:  # each may make the value of another safe
         known = len(names)
         for target, value in assigned:
             if is_safe(value):
@@ -368,7 +368,7 @@ def _joins_safe_text(parsed: nodes.Template) -> bool:
 
 
 def _joined(joining: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
-    """What these join with something else: their operands, arguments, and the text whose method it is."""
+    """Values that these join: their operands, arguments, and the text whose method it is."""
     for node in joining:
         if isinstance(node, nodes.Call):
             yield from (*node.args, *node.kwargs)
@@ -381,18 +381,18 @@ def _joined(joining: Iterable[nodes.Node]) -> Iterator[nodes.Node]:
 
 
 def _makes_numbers(parsed: nodes.Template) -> bool:
-    """Whether the template computes floats, or has one that minijinja writes otherwise."""
+    """Whether the template computes floats, or has one that minijinja writes differently."""
     constants = any(isinstance(node.value, float) for node in parsed.find_all(nodes.Const))
     divides = next(parsed.find_all((nodes.Div, nodes.Pow)), None) is not None
     return constants or divides or not _MAKE_NUMBERS.isdisjoint(_called(parsed))
 
 
 def _for_minijinja(source: str) -> str:
-    """The template as minijinja reads it with the same result.
+    """Convert the template so that minijinja gives the same result.
 
-    It gives undefined values to tests as None; jinja2 takes them for iterable, and None not: an empty text
-    stands for them. A ``generation`` block writes what its body does and keeps to itself what is set in it,
-    as a ``with`` block.
+    minijinja passes undefined values to tests as None; jinja2 considers them iterable, and None not: an empty
+    text replaces them. A ``generation`` block writes what its body does and keeps variables set in it local,
+    like a ``with`` block.
     """
     if "\r" in source:
         return source  # the words below have other line ends
@@ -400,7 +400,7 @@ def _for_minijinja(source: str) -> str:
     before = ["", ""]  # the last two words
     at = tested_at = 0  # in ``source``; in ``written``, the ``is`` of a test
     for _, kind, word in _LEXER.tokeniter(source, None):
-        start = source.index(word, at)  # white space that the template itself removes may stand before
+        start = source.index(word, at)  # preceded by white space that the template itself removes
         written.append(source[at:start])
         at = start + len(word)
         if kind == "name" and word == "is":
@@ -415,24 +415,24 @@ def _for_minijinja(source: str) -> str:
 
 
 class CompiledTemplate(NamedTuple):
-    """What a template's text is compiled to. ``variables`` are the names it reads from outside;
-    ``changes_case``: the engines may differ about letters beyond ASCII."""
+    """A compiled template. ``variables``: names it reads from outside; ``changes_case``: the engines may
+    differ about letters beyond ASCII."""
 
     reference: jinja2.Template
     fast: minijinja.Environment | None
-    """None where it cannot read the template, or gives another text for a probe."""
+    """None if it cannot read the template, or gives another text for a probe."""
     variables: frozenset[str]
     content_format: str
     changes_case: bool
     watching: jinja2.Template | None
-    """The reference for texts that note what they are asked; None where one could be read without that."""
+    """The reference for traced texts; None if a text could be read without being traced."""
 
 
 @lru_cache(maxsize=_COMPILED_MAX)
 def compile_template(
     source: str, special_tokens: tuple[tuple[str, str], ...], time_zone: str | None = None
 ) -> CompiledTemplate:
-    """Compile and probe. Raises ``ValueError`` where ``source`` is no Jinja text.
+    """Compile and probe. Raises ``ValueError`` if ``source`` is no Jinja text.
 
     ``time_zone``: that of ``strftime_now``, None: this machine's.
     """
@@ -444,7 +444,7 @@ def compile_template(
     except jinja2.TemplateError as error:
         raise ValueError(f"chat template is no valid Jinja: {error}") from None
     content_format = detect_content_format(source, environment)
-    written = environment.parse(source)  # as it is: the other one was worked on
+    written = environment.parse(source)  # parsed again: the other tree was changed
     called = _called(written)
     fast = _fast_environment(source, written, time_zone)
     if fast is not None and not _probes_agree(reference, fast, content_format, dict(special_tokens)):
@@ -467,14 +467,14 @@ def _probes_agree(
         try:
             expected = by_reference(reference, context)
         except TemplateRejectsError:
-            continue  # engines refuse this chat: its text is of no account
+            continue  # engines refuse this chat: its text does not matter
         if by_fast(fast, context) != expected:
             return False
     return True
 
 
 def by_fast(fast: minijinja.Environment, context: Context) -> str | None:
-    """minijinja's text; None where it fails."""
+    """minijinja's text; None if it fails."""
     try:
         return fast.render_template("chat", **context)
     except Exception:  # noqa: BLE001  # whatever it is, the reference decides
@@ -489,33 +489,33 @@ def by_reference(reference: jinja2.Template, context: Context) -> str:
         raise TemplateRejectsError(str(error)) from None
 
 
-# What a chat template writes around the texts of plain messages: rendered once, then only put together.
+# Precompiled layouts: what a chat template writes around the texts of plain messages, rendered once.
 #
 # Most chats are messages of a role and a text. For the same roles in the same order and the same other
-# arguments a template mostly writes the same around every text. Where one rendering by jinja2 with texts
-# that note what is asked about them (``watched.py``) shows that, what it wrote is kept, with the questions,
-# and the next such chat is put together from it: 1 to 3 us instead of 7 to 17 by minijinja, and a copy of
-# all texts instead of five. A chat for which a question has another answer is rendered, and kept beside.
+# arguments a template usually writes the same around every text. If one rendering by jinja2 with traced texts
+# (``watched.py``) shows that, its output is kept with the template's questions, and the next such chat is
+# assembled from it: 1 to 3 us instead of 7 to 17 by minijinja, and one copy of all texts instead of five. A
+# chat with another answer to a question is rendered, and kept separately.
 #
-# Always true: what is kept of one template takes at most ``_KEPT_MAX`` times ``_WAYS_MAX`` times
-# ``_CHARS_MAX`` characters. Any thread may call it.
+# Invariant: the layouts of one template take at most ``_KEPT_MAX`` times ``_WAYS_MAX`` times ``_CHARS_MAX``
+# characters. Any thread may call it.
 
 
 _KEPT_MAX: Final = 256
-"""Sequences of roles with other arguments; when full, all are forgotten."""
+"""Sequences of roles with other arguments; when full, all are dropped."""
 _WAYS_MAX: Final = 4
-"""Kept of each, by the answers; a chat that needs one more is always rendered."""
+"""Layouts of each, by the answers; a chat that needs one more is always rendered."""
 _CHARS_MAX: Final = 1 << 14
-"""That the template itself wrote; more is not kept."""
+"""Characters written by the template itself; longer output is not kept."""
 _MESSAGES_MAX: Final = 64
 
 Key = tuple[bytes, str, tuple[str, ...]]
-"""What is equal only where all other arguments are; the content format; the roles of all messages."""
+"""Equal only if all other arguments are; the content format; the roles of all messages."""
 
 
 class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
-    """``pieces`` with nothing in the ``places`` of whole texts (index of the message, and where) and in
-    ``changed``, the places of others."""
+    """``pieces`` with nothing in the ``places`` of whole texts (index of the message, and position) and in
+    ``changed``, the places of other parts."""
 
     pieces: list[str]
     places: list[tuple[int, int]]
@@ -523,7 +523,7 @@ class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
     answers: list[TracedText]
 
     def around(self, texts: list[str]) -> str | None:
-        """The whole text of such a chat; None where the template would be told something else."""
+        """Assemble the text of such a chat; None if an answer to the template's questions differs."""
         if self.answers and not all(one.holds(texts) for one in self.answers):
             return None
         pieces = self.pieces.copy()
@@ -535,14 +535,14 @@ class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
 
 
 class Skeletons:
-    """Those of one template; ``watching`` is compiled with ``watched.watching``, None: nothing is kept."""
+    """Layouts of one template; ``watching`` is compiled with ``watched.watching``, None: no layouts."""
 
     def __init__(self, watching: jinja2.Template | None) -> None:
         self._watching = watching
         self._kept: dict[Key, tuple[PrecompiledLayout, ...]] = {}
 
     def text(self, key: Key, texts: list[str]) -> str | None:
-        """The text of a chat whose messages are a role and a text alone, none empty. None: it is to be
+        """The text of a chat whose messages are a role and a non-empty text alone. None: it must be
         rendered."""
         for skeleton in self._kept.get(key, ()):
             text = skeleton.around(texts)
@@ -551,7 +551,7 @@ class Skeletons:
         return None
 
     def learn(self, key: Key, texts: list[str], names: dict[str, Any], rendered: str) -> None:
-        """Keep what was rendered for such a chat, if that can be shown."""
+        """Keep the layout of a rendered chat, if it can be proven."""
         ways = self._kept.get(key, ())
         if self._watching is None or len(ways) >= _WAYS_MAX or len(texts) > _MESSAGES_MAX:
             return
@@ -563,16 +563,16 @@ class Skeletons:
         self._kept[key] = (*ways, found)
 
     def forget(self) -> None:
-        """Keep nothing any more."""
+        """Drop all layouts and keep no further ones."""
         self._watching, self._kept = None, {}
 
 
 _NEVER: Final = PrecompiledLayout([], [], [], [TracedText(Part(0), "startswith", ("",), False)])
-"""Of a chat whose texts the template reads itself: fits none."""
+"""Layout of a chat whose texts the template reads itself: never applies."""
 
 
 def text_messages(key: Key, texts: list[str]) -> list[Message]:
-    """The messages with this key and these texts."""
+    """Messages with this key and these texts."""
     _, form, roles = key
     return [text_message(role, text, form) for role, text in zip(roles, texts, strict=True)]
 

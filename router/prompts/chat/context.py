@@ -1,8 +1,8 @@
-"""What a chat template is given besides the messages: tools, documents and template arguments.
+"""Inputs of a chat template besides the messages: tools, documents and template arguments.
 
 Follows vLLM 0.32: tools are dumped from their schema (fixed field order, absent fields filled in, unknown
-fields dropped), server defaults give way to the request's ``chat_template_kwargs``, those to the request's
-own fields, None and "auto" count as not given, and only names the template reads are passed on.
+fields dropped), the request's ``chat_template_kwargs`` override server defaults, its own fields override
+those, None and "auto" count as absent, and only names that the template reads are passed on.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _RESERVED: Final = frozenset({
     "tokenizer_kwargs", "tools", "truncation",
     "cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now",
 })  # fmt: skip
-"""Template arguments that reach past the template in the engine, or shadow what templates call."""
+"""Template arguments that affect more than the template in the engine, or shadow functions of templates."""
 _UNSET: Final = (None, "auto")
 
 
 _ENTRY_BYTES: Final = 2000
-"""Of a context besides its names: its keys, the structure, the cache's own."""
+"""Size of a context besides its names: its keys, the structure, the cache's own."""
 
 Key = tuple[object, ...]
 
 
 class ReadsArguments(Protocol):
-    """A template, or a family's code: what it reads of the arguments."""
+    """A template, or a family's code: the arguments that it reads."""
 
     @property
     def variables(self) -> Container[str]: ...
 
 
 class ChatContext(msgspec.Struct, frozen=True):
-    """``names`` go to the template as they are; ``key`` is equal exactly when all of them are
-    (compact), ``shape`` where they are of the same kinds."""
+    """``names``: the template's variables; ``key``: equal exactly if all of them are (compact), ``shape``: if
+    they are of the same kinds."""
 
     names: dict[str, Any]
     continue_final: bool
@@ -54,10 +54,10 @@ class ChatContext(msgspec.Struct, frozen=True):
 
 
 class ContextCache:
-    """Templates and contexts of plain requests, which are mostly the same ones: saves 15 us.
+    """Templates and contexts of plain requests, which are usually the same ones: saves 15 us.
 
-    Always true: all entries take at most ``bytes_max`` together; one above a quarter of it is not kept.
-    Any thread may call it.
+    Invariant: all entries take at most ``bytes_max`` together; one above a quarter of it is not cached. Any
+    thread may call it.
     """
 
     def __init__(self, stats: PromptStats, bytes_max: int) -> None:
@@ -68,7 +68,7 @@ class ContextCache:
         self._lock = Lock()
 
     def get(self, key: Key) -> tuple[Any, ChatContext] | None:
-        """What was kept, or None."""
+        """Return the cached entry, or None."""
         with self._lock:
             found = self._entries.get(key)
             if found is None:
@@ -77,13 +77,14 @@ class ContextCache:
         return found[0], found[1]
 
     def put(self, key: Key, template: ReadsArguments, context: ChatContext) -> None:
-        """Keep a context that is not kept yet; the least recently used ones make room."""
+        """Cache a context; the least recently used ones are evicted."""
         size = _ENTRY_BYTES + kept_bytes(context.names)
         if size > self._bytes_max // SHARE:
             self._stats.oversized += 1
             return
         with self._lock:
-            _, _, before = self._entries.pop(key, (None, None, 0))  # another thread's, of the same request
+            # cached by another thread, for an equal request
+            _, _, before = self._entries.pop(key, (None, None, 0))
             self._entries[key] = template, context, size
             self._count(size - before)
             while self._bytes > self._bytes_max:
@@ -92,7 +93,7 @@ class ContextCache:
                 self._stats.context_evictions += 1
 
     def clear(self) -> None:
-        """Forget all: the model is not served any more."""
+        """Clear the cache: the model is not served any more."""
         with self._lock:
             self._entries.clear()
             self._count(-self._bytes)
@@ -103,7 +104,7 @@ class ContextCache:
 
 
 def context_key(body: ChatBody) -> Key | None:
-    """What the context of a plain request depends on; None for a request that is not plain."""
+    """Inputs of the context of a plain request; None for a request that is not plain."""
     if not (body.chat_template_kwargs is None and body.documents is None and body.chat_template is None):
         return None
     return (
@@ -115,7 +116,7 @@ def context_key(body: ChatBody) -> Key | None:
 
 
 def _plain(value: Any) -> object:
-    """A key that tells True from 1 and from "True"."""
+    """A key that distinguishes True from 1 and from "True"."""
     if value is True or value is False or value is None:
         return value
     return type(value).__name__, compact(str(value).encode(errors="replace"))
@@ -144,10 +145,10 @@ def chat_context(
     if continue_final and arguments["add_generation_prompt"]:
         raise NotLocalError("template_rejected")
     shape = _shape(arguments, bytes(body.tools), tools)
-    # Tools by their raw form, unless they are left out: which template is used depends on that.
+    # Tools by their raw form, unless they are left out: the choice of the template depends on that.
     depends_on = [arguments, continue_final, None if tools is None else bytes(body.tools)]
     try:
-        if shape == UNLIKE:  # JSON has no NaN, which configured arguments may be: it would be null
+        if shape == UNLIKE:  # JSON has no NaN, which configured arguments may contain: it would become null
             key = b"~" + repr(depends_on).encode(errors="backslashreplace")
         else:
             key = _ENCODER.encode(depends_on)
@@ -177,7 +178,7 @@ def _request_arguments(body: ChatBody) -> dict[str, Any]:
 
 
 def _check_fields(body: ChatBody) -> None:
-    """Types the engine would coerce or reject: not reproduced."""
+    """Refuse types that the engine would coerce or reject."""
     if body.chat_template is not None:
         raise NotLocalError("request_template")
     flags = (body.add_generation_prompt, body.continue_final_message)
@@ -199,7 +200,7 @@ def _are_documents(documents: Any) -> bool:
 
 
 def _shape(arguments: dict[str, Any], raw_tools: bytes, tools: list[dict[str, Any]] | None) -> int:
-    """Every tool set is its own shape: templates look into parameter schemas. ``UNLIKE`` where a value is."""
+    """Every tool set is its own shape: templates read parameter schemas. ``UNLIKE`` if a value is."""
     kinds = [(k, v if isinstance(v, bool) else value_kinds(v)) for k, v in arguments.items()]
     if UNLIKE in value_kinds([arguments, tools]):
         return UNLIKE

@@ -1,12 +1,12 @@
-"""Request messages -> the conversation a chat template sees, as vLLM builds it.
+"""Request messages -> the conversation of a chat template, as vLLM builds it.
 
-vLLM validates each message, keeps only the keys named here in this order, flattens or wraps content by
-the template's content format ("string": one text, parts joined by newline; "openai": a list of part
-dicts), turns tool-call arguments from JSON text into objects, and doubles ``reasoning`` as
-``reasoning_content``. Source: vllm/renderers/chat_utils.py and hf.py of 0.32.
+vLLM validates each message, keeps only the keys named here in this order, flattens or wraps content by the
+template's content format ("string": one text, parts joined by newline; "openai": a list of part dicts), turns
+tool-call arguments from JSON text into objects, and repeats ``reasoning`` as ``reasoning_content``. Source:
+vllm/renderers/chat_utils.py and hf.py of 0.32.
 
-What is not reproduced raises ``NotLocalError``; it is never approximated. Messages that the engine will
-reject may come out in any form: nobody computes them.
+Whatever is not reproduced raises ``NotLocalError``; nothing is approximated. Messages that the engine will
+reject may come out in any form, since they are never computed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _PART_FIELDS: Final = frozenset({
     "image_url", "image_pil", "image_embeds", "file",
     "audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds",
 })  # fmt: skip
-"""Part fields that vLLM knows; any other is handed to the template unchanged in the openai format."""
+"""Part fields known to vLLM; all others are passed to the template unchanged in the openai format."""
 _PLAIN_ROLES: Final = frozenset({"user", "assistant"})
-"""A message of role and text alone, which most are, is the same to the template."""
+"""A message of role and text alone, the usual case, is the same to the template."""
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-"""A line some clients put first in system texts and that changes with every request: vLLM drops it."""
+"""First line of system texts of some clients, which changes with every request: vLLM drops it."""
 
 
 def parse_message(
@@ -52,8 +52,8 @@ def parse_message(
 ) -> Message:
     """One validated message as the template sees it; ``content_format`` is "string" or "openai".
 
-    ``orders_calls``: fields of tool calls come in the order of the engine's schema, else as they are.
-    ``images`` gets the digest of every image of a user; None: images are refused.
+    ``orders_calls``: fields of tool calls come in the order of the engine's schema, else unchanged.
+    ``images`` collects the digest of every image of a user; None: images are refused.
     """
     role = message["role"]
     wrap = content_format == "openai"
@@ -87,7 +87,7 @@ def text_message(role: str, text: str, content_format: str) -> Message:
 
 
 def only_text(message: Message, content_format: str) -> str:
-    """The text of what ``text_message`` made, of any role; empty for any other message."""
+    """The text of a result of ``text_message``, of any role; empty for any other message."""
     content = message.get("content") if len(message) == 2 else None
     if content_format == "openai" and isinstance(content, list) and len(content) == 1:
         part = content[0]
@@ -115,7 +115,7 @@ _IMAGE: Final[Message] = {"type": "image"}
 
 
 def _image_data(part: Any) -> str | None:
-    """The URL that holds an image itself; None for all other parts. What a web address holds may change."""
+    """The URL of an inline image; None for all other parts. Images at web addresses may change."""
     if not isinstance(part, dict) or set(part) != {"type", "image_url"} or part["type"] != "image_url":
         return None
     given = part["image_url"]
@@ -166,7 +166,7 @@ def _wrapped(part: Any) -> Message:
 
 
 def _without_billing_header(part: Any) -> Any:
-    """The part without that first line; None where nothing is left of it."""
+    """The part without that first line; None if nothing else is in it."""
     is_text = isinstance(part, dict) and part.get("type") == "text"
     text = part if isinstance(part, str) else part.get("text") if is_text else None
     if not (isinstance(text, str) and text.startswith(_BILLING_HEADER)):
@@ -181,7 +181,7 @@ def _assistant_fields(message: Message, result: Message, tool_call: Callable[[An
     tool_calls = message.get("tool_calls")
     if tool_calls:
         result["tool_calls"] = [tool_call(call) for call in tool_calls]
-    # The older name is moved to the newer one before anything else looks at it.
+    # The older name is moved to the newer one first.
     reasoning = message.get("reasoning")
     if reasoning is None:
         reasoning = message.get("reasoning_content")
@@ -222,7 +222,7 @@ def _rest(source: Message, known: Iterable[str]) -> Message:
 
 
 def _arguments(text: str) -> Message:
-    """Arguments as an object; the engine makes an empty one of whatever else they are."""
+    """Arguments as an object; the engine replaces all other values by an empty one."""
     try:
         parsed = json.loads(text) if text else {}
     except ValueError:
@@ -241,9 +241,9 @@ def _tool_fields(message: Message, result: Message) -> None:
 
 
 def without_developer_role(conversation: list[Message]) -> list[Message]:
-    """For templates that do not know the role: developers become systems, all systems become one, first.
+    """For templates without the role: developers become systems, all systems become one, first.
 
-    Returns the same list where no message has that role.
+    Returns the same list if no message has that role.
     """
     if not any(message["role"] == "developer" for message in conversation):
         return conversation
@@ -269,14 +269,14 @@ def _joined(message: Message) -> str:
     return "\n".join(part["text"] for part in content if "text" in part)
 
 
-# Requests of other APIs as the chat completions that vLLM makes of them, message by message.
+# Requests of other APIs as the chat completions that vLLM converts them to, message by message.
 #
-# Each API has a module with one struct: its fields, and ``as_chat``, which gives a ``ChatBody``. Messages
-# are converted one at a time and remembered by their bytes, so that a next turn converts only what is new,
-# and gets the very same bytes for the rest: the prompt cache finds a conversation by them.
+# Each API has a module with one struct: its fields, and ``as_chat``, which returns a ``ChatBody``. Messages
+# are converted one at a time and cached by their bytes, so that a next turn converts only new ones, and gets
+# the same bytes for the rest: the prompt cache finds a conversation by them.
 #
-# Always true: what is remembered takes at most ``BYTES_MAX``; what is not converted exactly raises
-# ``NotLocalError``. What the engine will reject may come out in any form: nobody computes it.
+# Invariants: the cache takes at most ``BYTES_MAX``; anything not converted exactly raises ``NotLocalError``.
+# Requests that the engine will reject may come out in any form, since they are never computed.
 
 
 T = TypeVar("T")
@@ -288,11 +288,11 @@ _Key = tuple[Callable[[Any], Any], int]
 
 
 class TemplateTraits(msgspec.Struct, frozen=True):
-    """What conversions depend on besides the request, mostly what vLLM finds out about a chat template.
+    """Inputs of conversions besides the request, mostly vLLM's findings about a chat template.
 
-    ``merge_system``: later system messages go into the first one. ``disabled_effort``: the reasoning effort
-    that ``thinking: {"type": "disabled"}`` stands for. ``keeps_documents``: tool results in Cohere's API
-    stay the documents that they are.
+    ``merge_system``: later system messages are merged into the first one. ``disabled_effort``: the reasoning
+    effort for ``thinking: {"type": "disabled"}``. ``keeps_documents``: tool results in Cohere's API stay
+    documents.
     """
 
     merge_system: bool = False
@@ -301,18 +301,19 @@ class TemplateTraits(msgspec.Struct, frozen=True):
 
 
 class Memory(Protocol):
-    """Where conversions are made and remembered."""
+    """Makes conversions and caches them."""
 
     def get(self, convert: Callable[[Any], T], raw: msgspec.Raw) -> T:
-        """``convert(the value of raw)``, which must depend on nothing else. Raises ``NotLocalError``."""
+        """Return ``convert(the value of raw)``, which must depend on nothing else. Raises
+        ``NotLocalError``."""
 
 
 class TooManyValuesError(Exception):
-    """To convert this would hold the event loop."""
+    """This conversion would block the event loop."""
 
 
 class _Known(msgspec.Struct, frozen=True, gc=False):
-    """What some bytes were converted to."""
+    """The conversion of some bytes."""
 
     raw: msgspec.Raw
     result: Any
@@ -320,7 +321,7 @@ class _Known(msgspec.Struct, frozen=True, gc=False):
 
 
 class Conversions:
-    """What was converted before, by kind and bytes; the least recently used go first. Thread-safe."""
+    """Cached conversions by kind and bytes; the least recently used are evicted. Thread-safe."""
 
     def __init__(self, bytes_max: int = BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -334,8 +335,8 @@ class Conversions:
         raw: msgspec.Raw,
         announce: Callable[[msgspec.Raw], None] | None = None,
     ) -> T:
-        """``convert(the value of raw)``, which must depend on nothing else; the same object each time.
-        ``announce`` is told of what has to be converted, and may raise. Raises ``NotLocalError``."""
+        """Return ``convert(the value of raw)``, which must depend on nothing else; the same object each time.
+        ``announce`` is called before a conversion, and may raise. Raises ``NotLocalError``."""
         key = convert, xxhash.xxh3_64_intdigest(raw)
         with self._lock:
             found = self._known.get(key)
@@ -348,12 +349,13 @@ class Conversions:
         result = convert(decoded(raw))
         size = _ENTRY_BYTES + len(raw) + kept_bytes(result)
         if size <= self._bytes_max // SHARE:
-            self._keep(key, _Known(raw.copy(), result, size))  # what it is part of goes with the body
+            # references of the body's own values are released with the body
+            self._keep(key, _Known(raw.copy(), result, size))
         return result
 
     def _keep(self, key: _Key, made: _Known) -> None:
         with self._lock:
-            before = self._known.pop(key, None)  # another thread's, or of an equal key
+            before = self._known.pop(key, None)  # cached by another thread, or under an equal key
             self._known[key] = made
             self._bytes += made.size_bytes - (0 if before is None else before.size_bytes)
             while self._bytes > self._bytes_max:
@@ -361,8 +363,8 @@ class Conversions:
 
 
 class InlineConversions:
-    """The same for the event loop: at most so many lists and objects are converted, ``TooManyValuesError`` is
-    raised before more are. What was converted before is not counted."""
+    """The same for the event loop: ``TooManyValuesError`` is raised before more than the limit of lists and
+    objects are converted. Cached conversions do not count."""
 
     def __init__(self, conversions: Conversions, values_max: int) -> None:
         self._conversions = conversions
@@ -379,7 +381,7 @@ class InlineConversions:
 
 
 def decoded(raw: bytes | msgspec.Raw) -> Any:
-    """A JSON value. Raises ``NotLocalError`` where only some parsers read it."""
+    """Decode a JSON value. Raises ``NotLocalError`` if only some parsers accept it."""
     try:
         return _ANY.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -1,9 +1,9 @@
-"""``POST /v1/responses`` as the chat vLLM makes of it, for models with a chat template.
+"""``POST /v1/responses`` as the chat that vLLM converts it to, for models with a chat template.
 
 Source: ``construct_input_messages`` in vllm/entrypoints/openai/responses/utils.py of 0.32. An assistant's
-text, reasoning and function calls are items of their own; those that follow one another become one message
-as far as it has no such part yet. What an earlier response holds (``previous_response_id``) is known to one
-engine only. Models with their own conversation format (gpt-oss) are not converted here.
+text, reasoning and function calls are separate items; consecutive ones become one message as long as it has
+no such part yet. The content of an earlier response (``previous_response_id``) is known to one engine only.
+Models with their own conversation format (gpt-oss) are not converted here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CUSTOM_PARAMETERS: Final = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""What a tool that takes plain text is shown as."""
+"""Schema shown for a tool that takes plain text."""
 
 
 class ResponsesChat(ChatBody, gc=False):
@@ -46,7 +46,7 @@ class _Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class ResponsesBody(msgspec.Struct, gc=False):
-    """What of the request reaches the prompt (vLLM 0.32 protocol)."""
+    """Fields of the request that reach the prompt (vLLM 0.32 protocol)."""
 
     input: msgspec.Raw
     instructions: Any = None
@@ -65,13 +65,13 @@ class ResponsesBody(msgspec.Struct, gc=False):
         return False
 
     def pieces(self) -> Iterator[bytes]:
-        """Tools, instructions and input as they are."""
+        """Tools, instructions and input, unchanged."""
         yield bytes(self.tools)
         yield str(self.instructions).encode(errors="replace")
         yield bytes(self.input)
 
     def as_chat(self, memory: Memory, traits: Callable[[], TemplateTraits]) -> ChatBody:
-        """The chat completion that it becomes. Raises ``NotLocalError``."""
+        """The converted chat completion. Raises ``NotLocalError``."""
         if self.previous_response_id is not None:
             raise NotLocalError("earlier_response")
         messages, unfinished = self._messages(memory)
@@ -114,7 +114,7 @@ class ResponsesBody(msgspec.Struct, gc=False):
 
 
 def _merged(parts: list[_Part]) -> list[msgspec.Raw | dict[str, Any]]:
-    """Parts of one assistant message joined, as long as they are different ones; calls add up."""
+    """Join parts of one assistant message while they are different ones; calls accumulate."""
     messages: list[msgspec.Raw | dict[str, Any]] = []
     for part in parts:
         last = messages[-1] if messages else None
@@ -160,7 +160,7 @@ def _only_text(parts: Any) -> None:
 
 
 def _answer(item: dict[str, Any], kind: str | None) -> str:
-    """The text of an assistant's message: its first part only, as the engine has it."""
+    """The text of an assistant's message: only its first part, as in the engine."""
     content = item.get("content")
     if isinstance(content, str):
         return content
@@ -224,7 +224,7 @@ def _tools(tools: Any) -> msgspec.Raw:
 
 
 def _shown(tool: dict[str, Any]) -> list[dict[str, Any]]:
-    """How a tool is shown to the model: other kinds than these are not."""
+    """Forms in which a tool is shown to the model; other kinds are not shown."""
     kind, name = tool.get("type"), tool.get("name")
     if kind == "function":
         return [_function(tool, name)]

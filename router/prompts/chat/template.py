@@ -1,26 +1,25 @@
-"""One chat template, rendered by minijinja where that is proven equal to jinja2, else by jinja2.
+"""One chat template, rendered by minijinja if that is proven equal to jinja2, else by jinja2.
 
-jinja2 in Hugging Face's sandbox is the reference: it is what engines run. minijinja renders the same
-template several times faster. At load, probe conversations are rendered with both, and minijinja is used
-only if every result is equal. Probes cannot show everything, so in use the two are compared again for
-every message shape (role, keys, value types) not seen before and for every ``CHECK_EVERY``-th rendering.
-A difference always returns jinja2's text. Where one shape is new, jinja2 renders that shape from then on;
-where all were known to agree, minijinja is taken out of use for that template: shapes do not tell it enough.
+jinja2 in Hugging Face's sandbox is the reference, which engines run. minijinja renders the same template
+several times faster. At load, probe conversations are rendered with both, and minijinja is used only if every
+result is equal. Probes cannot cover everything, so in use the two are compared again for every message shape
+(role, keys, value types) not seen before and for every ``CHECK_EVERY``-th rendering. A difference always
+returns jinja2's text. If one shape is new, jinja2 renders that shape from then on; if all were known to
+agree, minijinja is not used for that template any more: shapes do not describe it well enough.
 
-Where the two are known to differ by the value and not by its shape, jinja2 renders: numbers that minijinja
-writes otherwise and texts within lists and objects that it quotes otherwise (``is_unlike``), a text with one
-of the four separators that Python alone takes for white space (an engine strips them, minijinja does not),
-letters beyond ASCII in a template that changes their case, and any template with what ``compiled.py`` keeps
-from minijinja.
+If the two are known to differ by the value and not by its shape, jinja2 renders: numbers that minijinja
+writes differently and texts within lists and objects that it quotes differently (``is_unlike``), a text with
+one of the four separators that only Python considers white space (an engine strips them, minijinja does not),
+letters beyond ASCII in a template that changes their case, and any template that ``compiled.py`` excludes.
 
-Chats of plain messages are mostly not rendered at all, but put together from what the template wrote around
-the texts of another one; of these every ``CHECK_EVERY``-th is rendered by jinja2 too.
+Chats of plain messages are mostly not rendered at all, but assembled from a precompiled layout; of these
+every ``CHECK_EVERY``-th is rendered by jinja2 too.
 
 Measured on one shared core: a 30 KB, 10-message ChatML chat renders in 11-20 us with minijinja, in 34-60 us
 with jinja2.
 
-Always true: what ``render`` returns is jinja2's text, or was equal to it on every shape and sample checked.
-Thread-safe: rendering shares nothing that changes but counters and a set of shapes.
+Invariant: ``render`` returns jinja2's text, or a text that was equal to it on every shape and sample checked.
+Thread-safe: rendering shares no changing state but counters and a set of shapes.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from router.prompts.request import NotLocalError
 from router.prompts.stats import PromptStats
 
 CHECK_EVERY: Final = 256
-"""One rendering in so many is compared although its shape is known; costs under 1 us each on average."""
+"""One rendering in this many is compared although its shape is known; costs under 1 us each on average."""
 _SHAPES_MAX: Final = 4096
-"""Shapes remembered; when full, all are forgotten and checked again."""
+"""Known shapes; when full, all are dropped and checked again."""
 _DIFFERING_MAX: Final = 256
-"""Shapes remembered for which minijinja differs; when full, all are forgotten and checked again."""
+"""Shapes for which minijinja differs; when full, all are dropped and checked again."""
 UNLIKE: Final = 0
-"""The shape of all values that minijinja is known to write otherwise: jinja2 renders it."""
+"""The shape of all values that minijinja is known to write differently: jinja2 renders it."""
 _INTEGER_MIN: Final = -(1 << 63)
 _INTEGER_MAX: Final = (1 << 63) - 1
 _CHECKED_CHARS_MAX: Final = 1 << 16
@@ -58,10 +57,10 @@ _CHECKED_CHARS_MAX: Final = 1 << 16
 
 
 class ChatTemplate:
-    """A compiled template. ``source`` is Jinja text; raises ``ValueError`` where it is none.
+    """A compiled template. ``source`` is Jinja text; raises ``ValueError`` if it is not.
 
-    ``variables`` are the names it reads from outside; ``content_format`` is "string" or "openai";
-    ``time_zone`` that of the engines' clock, None: this machine's.
+    ``variables``: names it reads from outside; ``content_format``: "string" or "openai"; ``time_zone``: that
+    of the engines' clock, None: this machine's.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class ChatTemplate:
 
     @property
     def engine(self) -> str:
-        """Which engine renders now: "minijinja" or "jinja2"."""
+        """The current renderer: "minijinja" or "jinja2"."""
         return "jinja2" if self._fast is None else "minijinja"
 
     def render(self, context: Context, shapes: Set[int]) -> str:
-        """The prompt text. ``shapes`` names the kinds of value in ``context`` (see ``shape``).
+        """The prompt text. ``shapes``: kinds of value in ``context`` (``message_shape``).
 
-        Raises ``TemplateRejectsError`` where the template refuses the conversation.
+        Raises ``TemplateRejectsError`` if the template refuses the conversation.
         """
         self._stats.rendered += 1
         if self._fast is None or UNLIKE in shapes or not self._differing.isdisjoint(shapes):
@@ -108,8 +107,8 @@ class ChatTemplate:
         return text
 
     def put_together(self, names: Context, texts: list[str], key: Key) -> str | None:
-        """The text of messages that are a role and a text alone, none of them empty, from what was learnt of
-        others; None: it is to be rendered."""
+        """Assemble the text of messages that are a role and a non-empty text alone from a known layout; None:
+        it must be rendered."""
         text = self._skeletons.text(key, texts)
         if text is None:
             return None
@@ -124,7 +123,7 @@ class ChatTemplate:
         return text
 
     def learn(self, names: Context, texts: list[str], key: Key, text: str) -> None:
-        """What such messages were rendered to, for others with the same key."""
+        """Keep the layout of such messages, for others with the same key."""
         self._skeletons.learn(key, texts, names, text)
 
     def _is_odd(self, text: str) -> bool:
@@ -138,10 +137,10 @@ class ChatTemplate:
         new = shapes - self._shapes
         try:
             expected = self._by_reference(context)
-            if text != expected and self.depends_on_time:  # the clock may have moved on in between
+            if text != expected and self.depends_on_time:  # the clock may have changed in between
                 text, expected = self._by_fast(context), self._by_reference(context)
         except TemplateRejectsError:
-            if text is not None:  # the engine refuses this chat: its text is of no account, its shape may be
+            if text is not None:  # the engine refuses this chat: its text does not matter, its shape may
                 self._differs(new)
             raise
         if text == expected:
@@ -160,7 +159,7 @@ class ChatTemplate:
             self._shapes |= new
 
     def _differs(self, new: Set[int]) -> None:
-        """Several new shapes at once: which one differs is seen when the others have been met without it."""
+        """With several new shapes at once, the differing one is found when the others occur without it."""
         self._stats.template_mismatches += 1
         if len(new) != 1:
             return
@@ -178,9 +177,9 @@ class ChatTemplate:
 
 
 def continue_final(conversation: list[Message], source: str, render: Callable[[list[Message]], str]) -> str:
-    """Render so that the text ends inside the last message, as ``continue_final_message`` asks.
+    """Render so that the text ends inside the last message, for ``continue_final_message``.
 
-    Hugging Face's way: a tag is put after the last text, and all from the tag on is cut off.
+    Hugging Face's way: a tag is put after the last text, and everything from the tag on is cut off.
     """
     tag = "CONTINUE_FINAL_MESSAGE_TAG "
     last = dict(conversation[-1])
@@ -206,8 +205,7 @@ def continue_final(conversation: list[Message], source: str, render: Callable[[l
 
 
 def message_shape(message: Message) -> int:
-    """What kind of message this is: role, keys, types of values and of all that is in them; ``UNLIKE`` where
-    a value is.
+    """Shape of a message: role, keys, types of values and of their contents; ``UNLIKE`` if a value is.
 
     Hashed, since clients choose names.
     """
@@ -233,7 +231,7 @@ def _besides_text(part: Message) -> list[Any]:
 
 
 def value_kinds(value: Any) -> frozenset[Hashable]:
-    """The types of all that is in a JSON value; ``UNLIKE`` among them where ``is_unlike`` says so."""
+    """The types of all parts of a JSON value; includes ``UNLIKE`` if ``is_unlike`` holds for one."""
     kinds: set[Hashable] = set()
     waiting = [value]
     while waiting:

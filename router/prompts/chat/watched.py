@@ -1,12 +1,12 @@
-"""Texts that stand for a message's and note what a chat template asks about them, while jinja2 renders it.
+"""Traced texts: they stand for message texts and record a chat template's questions while jinja2 renders it.
 
-A template that only puts a text into its own, and asks a few questions about it that are noted, writes the
-same around every other text with the same answers. So one rendering with such texts shows what it makes of
-all of them (``compiled.py``).
+A template that only inserts a text, and asks a few questions about it that are recorded, writes the same
+around every other text with the same answers. So one rendering with such texts proves the output for all of
+them (``compiled.py``).
 
-Always true: what a template finds out about such a text is noted, or ends the rendering. Python's own
-functions would read one without asking it, where a template could give it to them: templates that may do so
-are not watched at all (``may_be_watched``): only what is named here may be in one.
+Invariant: everything that a template learns about such a text is recorded, or ends the rendering. Python's
+own functions would read a text without asking it, if a template could pass it to them: templates that may do
+so are not traced at all (``may_be_watched``), and only constructs named here are allowed.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ _QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
 }
 _CHANGES: Final = {"strip": str.strip, "lstrip": str.lstrip, "rstrip": str.rstrip}
 _MARK: Final = secrets.token_hex(16)
-"""Nobody can put it into a text."""
+"""Random, so that no client can put it into a text."""
 _PLACE: Final = re.compile(f"{_MARK}:([0-9]+):")
 
 
 class NotPlainError(BaseException):
-    """The template does more with a text than can be noted. jinja2 catches every ``Exception`` in places."""
+    """The template does more with a text than can be recorded. jinja2 catches every ``Exception`` in
+    places."""
 
 
 class Part(NamedTuple):
-    """The text of message number ``message``, changed one after the other by methods of strings."""
+    """The text of message number ``message``, changed by string methods in this order."""
 
     message: int
     changes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def of(self, texts: list[str]) -> str:
-        """It, for these messages."""
+        """Return the part for these messages."""
         text = texts[self.message]
         for name, given in self.changes:
             text = _CHANGES[name](text, *given)
@@ -65,7 +66,7 @@ class Part(NamedTuple):
 
 
 class TracedText(NamedTuple):
-    """What a template was told about a text."""
+    """A template's question about a text, and the answer."""
 
     part: Part
     question: str
@@ -73,12 +74,12 @@ class TracedText(NamedTuple):
     answer: bool
 
     def holds(self, texts: list[str]) -> bool:
-        """Whether it would be told the same of these messages."""
+        """Whether the answer is the same for these messages."""
         return _QUESTIONS[self.question](self.part.of(texts), *self.given) is self.answer
 
 
 class TemplateTracer:
-    """One rendering: the real texts, none of them empty, and what it asked about them."""
+    """One rendering: the real texts, none of them empty, and the recorded questions."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
@@ -86,12 +87,12 @@ class TemplateTracer:
         self.answers: dict[TracedText, None] = {}
 
     def text(self, part: Part) -> WatchedText:
-        """What stands for a text."""
+        """Return a traced text."""
         self._parts.append(part)
         return WatchedText.of(f"{_MARK}:{len(self._parts) - 1}:", self, part)
 
     def ask(self, part: Part, question: str, *given: Any) -> bool:
-        """The real answer, noted; that a message's whole text is not empty goes without saying."""
+        """Return the real answer and record it; it is implied that a message's whole text is not empty."""
         if question == "bool" and not part.changes:
             return True
         if not all(type(one) in {str, tuple} for one in given):
@@ -101,13 +102,13 @@ class TemplateTracer:
         return answer
 
     def pieces(self, rendered: str) -> list[str | Part]:
-        """A rendered text as what the template wrote, at even places, and parts of messages."""
+        """Split a rendered text into the template's output, at even positions, and parts of messages."""
         found = _PLACE.split(rendered)
         return [self._parts[int(one)] if at % 2 else one for at, one in enumerate(found)]
 
 
 class WatchedText(str):
-    """See the module. What stands for several texts at once can be written, and nothing else."""
+    """A traced text. One that stands for several texts at once can be written, and nothing else."""
 
     __slots__ = ("_part", "_watch")
     _part: Part | None
@@ -115,13 +116,13 @@ class WatchedText(str):
 
     @classmethod
     def of(cls, raw: str, watch: TemplateTracer, part: Part | None) -> WatchedText:
-        """``part``: of which message it is; None: it is put together."""
+        """``part``: the part of a message; None: it is assembled."""
         made = cls(raw)
         made._watch, made._part = watch, part
         return made
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own; the sandbox lets no template ask for one
+        if name.startswith("__"):  # Python's own; the sandbox does not let templates call it
             return str.__getattribute__(self, name)
         watch, part = _own(self)
         if part is None:
@@ -184,7 +185,7 @@ def _checked(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def refuse_watched(value: Any) -> None:
-    """Raise where a text that is watched is in a value: it is about to be read by something else."""
+    """Raise if a traced text is in a value that is about to be read untraced."""
     if isinstance(value, WatchedText):
         raise NotPlainError
     if isinstance(value, dict):
@@ -196,7 +197,7 @@ def refuse_watched(value: Any) -> None:
 
 
 def may_be_watched(parsed: nodes.Template) -> bool:
-    """Whether a template has nothing in it by which a text could be read without its noting that."""
+    """Whether a template has no construct that could read a text without recording it."""
     return all(map(_is_harmless, _all_nodes(parsed)))
 
 
@@ -226,7 +227,7 @@ def _is_harmless(node: nodes.Node) -> bool:
 
 
 def _is_number(index: nodes.Node) -> bool:
-    """A place in a list, by what is written: no text can be one."""
+    """Whether the index is literally a number: it cannot be a text."""
     if isinstance(index, nodes.Neg):
         return isinstance(index.node, nodes.Const)
     if isinstance(index, nodes.Add | nodes.Sub):
@@ -244,7 +245,7 @@ def _pairs(node: nodes.Compare) -> list[tuple[nodes.Node, nodes.Operand]]:
 
 
 def _compares(left: nodes.Node, operand: nodes.Operand) -> bool:
-    """A text is looked for in lists alone: another text would not ask it."""
+    """A text is searched in lists only: another text would not ask it."""
     if operand.op not in {"in", "notin"}:
         return True
     return isinstance(left, nodes.Const) or isinstance(operand.expr, nodes.List | nodes.Tuple)
@@ -266,9 +267,9 @@ def _is_constant(node: nodes.Node) -> bool:
 
 
 def watching(environment: jinja2.Environment) -> jinja2.Environment:
-    """The environment, its filters refusing what they would read without asking.
+    """The environment, with filters that refuse traced texts they would read without asking.
 
-    Every text is iterable and a sequence: templates may ask that without reading it.
+    Every text is iterable and a sequence: templates may test that without reading it.
     """
     tojson = environment.filters["tojson"]
 

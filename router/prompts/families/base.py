@@ -1,9 +1,9 @@
-"""What a model family is to the prompt reader, and which one a model directory is of.
+"""Interface of a model family, and the choice of the family of a model directory.
 
-A family reproduces the code by which vLLM 0.32 renders a model's chats: to text, which is tokenized as a
-rendered template is, or to ids. What it cannot be certain of it refuses with ``NotLocalError``; a
-conversation that the engine would refuse raises ``TemplateRejectsError``. Families hold no state that
-changes; any thread may call them.
+A family reproduces the code by which vLLM 0.32 renders a model's chats: to text, which is tokenized like a
+rendered template, or to ids. It refuses uncertain inputs with ``NotLocalError``; a conversation that the
+engine would refuse raises ``TemplateRejectsError``. Families have no changing state; any thread may call
+them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from router.prompts.cuts import Encoded, Ids
 from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from router.prompts.request import ChatBody, NotLocalError
 
-# A family whose package or vocabulary is not there: its chats are left to a render server or an engine.
+# A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
 
 
 class Missing(Exception):  # noqa: N818  # a state more than an error
     """``str()`` says what is missing and how to get it."""
 
     def family(self) -> MissingFamily:
-        """What stands for the family."""
+        """Return the stand-in for the family."""
         return MissingFamily(str(self))
 
 
@@ -53,7 +53,7 @@ class MissingFamily:
 
 
 class TextTokenizer(Protocol):
-    """What ``tokens.tokenizer.PromptTokenizer`` is to the reader; a family may bring its own."""
+    """Interface of ``tokenizer.PromptTokenizer`` used by the reader; a family may bring its own."""
 
     name: str
     prefix: Ids | None
@@ -71,40 +71,40 @@ class TextTokenizer(Protocol):
 
 
 class Family(Protocol):
-    """How one family's chats become tokens. ``name`` is for people and says with which package."""
+    """Converts one family's chats to tokens. ``name`` is shown to users and names the package."""
 
     name: str
 
     @property
     def variables(self) -> Container[str]: ...
 
-    """The template arguments it reads."""
+    """Template arguments that it reads."""
     takes_defaults: bool
     """Whether the server's default template arguments reach it."""
 
     @property
     def paths(self) -> frozenset[str]: ...
 
-    """The APIs whose prompts it makes; for others the engine has code of its own."""
+    """APIs whose prompts it makes; the engine has separate code for the others."""
 
     def stamp(self) -> bytes:
-        """What prompts depend on besides the request (today's date), or nothing."""
+        """Inputs of prompts besides the request (today's date), or nothing."""
 
     def check(self, body: ChatBody) -> None:
-        """Raises ``NotLocalError`` for fields whose effect is not reproduced."""
+        """Raise ``NotLocalError`` for fields whose effect is not reproduced."""
 
     def parse(self, message: Message) -> Message:
-        """One validated message of the request, as ``render`` takes it; kept for next turns."""
+        """Convert one validated message of the request for ``render``; cached for next turns."""
 
     def render(self, conversation: list[Message], context: ChatContext) -> str | list[int]:
-        """The prompt's text, to be tokenized, or its ids."""
+        """Return the prompt's text, to be tokenized, or its ids."""
 
 
 def family_of(
     renderer: str, folder: Path, template: str | None, time_zone: str | None = None
 ) -> Family | None:
-    """The family that vLLM's renderer of this name stands for; None where it is not reproduced. ``template``
-    and ``time_zone`` are the engines' own, for families that take one."""
+    """Return the family of vLLM's renderer of this name; None if it is not reproduced. ``template`` and
+    ``time_zone`` are the engines' own, for families that use them."""
     if renderer == "deepseek_v32":
         return DeepseekV32()
     if renderer == "deepseek_v4":

@@ -1,8 +1,9 @@
 """Cohere's formats (cmd3, cmd4), as engines started with ``--tokenizer-mode cohere`` write them.
 
-The text is cohere-melody's, the package that vLLM uses too; here is what vLLM makes of messages, tools and
-template arguments for it (vllm/renderers/cohere.py of 0.32). Every argument that is not one of the package's
-own options is a variable of its template. The format changes with the package's version, which ``name`` says.
+The text is made by cohere-melody, the package that vLLM uses too; this module makes its inputs from messages,
+tools and template arguments like vLLM (vllm/renderers/cohere.py of 0.32). Every argument that is not one of
+the package's own options is a variable of its template. The format changes with the package's version, which
+``name`` gives.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _GROUNDING: Final = {
     "unknown": "unknown",
 }
 _INTERNAL: Final = frozenset({"_messages_citations", "_position_to_source", "_tool_message_v2_content"})
-"""What vLLM's Cohere API tells its renderer; clients are told not to send it."""
+"""Arguments that vLLM's Cohere API passes to its renderer; clients must not send them."""
 _TEMPLATES: Final = frozenset({"template_jinja", "template"})
 _OPTIONS: Final = frozenset({
     *_TEMPLATES, *_INTERNAL, "cohere_format", "template_id", "use_jinja", "documents", "available_tools",
@@ -75,10 +76,11 @@ class Cohere:
             raise NotLocalError("template_kwargs")
 
     def parse(self, message: Message) -> Message:
-        """The message as the package takes it."""
+        """Convert the message for the package."""
         content = message.get("content")
         if message["role"] == "tool" and isinstance(content, list) and any(map(_is_document, content)):
-            # Made of a result in Cohere's API, which has no other parts; engines refuse a chat that has them.
+            # Comes from a result in Cohere's API, which has no other parts; engines refuse a chat that has
+            # them.
             return {"role": "tool", "content": content, "tool_calls": [], **_call_id(message)}
         parsed = parse_message(message, "openai")
         role = _ROLES.get(parsed["role"].lower(), parsed["role"].lower())
@@ -104,7 +106,7 @@ class Cohere:
 
 
 def _options(given: Message) -> tuple[Callable[[Message], str], Message]:
-    """Which function renders, and its configuration besides the messages."""
+    """The rendering function, and its configuration besides the messages."""
     form = given.get("cohere_format", "cmd4")
     if form not in {"cmd3", "cmd4"} or any(given.get(key) is not None for key in _TEMPLATES):
         raise TemplateRejectsError("cohere_format, or a template among the arguments")

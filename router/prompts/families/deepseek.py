@@ -1,8 +1,8 @@
 """DeepSeek's chat formats, as vLLM's renderers ``deepseek_v32`` and ``deepseek_v4`` write them.
 
-In V3.2 turns are ``<User>...<Assistant>`` with a thinking mark behind; tools are shown in a system message
-that goes first; calls and results are written in DeepSeek's markup language (DSML). In thinking mode only the
-text after the last user message keeps its reasoning.
+In V3.2 turns are ``<User>...<Assistant>`` followed by a thinking mark; tools are shown in a first system
+message; calls and results are written in DeepSeek's markup language (DSML). In thinking mode only the text
+after the last user message keeps its reasoning.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Here are the functions available in JSONSchema format:
 
 
 class _Deepseek:
-    """The same for both versions."""
+    """Common part of both versions."""
 
     takes_defaults = True
     paths = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, BATCH})
@@ -97,7 +97,7 @@ class _Chat:
 
     def text(self) -> str:
         if self._thinking and self._messages[-1]["role"] == "user":
-            # The engine drops reasoning of earlier turns, and with it roles it does not know: then it fails.
+            # The engine drops reasoning of earlier turns, and with it unknown roles: then it fails.
             early = self._messages[: self._last_user]
             if not all(message["role"] in {"user", "system", "tool", "assistant"} for message in early):
                 raise TemplateRejectsError("a role that is dropped")
@@ -178,9 +178,9 @@ def json_text(value: Any) -> str:
 
 # DeepSeek V4's chat format, as vLLM's renderer ``deepseek_v4`` writes it.
 #
-# Results of tools are blocks within user messages, in the order of their calls; user messages that follow
-# one another are one. Tools are shown in the first system message. Thinking is on unless it is switched
-# off, and dropped from earlier turns unless there are tools.
+# Results of tools are blocks within user messages, in the order of their calls; consecutive user messages are
+# merged. Tools are shown in the first system message. Thinking is on unless it is switched off, and dropped
+# from earlier turns unless there are tools.
 
 
 _V4_CALLS: Final = f"{DSML}tool_calls"
@@ -255,7 +255,7 @@ class DeepseekV4(_Deepseek):
 
 
 def _mode(names: dict[str, Any]) -> tuple[bool, str]:
-    """Whether the model thinks, and how hard."""
+    """Whether the model thinks, and the effort."""
     given = "thinking" in names or "enable_thinking" in names
     thinking = not given or bool(names.get("thinking")) or bool(names.get("enable_thinking"))
     effort = names.get("reasoning_effort")
@@ -279,7 +279,8 @@ def _with_tools(conversation: list[Message], tools: list[Message] | None) -> lis
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """Every user message as blocks (id of the call or None for text, text), results of tools among them."""
+    """Merge user messages into blocks (id of the call or None for text, text), with results of tools among
+    them."""
     made: list[Message] = []
     for message in messages:
         role, content = message["role"], message.get("content")
@@ -317,7 +318,7 @@ def _result(content: Any) -> str:
 
 
 def _sorted_results(messages: list[Message]) -> list[Message]:
-    """Results in the order of the calls of the last assistant before them; text stays where it is."""
+    """Sort results by the calls of the last assistant before them; text keeps its place."""
     order: dict[str, int] = {}
     for message in messages:
         if message["role"] == "assistant" and message.get("tool_calls"):
@@ -336,7 +337,7 @@ def _last_asked(messages: list[Message]) -> int:
 
 
 def _without_old_thinking(messages: list[Message]) -> list[Message]:
-    """Before the last question: answers without reasoning, and no developers or unknown roles."""
+    """Drop reasoning before the last question, and developers and unknown roles."""
     last, kept = _last_asked(messages), []
     for number, message in enumerate(messages):
         if message["role"] in _KEPT_ROLES or number >= last:
@@ -347,7 +348,7 @@ def _without_old_thinking(messages: list[Message]) -> list[Message]:
 
 
 class _V4Chat:
-    """One merged conversation while it is written."""
+    """Writes one merged conversation."""
 
     def __init__(self, messages: list[Message], *, thinking: bool, drops: bool) -> None:
         self._messages = messages
@@ -356,7 +357,7 @@ class _V4Chat:
         self._last_asked = _last_asked(messages)
 
     def message(self, index: int) -> str:
-        """One message, and what opens the answer where one follows."""
+        """One message, and the opening of the answer if one follows."""
         message = self._messages[index]
         return self._said(index, message) + self._opening(index, message)
 

@@ -2,10 +2,10 @@
 
 A system message (identity, date, effort), a developer message (the first system or developer message's
 instructions, tools), then the turns, each on its channel. Reasoning before the last final answer is dropped.
-oss-harmony carries its vocabulary; openai-harmony reads it from the folder in ``TIKTOKEN_ENCODINGS_BASE``.
+oss-harmony contains its vocabulary; openai-harmony reads it from the folder in ``TIKTOKEN_ENCODINGS_BASE``.
 
 The date is the engine's; here it is that of the configured time zone or this machine's, as with templates
-that ask for the time. vLLM's ``VLLM_SYSTEM_START_DATE``, set for the router too, pins both.
+that ask for the time. vLLM's ``VLLM_SYSTEM_START_DATE``, set for the router too, fixes both.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Harmony:
             raise NotLocalError("template_kwargs")
 
     def parse(self, message: Message) -> Message:
-        """What harmony reads of a message, flattened."""
+        """Flatten the parts of a message that harmony reads."""
         role = message["role"]
         result: Message = {"role": role, "texts": _texts(message.get("content"))}
         if role == "assistant":
@@ -103,15 +103,16 @@ class Harmony:
                 library.Role.ASSISTANT,
                 config=library.RenderConversationConfig(auto_drop_analysis=False),
             )
-        except Exception as error:  # noqa: BLE001  # the engine's would fail as well
+        except Exception as error:  # noqa: BLE001  # the engine would fail too
             raise TemplateRejectsError(str(error)) from None
         return self._older_call_headers(ids)
 
     def _older_call_headers(self, ids: list[int]) -> list[int]:
-        """Headers of tool calls as gpt-oss learned them: the recipient before the channel.
+        """Rewrite headers of tool calls to the form that gpt-oss was trained on: the recipient before the
+        channel.
 
-        oss-harmony writes ``assistant<|channel|>commentary to=NAME <|constrain|>TYPE``; vLLM rewrites that
-        to ``assistant to=NAME<|channel|>commentary TYPE``.
+        oss-harmony writes ``assistant<|channel|>commentary to=NAME <|constrain|>TYPE``; vLLM rewrites that to
+        ``assistant to=NAME<|channel|>commentary TYPE``.
         """
         start, message = self._marks["start"], self._marks["message"]
         result: list[int] = []
@@ -219,7 +220,7 @@ def _call(call: Any) -> Message:
 
 
 def _texts(content: Any) -> list[str] | None:
-    """The texts of a message; anything else is not reproduced."""
+    """The texts of a message; other content is not reproduced."""
     if isinstance(content, str | None):
         return None if content is None else [content]
     texts = []

@@ -1,7 +1,7 @@
 """Mistral's own tokenizers (tekken and SentencePiece) and chat format, by mistral-common, as in vLLM.
 
-Everything that decides the prompt is the package's code, in the mode in which vLLM runs it; here is only what
-vLLM does around it: tool call ids lose all but their last nine characters, some fields are refused.
+The prompt is made by the package, in the mode in which vLLM runs it; this module adds what vLLM does around
+it: tool call ids are cut to their last nine characters, some fields are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ID_CHARS = 9
 
 
 def mistral_file(folder: Path) -> Path | None:
-    """The tokenizer file that vLLM would take: tekken, else the last SentencePiece version."""
+    """The tokenizer file that vLLM would use: tekken, else the last SentencePiece version."""
     tekken = folder / "tekken.json"
     if tekken.is_file():
         return tekken
@@ -78,7 +78,7 @@ class Mistral:
             raise NotLocalError("field")
 
     def parse(self, message: Message) -> Message:
-        """The message itself, once it is sure that it has nothing vLLM would change."""
+        """The message itself, after a check that vLLM would not change anything in it."""
         parse_message(message, "string")
         content = message.get("content")
         if not isinstance(content, str | None) and not all(map(_is_plain_text, content)):
@@ -113,7 +113,7 @@ class Mistral:
         return ids
 
     def encode_cut(self, text: str, begin: int = 0) -> tuple[list[int], Encoded]:
-        """A completion's text; nothing is known to be a safe cut."""
+        """A completion's text; no cut is known to be safe."""
         ids = array("I", self._tokenizer.encode(text[begin:], bos=False, eos=False))
         return [begin], Encoded(ids, [0, len(ids)])
 

@@ -1,20 +1,20 @@
 """Chats as vLLM's Rust frontend renders them (``VLLM_USE_RUST_FRONTEND=1``, vLLM 0.33).
 
-It validates and flattens messages by code of its own, so that the same body becomes other tokens than behind
-the Python frontend. Compared with ``vllm-rs render`` of 0.33 over the bodies and templates of the tests
+It validates and flattens messages by its own code, so that the same body gives other tokens than behind the
+Python frontend. Compared with ``vllm-rs render`` of 0.33 over the bodies and templates of the tests
 (``tests/vllm/test_rust_frontend.py``): every prompt made here is equal, every other one is refused.
 
 Reproduced differences to the Python frontend:
 
 - The texts of a message's parts are joined without a separator; other fields of a part are dropped.
-- ``developer`` stays a role of its own, whether or not the template knows it.
+- ``developer`` stays a separate role, whether or not the template knows it.
 - ``name`` is dropped, and a billing header in a system text is kept.
-- ``tools`` and ``documents`` that are absent are undefined, not none.
+- Absent ``tools`` and ``documents`` are undefined, not none.
 - The arguments of a tool call may be any JSON value.
 
-Refused is what the template engines write differently: a chat is rendered by jinja2 and by minijinja, the
-engine of this frontend, and both texts must be equal. Lists and objects that a template prints are refused,
-and numbers that Rust writes differently as JSON.
+Prompts that the template engines write differently are refused: a chat is rendered by jinja2 and by
+minijinja, the engine of this frontend, and both texts must be equal. Lists and objects that a template prints
+are refused, and numbers that Rust writes differently as JSON.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _PrintedError(Exception):
 
 
 class _Object(dict[str, Any]):
-    """An object of the request; Rust prints it as JSON, Python in its own way."""
+    """An object of the request; Rust prints it as JSON, Python differently."""
 
     def __str__(self) -> NoReturn:
         raise _PrintedError
@@ -137,7 +137,7 @@ class RustFrontend:
         if "tools" in given:
             given["tools"] = [_tool(tool) for tool in given["tools"]]
         names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
-        # Only where both engines agree is the text free of their differences: printed values, case, escapes.
+        # Only if both engines agree is the text free of their differences: printed values, case, escapes.
         text = by_reference(self._reference, names)
         if by_fast(self._fast, names) != text:
             raise NotLocalError("frontend")
@@ -157,7 +157,7 @@ def _texts(content: Any) -> list[str]:
 
 
 def _add_assistant_fields(message: Message, result: Message) -> None:
-    # An empty one is absent, and both names are there, before the calls: ``tojson`` shows the order.
+    # An empty one is absent, and both names come before the calls: ``tojson`` shows the order.
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if not isinstance(reasoning, str | None):
         raise NotLocalError("frontend")

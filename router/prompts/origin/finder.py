@@ -1,15 +1,15 @@
-"""Finds the tokenizer of every model that engines serve and nothing is configured for, and keeps it right.
+"""Find the tokenizers of models that engines serve and that are not configured, and keep them verified.
 
-Per base model: the sources that its engines name are tried in turn; what loads is compared with each
-server's own tokens, and used where all agree. Then the first prompts of clients are compared
-too. Until that, and where anything fails, engines are asked for the tokens as without a tokenizer. A server
-that comes, comes back or shows another card is compared before anything else; where it differs, everything
-begins again. A configured directory or repository is compared in the same way, and is the operator's choice:
-where it differs it stays in use, and log, ``/ready`` and doctor say so.
+Per base model: the sources that its engines name are tried in turn; the loaded tokenizer is compared with
+each server's own tokens, and used if all agree. Then the first prompts of clients are compared too. Until
+then, and after any failure, engines are asked for the tokens as without a tokenizer. A server that joins,
+comes back or shows another card is compared before it gets prompts made here; if it differs, the search
+starts again. A configured directory or repository is compared in the same way, and is the operator's choice:
+if it differs it stays in use, and log, ``/ready`` and doctor report it.
 
-Always true: what was found by the engines' word is in use only if it agreed with every server that is up, as
-far as it was compared. One task per model, one comparison per server at a time; all on the event loop,
-fetching and loading in threads.
+Invariant: a tokenizer named by engines is in use only if it agreed with every server that is up, as far as it
+was compared. One task per model, one comparison per server at a time; all on the event loop, fetching and
+loading in threads.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from router.prompts.stats import PromptStats
 _log = structlog.get_logger()
 
 _LOOK_S: Final = 0.25
-"""Between two looks at the fleet; each costs a few microseconds while nothing changed."""
+"""Interval between checks of the fleet; each costs a few microseconds while nothing changed."""
 _RETRY_S_MAX: Final = 600.0
 _COMPARED_AT_ONCE: Final = 8
 _COMPARE_TIMEOUT_S: Final = 10.0
 _FIRST_PROMPTS: Final = 4
-"""Of each model: compared after it is in use."""
+"""Number of prompts per model that are compared after it is in use."""
 
 
 class ModelOrigin(msgspec.Struct):
-    """How the prompts of one model are read, for ``/ready`` and ``doctor``."""
+    """Source of the prompts of one model, for ``/ready`` and ``doctor``."""
 
     how: str
-    """``here``, or ``engine`` while the tokenizer is looked for or cannot be used."""
+    """``here``, or ``engine`` while the tokenizer is searched or cannot be used."""
     source: str = ""
     """The directory, or the repository and its commit."""
     by: str = ""
     """The library that tokenizes."""
     reason: str = ""
     """Why an engine is asked: ``looking``, or a reason of ``kvatlas_prompts_tokenizer_failures_total``. With
-    ``here``: ``differs``, where a configured tokenizer does not give the engines' tokens."""
+    ``here``: ``differs``, if a configured tokenizer does not give the engines' tokens."""
     problem: str = ""
     remedy: str = ""
 
 
 class _Server(NamedTuple):
-    """An engine's server as it was compared: another card is to be compared again."""
+    """An engine's server in the state in which it was compared: another card must be compared again."""
 
     base_url: str
     root: str
@@ -83,9 +83,8 @@ class _Model:
 
 
 class TokenizerFinder:
-    """``setting_of`` gives the configured ``tokenizer`` of a served model and how its prompts are made;
-    ``post`` asks engines in the router's name; ``file_found`` is called with what a model's ``config.json``
-    says."""
+    """``setting_of`` gives the configured ``tokenizer`` of a served model and its prompt settings; ``post``
+    asks engines in the router's name; ``file_found`` is called with a model's ``config.json``."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class TokenizerFinder:
         self._first: asyncio.Queue[ReadHere] = asyncio.Queue(maxsize=_FIRST_PROMPTS)
 
     def origins(self) -> dict[str, ModelOrigin]:
-        """Of every base model that is served."""
+        """Sources of all served base models."""
         return {name: self._origin(name) for name in sorted(self._served())}
 
     def _origin(self, name: str) -> ModelOrigin:
@@ -128,12 +127,12 @@ class TokenizerFinder:
         return {engine.base_model for engine in self._fleet if engine.base_model is not None}
 
     def forget(self) -> None:
-        """Another configuration is running: begin again."""
+        """Start again: the configuration has changed."""
         for name in list(self._models):
             self._drop(name)
 
     async def run(self) -> None:
-        """Look, until cancelled."""
+        """Check the fleet until cancelled."""
         changes = -1
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._compare_first())
@@ -159,7 +158,7 @@ class TokenizerFinder:
             if name not in self._models:
                 self._models[name] = _Model(name, self._origin(name))
             model = self._models[name]
-            model.agreed &= servers  # one that went is compared again when it is back
+            model.agreed &= servers  # one that left is compared again when it is back
             if model.task is not None:
                 self._again |= servers != model.seen
                 continue
@@ -192,7 +191,8 @@ class TokenizerFinder:
             if model.local is not None:
                 try:
                     await self._compare(model, model.local, servers, must=False)
-                except TokenizerProblem as problem:  # as it is now, perhaps of another revision: look again
+                # its current state, perhaps of another revision: check again
+                except TokenizerProblem as problem:
                     (self._ask_engines if configured.kind == "auto" else self._keep)(model, problem)
                 else:
                     self._agree(model)
@@ -280,12 +280,13 @@ class TokenizerFinder:
                 "unusable", f"{located.shown}: {error}", "give --tokenizer with one that can be read"
             ) from None
         if local.renderer.unreadable is not None:
-            # Completions are made here all the same; doctor says what chats need (tokens.family).
+            # Completions are made here regardless; doctor reports what chats need (tokens.family).
             _log.info("chats of a model are left to its engines", model=name, why=local.renderer.unreadable)
         return prompts, local
 
     async def _compare(self, model: _Model, local: LocalModel, servers: list[_Server], *, must: bool) -> None:
-        """Every server that did not agree yet. ``must``: one of them has to say its tokens."""
+        """Compare with every server that has not agreed yet. ``must``: one of them has to report its
+        tokens."""
         limit = asyncio.Semaphore(_COMPARED_AT_ONCE)
 
         async def one(server: _Server) -> int:
@@ -316,13 +317,13 @@ class TokenizerFinder:
         _log.info("tokenizer", model=model.name, source=located.shown, library=local.tokenizer.name)
 
     def _agree(self, model: _Model) -> None:
-        """Every server that says its tokens has those made here."""
+        """Note that every server that reports its tokens agrees."""
         if model.origin.reason:  # until now one differed; the first prompts may have shown it, no probe
             model.origin = ModelOrigin("here", model.origin.source, model.origin.by)
             self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
 
     def _keep(self, model: _Model, problem: TokenizerProblem) -> None:
-        """A configured tokenizer differs: it is used as it was chosen, and this is shown."""
+        """Keep a configured tokenizer that differs, and report it."""
         origin = model.origin
         model.origin = ModelOrigin(
             "here", origin.source, origin.by, problem.reason, str(problem), problem.remedy
@@ -367,7 +368,7 @@ class TokenizerFinder:
             self._first.put_nowait(read)
 
     async def _compare_first(self) -> None:
-        """Prompts of clients, one after the other."""
+        """Compare prompts of clients, one after the other."""
         while True:
             read = await self._first.get()
             model = self._models.get(read.model)

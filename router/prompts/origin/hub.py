@@ -1,10 +1,10 @@
-"""The files of a repository that prompts are made with, from the hub or from its cache on this machine.
+"""Files of a repository needed for prompts, from the hub or from its cache on this machine.
 
-``huggingface_hub`` does the work, so its cache and its environment count: HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE. The commit is resolved first and every file is of it.
+``huggingface_hub`` does the work, so its cache and its environment apply: HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE. The commit is resolved first and every file is taken from it.
 
-Always true: only files named here are fetched, never weights or code; nothing of a repository is executed;
-all files together are at most ``bytes_max`` and the time ``timeout_s``, both measured while they come.
+Invariants: only files named here are fetched, never weights or code; nothing of a repository is executed; all
+files together are at most ``bytes_max`` and the time ``timeout_s``, both measured during the download.
 Blocking: for a thread.
 """
 
@@ -24,7 +24,7 @@ from router.http.sockets import reason_of
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.settings import PromptSettings
 
-# The setting that says where a tokenizer is: a directory, a repository's name, ``auto`` or ``off``.
+# Setting for the source of a tokenizer: a directory, a repository's name, ``auto`` or ``off``.
 
 
 AUTO: Final = "auto"
@@ -47,7 +47,7 @@ class TokenizerSource(NamedTuple):
 
 
 def parse_source(text: str) -> TokenizerSource:
-    """What ``models.NAME.tokenizer`` means. A directory of that name goes before a repository."""
+    """Parse ``models.NAME.tokenizer``. A directory of that name takes precedence over a repository."""
     if text == AUTO:
         return TokenizerSource("auto")
     if text == OFF:
@@ -59,13 +59,13 @@ def parse_source(text: str) -> TokenizerSource:
 
 
 def named_by_engine(root: str) -> TokenizerSource:
-    """What the ``root`` of a model card means: no setting, whatever it is called."""
+    """Parse the ``root`` of a model card, which is never a keyword of the setting."""
     source = parse_source(root)
     return source if source.kind in {"directory", "repository"} else TokenizerSource("directory", root)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a directory has a tokenizer of any kind in it."""
+    """Whether a directory contains a tokenizer of any kind."""
     if not str(folder).strip("."):
         return False  # no name at all
     try:
@@ -75,7 +75,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def download_command(name: str, folder: str) -> str:
-    """Fills a directory on a machine that reaches the hub."""
+    """Command that fills a directory on a machine that reaches the hub."""
     return f"hf download {name} --include '*.json' 'tokenizer*' '*.jinja' --local-dir {folder}"
 
 
@@ -87,14 +87,14 @@ _FILES: Final = re.compile(
 _MISTRAL: Final = re.compile(r"tekken\.json|tokenizer\.model\.v.*")
 _TEMPLATES: Final = "additional_chat_templates"
 _ENTRIES_MAX: Final = 10_000
-"""Of a repository's listing; the largest have some hundred files of weights."""
+"""Entries of a repository's listing; the largest have some hundred files of weights."""
 _FILES_MAX: Final = 64
 _METADATA_TIMEOUT_S: Final = 10.0
 _DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class HubLimits(NamedTuple):
-    """``endpoint`` "": the environment's; ``downloads`` false: the cache alone."""
+    """``endpoint`` "": the environment's; ``downloads`` false: only the cache."""
 
     downloads: bool
     endpoint: str
@@ -103,7 +103,7 @@ class HubLimits(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A directory of the cache, and the commit it is of."""
+    """A directory of the cache, and its commit."""
 
     folder: Path
     commit: str
@@ -181,7 +181,7 @@ def _fetched(source: TokenizerSource, limits: HubLimits) -> Fetched:
 
 
 def _note(folder: Path, source: TokenizerSource, commit: str) -> None:
-    """Write which commit the revision is, where the hub's cache has that: files were fetched by commit."""
+    """Record the revision's commit in the hub's cache: files were fetched by commit."""
     if source.revision != commit:
         ref = folder.parent.parent / "refs" / (source.revision or "main")
         ref.parent.mkdir(parents=True, exist_ok=True)
@@ -194,11 +194,11 @@ def _sizes(entries: Iterable[Any]) -> dict[str, int]:
 
 
 def _wanted(source: TokenizerSource, sizes: dict[str, int], limits: HubLimits) -> list[str]:
-    """The files to fetch, the tokenizer last: a directory of the cache that has it is whole."""
+    """The files to fetch, the tokenizer last: a directory of the cache that has it is complete."""
     found = [name for name in sizes if _FILES.fullmatch(name)]
     mistral = [name for name in found if _MISTRAL.fullmatch(name)]
     if any(name.startswith("consolidated") and name.endswith(".safetensors") for name in sizes):
-        if mistral:  # engines use Mistral's tokenizer where the model has Mistral's weights
+        if mistral:  # engines use Mistral's tokenizer if the model has Mistral's weights
             found = [name for name in found if name != "tokenizer.json"]
     elif "tokenizer.json" in found:
         found = [name for name in found if name not in mistral]
@@ -233,7 +233,7 @@ def _too_large(seen: str, limits: HubLimits) -> TokenizerProblem:
 
 
 class _Meter:
-    """Ends a download that is too large or takes too long, while it comes."""
+    """Ends a download that is too large or takes too long, while it runs."""
 
     def __init__(self, limits: HubLimits) -> None:
         self._limits = limits
@@ -241,7 +241,7 @@ class _Meter:
         self._ends_s = time.monotonic() + limits.timeout_s
 
     def check(self, more: int = 0) -> None:
-        """So many bytes came. Raises ``TokenizerProblem``."""
+        """Count received bytes. Raises ``TokenizerProblem``."""
         self._bytes += more
         if self._bytes > self._limits.bytes_max:
             raise _too_large("the hub sends more than it announced", self._limits)
@@ -249,7 +249,7 @@ class _Meter:
             raise too_slow(self._limits)
 
     def progress(self) -> type[Any]:
-        """What the package shows progress with: shows nothing, and counts."""
+        """Progress class for the package: shows nothing, and counts."""
         from tqdm import tqdm  # type: ignore[import-untyped]  # noqa: PLC0415
 
         meter = self
@@ -269,7 +269,7 @@ class _Meter:
 
 
 def too_slow(limits: HubLimits) -> TokenizerProblem:
-    """The files did not come in time."""
+    """Return the problem of a fetch that timed out."""
     return TokenizerProblem(
         "too_slow",
         f"the files did not come within prompts.hub_timeout_s = {limits.timeout_s:g}",
@@ -321,21 +321,21 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
     )
 
 
-# A tokenizer's directory: the one that is named, or one of the hub's cache, fetched in a thread.
+# Directory of a tokenizer: a named one, or one of the hub's cache, fetched in a thread.
 #
-# The thread is a daemon: what a hub holds open does not hold the router at its end. Always true: one fetch
-# at a time.
+# The thread is a daemon: a connection that the hub keeps open does not delay the router's end. Invariant: one
+# fetch at a time.
 
 
 class Located(NamedTuple):
-    """``shown`` says where it is from: a path, or ``ORG/NAME@COMMIT``."""
+    """``shown``: its origin for users, a path or ``ORG/NAME@COMMIT``."""
 
     folder: Path
     shown: str
 
 
 class Locator:
-    """Finds directories; ``settings`` bound what is fetched."""
+    """Finds directories; ``settings`` bound the fetches."""
 
     def __init__(self, settings: PromptSettings) -> None:
         self._limits = HubLimits(
@@ -345,7 +345,7 @@ class Locator:
         self._one = asyncio.Lock()
 
     async def locate(self, source: TokenizerSource) -> Located:
-        """Where this source's files are. Raises ``TokenizerProblem``."""
+        """Return the directory of this source. Raises ``TokenizerProblem``."""
         if source.kind == "repository":
             async with self._one:
                 found = await self._fetch(source)
@@ -387,7 +387,7 @@ class Locator:
             async with asyncio.timeout(self._limits.timeout_s):
                 await asyncio.wait([result])
         except TimeoutError:
-            result.cancel()  # what comes later is not used
+            result.cancel()  # later results are not used
             raise too_slow(self._limits) from None
-        self._thread = None  # it delivered, and ends
+        self._thread = None  # it has delivered, and ends
         return result.result()

@@ -1,6 +1,6 @@
 """A model's ``config.json``: the attention of its layers, and layers of a drafter.
 
-Always true: a hint. It does not prove how an engine runs the model; what events say goes first.
+Only a hint: it does not prove how an engine runs the model; evidence from events takes precedence.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from router.prompts.request import ChatBody, CompletionBody, NotLocalError, deco
 _BYTES_MAX: Final = 4 << 20
 _LAYERS_MAX: Final = 4096
 _TEXT_PARTS: Final = ("text_config", "llm_config")
-"""Where models of several kinds of input have the configuration of their text model."""
+"""Keys under which multimodal models have the configuration of their text model."""
 _KINDS: Final = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_window",
     "chunked_attention": "chunked_local_attention",
 }
-"""vLLM's kind of KV cache by transformers' layer type. Models with other types are left out: how vLLM groups
+"""vLLM's kind of KV cache by transformers' layer type. Models with other types are left out: the grouping of
 Mamba layers depends on flags of the engine."""
 _PERIODS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Each n-th layer has full attention: defaults of transformers' configuration classes (4.50), for files
@@ -49,8 +49,8 @@ _REPLAYS: Final = frozenset({"deepseek_v41"})
 
 
 class ModelConfigFile(msgspec.Struct, frozen=True):
-    """Sizes in tokens. ``layer_kinds``: vLLM's kind of each layer that has a KV cache of its own; empty where
-    the file does not say. ``drafter``: the entry that tells of a drafter's layers."""
+    """Sizes in tokens. ``layer_kinds``: vLLM's kind of each layer that has a KV cache of its own; empty if
+    the file does not say. ``drafter``: the entry that describes a drafter's layers."""
 
     attention_chunk_size: int | None = None
     sliding_window: int | None = None
@@ -65,8 +65,8 @@ class ModelConfigFile(msgspec.Struct, frozen=True):
         return "" if not self.drafter else "mtp" if self.drafter in _MTP else "eagle"
 
     def group_kinds(self, groups: int) -> tuple[str, ...]:
-        """Kind of each KV cache group of an engine that has this number of groups; empty where these layers
-        make another number, as with vLLM's hybrid cache manager off."""
+        """Kind of each KV cache group of an engine with this number of groups; empty if these layers make
+        another number, as with vLLM's hybrid cache manager off."""
         layers = dict[str, int]()  # in order of first appearance, as vLLM numbers its groups
         for kind in self.layer_kinds:
             layers[kind] = layers.get(kind, 0) + 1
@@ -81,13 +81,13 @@ class ModelConfigFile(msgspec.Struct, frozen=True):
         return ()
 
     def other_windows(self, groups: Iterable[GroupSpec]) -> list[int]:
-        """Windows of these groups that the file does not have."""
+        """Windows of these groups that are not in the file."""
         windows = {group.sliding_window for group in groups if group.family is Family.WINDOW}
         return [] if self.sliding_window is None else sorted(filter(None, windows - {self.sliding_window}))
 
 
 def read_model_file(folder: Path) -> ModelConfigFile:
-    """What the file of this directory says; nothing where there is none, or one of another shape."""
+    """Read the file of this directory; empty if it is missing or has another shape."""
     try:
         with (folder / "config.json").open("rb") as file:
             found = json.loads(file.read(_BYTES_MAX))
@@ -164,12 +164,12 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def probe_path(body: dict[str, Any]) -> str:
-    """Where a probe would be sent."""
+    """Path to which a probe would be sent."""
     return CHAT if "messages" in body else COMPLETION
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or where the shorter one ends; None where equal."""
+    """Index of the first token that differs, or the length of the shorter one; None if equal."""
     if len(ours) == len(theirs) and list(ours) == list(theirs):
         return None
     pairs = zip(ours, theirs, strict=False)
@@ -177,8 +177,8 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 async def compare(local: LocalModel, side: EngineSide, base_url: str, model: str) -> int:
-    """How many probes an engine makes the same tokens of. Raises ``TokenizerProblem`` for the first that
-    differs."""
+    """Return the number of probes for which an engine gives the same tokens. Raises ``TokenizerProblem`` for
+    the first that differs."""
 
     async def one(name: str, given: dict[str, Any]) -> bool:
         path, body = probe_path(given), _ENCODER.encode({"model": model, **given})
@@ -191,9 +191,10 @@ async def compare(local: LocalModel, side: EngineSide, base_url: str, model: str
 async def compare_one(
     local: LocalModel, side: EngineSide, base_url: str, path: str, body: bytes, ours: Sequence[int], name: str
 ) -> bool:
-    """Whether the engine says the same; False where it does not say. Raises ``TokenizerProblem``."""
+    """Whether the engine gives the same tokens; False if it does not report them. Raises
+    ``TokenizerProblem``."""
     parsed = decode_body(path, body)
-    # /tokenize renders by template what the engine's chats are rendered to by code (gpt-oss).
+    # /tokenize uses the template, while the engine's chats are rendered by code (gpt-oss).
     told = not (isinstance(parsed, ChatBody) and local.renderer.name == "harmony")
     known = parsed if told and isinstance(parsed, ChatBody | CompletionBody) else None
     theirs = await side.tokens(base_url, path, body, known)
@@ -212,7 +213,7 @@ async def compare_one(
 
 
 async def _tokens(local: LocalModel, path: str, body: bytes) -> Sequence[int] | None:
-    """The tokens made here; None where a prompt of this kind is left to engines."""
+    """The tokens made here; None if a prompt of this kind is left to engines."""
     try:
         parsed = decode_body(path, body)
         if isinstance(parsed, ChatBody):

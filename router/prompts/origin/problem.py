@@ -1,4 +1,4 @@
-"""Why a tokenizer cannot be used here, and what to do about it."""
+"""Problems that prevent the use of a tokenizer here, and their remedies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FAILURES: Final = (
     "disk",  # the cache cannot be written
     "too_large",  # more bytes than prompts.hub_bytes_max
     "too_slow",  # longer than prompts.hub_timeout_s
-    "no_tokenizer",  # the repository or directory has no tokenizer that is read here
+    "no_tokenizer",  # the repository or directory has no tokenizer of a supported kind
     "remote_code",  # its tokenizer is Python code, which is never executed
     "unusable",  # its files cannot be read, or need a package
     "not_readable",  # the engine names a path of its own machine
-    "differs",  # the engine makes other tokens of the same prompts
-    "not_compared",  # no engine says what its tokens are
+    "differs",  # the engine gives other tokens for the same prompts
+    "not_compared",  # no engine reports its tokens
 )
 _LASTING: Final = frozenset(
     {"no_tokenizer", "remote_code", "too_large", "unusable", "differs", "not_readable"}
@@ -27,7 +27,7 @@ _LASTING: Final = frozenset(
 
 
 class TokenizerProblem(Exception):  # noqa: N818  # not an error of the program
-    """``reason`` is one of ``FAILURES``; ``str()`` says what was seen, ``remedy`` what helps."""
+    """``reason`` is one of ``FAILURES``; ``str()`` describes the finding, ``remedy`` the remedy."""
 
     def __init__(self, reason: str, seen: str, remedy: str) -> None:
         super().__init__(seen)
@@ -36,5 +36,5 @@ class TokenizerProblem(Exception):  # noqa: N818  # not an error of the program
 
     @property
     def may_pass(self) -> bool:
-        """Whether the same may succeed later, with nothing changed at the engines."""
+        """Whether a retry may succeed later, without changes at the engines."""
         return self.reason not in _LASTING

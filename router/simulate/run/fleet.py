@@ -21,7 +21,7 @@ from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
 from router.placement.cost import Choice, chosen, score
 from router.placement.engine import EngineOrder, order_of
 from router.placement.hold import gap_s, joins_sibling
-from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
@@ -364,7 +364,7 @@ class FleetSim:
     ) -> InflightPrompt | None:
         if not self._arm.in_flight:
             return None
-        kept = keeps(
+        kept = kept_prefixes(
             tokens,
             candidate.hit.shared_prefix_tokens,
             alignment=self._alignment,

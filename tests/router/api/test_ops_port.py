@@ -187,7 +187,7 @@ def test_where_it_listens_if_nothing_is_said(tmp_path: Path) -> None:
         ("ops_port = 70000", "server.ops_port: 70000 is not a port number"),
         ('ops_port = "none"', "server.ops_port = 'none'"),
         ('ops_host = "0.0.0.0"', "server.ops_host = '0.0.0.0': everybody who reaches it could read"),
-        ('ops_open = true\nops_token_file = "x"', "server.ops_open: with it nobody needs a token"),
+        ('ops_open = true\nops_token_file = "x"', "server.ops_open: with it no token is needed"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named(tmp_path: Path, server: str, told: str) -> None:

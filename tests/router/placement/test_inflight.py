@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockHash
-from router.placement.inflight import Common, InflightPrefixes, InflightPrompt, InflightSettings, keeps
+from router.placement.inflight import (
+    Common,
+    InflightPrefixes,
+    InflightPrompt,
+    InflightSettings,
+    kept_prefixes,
+)
 from tests.support.examples import examples
 
 SCHEME = HashScheme(algo="sha256_cbor", hash_block_size=1)
@@ -148,15 +154,15 @@ def test_a_list_that_grows_after_it_was_added_does_no_harm() -> None:
 
 def test_keeps_follows_the_retention_rule() -> None:
     sizes = {"alignment": 32, "hash_block_size": 16}
-    assert keeps(163, 0, **sizes) == (10,)  # the last boundary of the prompt
-    assert keeps(160, 100, **sizes) == (
+    assert kept_prefixes(163, 0, **sizes) == (10,)  # the last boundary of the prompt
+    assert kept_prefixes(160, 100, **sizes) == (
         6,
         8,
     )  # never the whole prompt; the junction of a shared prefix of 100
-    assert keeps(163, 0, retention_interval=64, **sizes) == (4, 8, 10)
-    assert keeps(163, 0, retention_interval=None, **sizes) == (2, 4, 6, 8, 10)
-    assert keeps(163, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)
-    assert keeps(16, 500, **sizes) == ()
+    assert kept_prefixes(163, 0, retention_interval=64, **sizes) == (4, 8, 10)
+    assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (2, 4, 6, 8, 10)
+    assert kept_prefixes(163, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)
+    assert kept_prefixes(16, 500, **sizes) == ()
 
 
 operations = st.lists(

@@ -18,7 +18,7 @@ from publisher.events import BlockRemoved, BlockStored, to_block_hash
 from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
-from router.placement.inflight import InflightPrefixes, InflightPrompt, keeps
+from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.evictions import EvictionForecast, PooledPrompt
 
 BLOCK = 16
@@ -141,7 +141,7 @@ class CrowdedEngine:
         held = next((i for i, block in enumerate(hashes[:most]) if not self.copies[block]), most)
         coming = self.inflight.common(hashes, self.now, (len(tokens) - 1) // BLOCK).coming.get("e", 0)
         predicted = self.forecast.at_lookup(hashes, len(tokens), held, coming)
-        kept = keeps(len(tokens), 0, alignment=BLOCK, hash_block_size=BLOCK, every_block=True)
+        kept = kept_prefixes(len(tokens), 0, alignment=BLOCK, hash_block_size=BLOCK, every_block=True)
         flying = self.inflight.add("e", hashes, self.now, kept)
         pooled = self.forecast.admit(hashes, len(tokens), request.max_tokens)
         assert pooled is not None
