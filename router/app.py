@@ -83,16 +83,16 @@ class Router:
         """Called with new limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
         self.poller: FleetPoller[Engine] | None = None
-        self.roster = DesiredState(engines_max=_engines_max(config))
-        self.fleet_sources = FleetSources(config.engines, config.fleet, self.roster, changed=self._assign)
-        self.crew: WorkerGroup | None = None
+        self.desired = DesiredState(engines_max=_engines_max(config))
+        self.fleet_sources = FleetSources(config.engines, config.fleet, self.desired, changed=self._assign)
+        self.worker_group: WorkerGroup | None = None
         if worker is not None and self.peers.gossip is not None:
-            self.crew = WorkerGroup(
+            self.worker_group = WorkerGroup(
                 worker,
                 self.peers.gossip,
-                self.roster,
+                self.desired,
                 applied=self._assign,
-                unheard=self.fleet_sources.unsynced,
+                unsynced=self.fleet_sources.unsynced,
             )
         self.certificates = Certificates()
         self._engine_tls = hold_engine_tls(self.certificates, config.fleet.tls)
@@ -158,12 +158,12 @@ class Router:
             others=self.peers.others,
         )
         self._view: AggregateView | None = None
-        if worker is not None and self.crew is not None:
-            gossip = self.crew.gossip
+        if worker is not None and self.worker_group is not None:
+            gossip = self.worker_group.gossip
             self.sources.more = lambda: worker_families(
                 worker.slot, gossip.stats, gossip.delays, self.listen_stats
             )
-            self._view = self.crew.view(self.sources)
+            self._view = self.worker_group.view(self.sources)
         insight: Any = create_ops(
             self.planner,
             self.sources,
@@ -268,7 +268,7 @@ class Router:
             self.calls.open() as session,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
-            self._in_crew(),
+            self._in_worker_group(),
             nullcontext() if self.picker is None else self.picker.listening(),
             asyncio.TaskGroup() as tasks,
         ):
@@ -288,7 +288,7 @@ class Router:
             background = [tasks.create_task(work) for work in works]
             if self.usage is not None:
                 self.usage.start()
-            if self.crew is not None and self.crew.worker.life:
+            if self.worker_group is not None and self.worker_group.worker.life:
                 # The sibling workers serve meanwhile: a replacement that accepts before it knows an engine
                 # refuses requests that they would answer. Until then connections wait in the backlog of its
                 # socket.
@@ -322,19 +322,19 @@ class Router:
             wait_s = sample_history(self.sources)
             await asyncio.sleep(wait_s)
 
-    def _in_crew(self) -> AbstractAsyncContextManager[None]:
-        if self.crew is None or self._view is None:
+    def _in_worker_group(self) -> AbstractAsyncContextManager[None]:
+        if self.worker_group is None or self._view is None:
             return nullcontext()
-        return self.crew.working(self._view, self._front.answer_whole)
+        return self.worker_group.working(self._view, self._front.answer_whole)
 
     @property
     def leads(self) -> bool:
         """Whether this process answers for all workers, or is the only one."""
-        return self.crew is None or self.crew.leads
+        return self.worker_group is None or self.worker_group.leads
 
     def _to_lead(self) -> Application | None:
         """Return the application that forwards to the leading worker; None: it is this one."""
-        return None if self.crew is None or self.leads else self.crew.calls.to_lead
+        return None if self.worker_group is None or self.leads else self.worker_group.calls.to_lead
 
     def discard(self) -> None:
         """Release a router that was made only to check the configuration."""
@@ -356,7 +356,7 @@ class Router:
     def _assign(self) -> None:
         """Update the fleet from the desired state."""
         if self.poller is not None:
-            self.poller.assign(self.roster.wanted())
+            self.poller.assign(self.desired.wanted())
 
     def _open_picker(self) -> PickerServer | None:
         """Make the endpoint picker, if configured. Raises ``TlsError`` for unusable files."""
@@ -379,14 +379,14 @@ class Router:
         if not self.config.admin.enabled:
             return None
         actions = FleetActions(
-            self.roster,
+            self.desired,
             self.fleet,
             self.clock,
             sources=lambda: self.fleet_sources.stats,
             apply=self._assign,
             others=self.peers.others,
         )
-        worker = None if self.crew is None else self.crew.worker
+        worker = None if self.worker_group is None else self.worker_group.worker
         return AdminApi(
             self.config.admin,
             actions,
@@ -394,7 +394,7 @@ class Router:
             certificates=self.certificates,
             port=self.leads,
             sock=None if worker is None else worker.admin,
-            settled=None if self.crew is None else self.crew.roster.changed,
+            settled=None if self.worker_group is None else self.worker_group.decisions.changed,
         )
 
     def _engine_url(self, model: str | None) -> str | None:
@@ -412,7 +412,7 @@ class Router:
         if config.models != before.models:
             self.finder.forget()
         if config.engines != before.engines:
-            self.roster.engines_max = _engines_max(config)
+            self.desired.engines_max = _engines_max(config)
             self.fleet_sources.set_static(config.engines)
             self._assign()
 

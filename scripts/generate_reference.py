@@ -45,7 +45,7 @@ from router.pd.settings import PdStats
 from router.placement import policies
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
-from router.workers.view import crew_families, worker_families
+from router.workers.view import group_families, worker_families
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = """\
@@ -320,7 +320,7 @@ def _sources() -> Sources:
         pd=PdStats(),
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
-            *crew_families(1, {0}, {}),
+            *group_families(1, {0}, {}),
         ),
     )
     router.reader.close()

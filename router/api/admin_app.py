@@ -81,12 +81,12 @@ def common_name(certificate: dict[str, Any]) -> str:
 
 
 class FleetActions:
-    """``apply`` brings the fleet in line with the roster; ``others`` is what siblings and replicas
+    """``apply`` updates the fleet to the desired state; ``others`` is what siblings and replicas
     have in flight, None where it is not known."""
 
     def __init__(
         self,
-        roster: DesiredState,
+        desired: DesiredState,
         fleet: Fleet[Engine],
         now: Callable[[], float],
         *,
@@ -95,7 +95,7 @@ class FleetActions:
         others: Callable[[], Mapping[str, OthersLoad] | None] = dict,
     ) -> None:
         self._others = others
-        self._roster = roster
+        self._desired = desired
         self._fleet = fleet
         self._now = now
         self._sources = sources
@@ -105,7 +105,7 @@ class FleetActions:
         """Every engine, every removed server, every source."""
         return {
             "engines": [self._describe(status) for status in self._fleet],
-            "removed": [{"base_url": url, "by": one.by} for url, one in self._roster.removed.items()],
+            "removed": [{"base_url": url, "by": one.by} for url, one in self._desired.removed.items()],
             "sources": {name: msgspec.to_builtins(stats) for name, stats in self._sources().items()},
         }
 
@@ -117,11 +117,11 @@ class FleetActions:
         except ValueError as error:
             raise bad_request("invalid_engine", str(error), param="base_url") from None
         try:
-            changed = self._roster.add(engine)
+            changed = self._desired.add(engine)
         except FleetFullError:
             raise fleet_full() from None
         self._apply()
-        return changed, {"engine": engine.engine_id, "sources": self._roster.sources(engine.base_url)}
+        return changed, {"engine": engine.engine_id, "sources": self._desired.sources(engine.base_url)}
 
     def remove(self, name: str, who: str) -> dict[str, Any]:
         """Remove a server; its running streams go on. It stays removed while other sources still name it."""
@@ -130,22 +130,22 @@ class FleetActions:
                 f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."
             )
             raise bad_request("not_a_server", message, param="engine")
-        if not self._roster.remove(name, who):
+        if not self._desired.remove(name, who):
             raise engine_not_found(name)
         self._apply()
-        return {"engine": name, "kept_out": name in self._roster.removed}
+        return {"engine": name, "kept_out": name in self._desired.removed}
 
     def drain(self, name: str, who: str) -> dict[str, Any]:
         """Send no new requests to an engine, or to all ranks of a server. Running streams go on."""
         self._affected(name)
-        self._roster.drain(name, who)
+        self._desired.drain(name, who)
         self._apply()
         return {"engine": name, "requests": self._requests(name)}
 
     def undrain(self, name: str) -> dict[str, Any]:
         """End ``drain``. New requests follow, unless the engine is held for another reason too."""
         self._affected(name)
-        was = self._roster.undrain(name)
+        was = self._desired.undrain(name)
         self._apply()
         held = next((status.held for status in self._affected(name) if status.held), "")
         return {"engine": name, "was_drained": was, "held": held}
@@ -169,7 +169,7 @@ class FleetActions:
         return {
             "engine": status.engine_id,
             **msgspec.to_builtins(status.engine),
-            "sources": self._roster.sources(status.engine.base_url),
+            "sources": self._desired.sources(status.engine.base_url),
             "up": status.up,
             "problem": status.problem,
             "held": status.held,

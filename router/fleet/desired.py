@@ -1,13 +1,16 @@
-"""The desired set of engines: what every source names and what an administrator decided, merged.
+"""The desired set of engines: merges the sets of all sources with an administrator's decisions.
 
 Pure bookkeeping. Rules, in this order:
-- A server that an administrator removed is out until they add it again, or until no source names it any more
-  (at the same address another pod is another server).
-- A server named by several sources has the engines and addresses that the first of ``ORDER`` gives. - It gets
-new requests unless any source, or an administrator, holds it. - It leaves when no source names it any more.
-What an administrator drained stays drained until they undrain it or the server leaves. Always true: while
-there is room, the sources' latest sets determine the roster, in whatever order they arrived; it never has
-more than ``engines_max`` servers, and admitted ones stay.
+
+- A server that an administrator removed stays out until it is added again, or until no source lists it any
+  more: later, another pod at the same address is another server.
+- A server listed by several sources has the engines and addresses of the first source in ``ORDER``.
+- It gets new requests unless a source, or an administrator, holds it.
+- It leaves when no source lists it any more. A server that an administrator drained stays drained until it is
+  undrained or leaves.
+
+Invariant: below ``engines_max`` servers, the sources' latest sets determine the result, regardless of the
+order in which they arrived. At the limit, admitted servers stay and further ones are refused.
 """
 
 from __future__ import annotations

@@ -34,20 +34,20 @@ class FleetSources:
         self,
         engines: Sequence[EngineAddress],
         settings: FleetSettings,
-        roster: DesiredState,
+        desired: DesiredState,
         *,
         changed: Callable[[], None],
     ) -> None:
         self._static = SourceStats(synced=True)
         self._sources: list[Source] = list(_configured(settings))
-        self._roster = roster
+        self._desired = desired
         self._changed = changed
         self.set_static(engines)
 
     def set_static(self, engines: Sequence[EngineAddress]) -> None:
         """Set the engines that the configuration lists."""
         self._static.engines = len(engines)
-        self._roster.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
+        self._desired.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
 
     @property
     def stats(self) -> dict[str, SourceStats]:
@@ -92,10 +92,10 @@ class FleetSources:
             else:
                 usable.append(one)
         source.stats.engines = len(usable)
-        self._roster.set_source(source.name, usable)
-        if self._roster.left_out:
-            source.stats.complain("fleet_full", f"{self._roster.left_out} servers over fleet.engines_max")
-            _log.warning("more engines than fleet.engines_max", left_out=self._roster.left_out)
+        self._desired.set_source(source.name, usable)
+        if self._desired.left_out:
+            source.stats.complain("fleet_full", f"{self._desired.left_out} servers over fleet.engines_max")
+            _log.warning("more engines than fleet.engines_max", left_out=self._desired.left_out)
         self._changed()
 
 

@@ -52,9 +52,9 @@ class LimitStats(msgspec.Struct):
 
 
 class UseMessage(msgspec.Struct, array_like=True):
-    """One replica's field; ``crew`` is equal for workers of one parent."""
+    """One replica's field; ``group`` is equal for workers of one parent."""
 
-    crew: Annotated[str, msgspec.Meta(max_length=256)]
+    group: Annotated[str, msgspec.Meta(max_length=256)]
     uses: Uses
 
 
@@ -72,10 +72,10 @@ _DECODE = msgspec.msgpack.Decoder(UseMessage)
 class OtherReplicas:
     """The fields of other replicas, as last read. Pure; ``now`` is monotonic seconds."""
 
-    def __init__(self, name: str, gate: KeyGate, crew: str = "") -> None:
+    def __init__(self, name: str, gate: KeyGate, group: str = "") -> None:
         self.stats = LimitStats()
         self._name = name
-        self._crew = crew
+        self._group = group
         self._uses = OthersUse(gate, self._refused)
         self._fields: dict[str, tuple[int, float]] = {}
 
@@ -114,7 +114,7 @@ class OtherReplicas:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self.stats.malformed += 1
             return None
-        return None if self._crew and message.crew == self._crew else message.uses
+        return None if self._group and message.group == self._group else message.uses
 
     def _refused(self) -> None:
         self.stats.refused += 1
@@ -132,7 +132,7 @@ class SharedLimits:
         gate: KeyGate,
         *,
         clock: Callable[[], float],
-        crew: str = "",
+        group: str = "",
     ) -> None:
         self._client = client
         self._key = key
@@ -142,8 +142,8 @@ class SharedLimits:
         self._clock = clock
         self._beat = 0
         self._gone: list[str] = []
-        self._crew = crew
-        self._others = OtherReplicas(name, gate, crew)
+        self._group = group
+        self._others = OtherReplicas(name, gate, group)
 
     @property
     def stats(self) -> LimitStats:
@@ -183,7 +183,7 @@ class SharedLimits:
             names = list(uses)
             start = self._beat * TENANTS_MAX % len(names)
             uses = {name: uses[name] for name in (names[start:] + names[:start])[:TENANTS_MAX]}
-        return msgspec.msgpack.encode(UseMessage(self._crew, Uses(self._life, self._beat, whole, uses)))
+        return msgspec.msgpack.encode(UseMessage(self._group, Uses(self._life, self._beat, whole, uses)))
 
 
 def _fields(reply: object) -> dict[str, bytes]:

@@ -152,10 +152,10 @@ class SharedIndex:
         """
         self._feeds, self._residency = feeds, residency
 
-    def share_limits(self, gate: KeyGate, crew: str) -> None:
+    def share_limits(self, gate: KeyGate, group: str) -> None:
         """Apply the limits of tenants to all replicas together.
 
-        ``crew``: equal for workers of one parent, which exchange usage directly.
+        ``group``: equal for workers of one parent, which exchange usage directly.
         """
         self.limits = SharedLimits(
             self._write_client,
@@ -164,7 +164,7 @@ class SharedIndex:
             time.time_ns() // 1_000_000,
             gate,
             clock=self._clock,
-            crew=crew,
+            group=group,
         )
 
     def share_responses(self, holders: ResponseHolders, secrets: Callable[[], Sequence[bytes]]) -> None:

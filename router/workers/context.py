@@ -1,8 +1,8 @@
-"""Sockets and files that a worker process inherits from its parent, and how the parent opens them.
+"""Sockets and files that a worker process inherits from its parent.
 
-Every socket is opened once, by the parent, before the first fork, and stays open there: a worker that dies
-leaves its queue of new connections, its control port and what its siblings told it to the one that takes its
-place. Always true: a worker keeps the ends that are its own and closes all others.
+The parent opens every socket once, before the first fork, and keeps it open. If a worker dies, its
+replacement takes over the accept queue, the control port and the unread messages of siblings. Invariant: a
+worker keeps its own ends and closes all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from router.http.sockets import reason_of
 
-# The worker that answers the ops port and the admin API, for all.
+# Slot of the worker that serves the ops port and the admin API for all workers.
 LEAD = 0
 _BACKLOG = 2048
 _BUFFER_BYTES = 1 << 20
@@ -28,7 +28,7 @@ _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 class WorkerContext(msgspec.Struct, frozen=True, eq=False):
-    """One worker's place. ``life`` counts the processes that had it before."""
+    """Sockets and identity of one worker slot. ``life``: number of processes that had this slot before."""
 
     slot: int
     count: int
@@ -36,34 +36,34 @@ class WorkerContext(msgspec.Struct, frozen=True, eq=False):
     public: list[socket.socket]
     """Bound to the public port with ``SO_REUSEPORT``: the kernel spreads new connections over the workers."""
     ops: socket.socket | None
-    """Of the lead only."""
+    """Set for the lead only."""
     admin: socket.socket | None
-    """Of the lead only."""
+    """Set for the lead only."""
     control: socket.socket
-    """Where siblings ask this worker, on a Unix socket."""
+    """Unix socket that accepts calls from siblings."""
     mesh: dict[int, socket.socket]
-    """To each sibling, a pair of ``SOCK_SEQPACKET``."""
+    """One end of a ``SOCK_SEQPACKET`` pair for each sibling."""
     folder: Path
-    ledger: int
-    """A file in memory, for what the lead last heard of every worker's counts."""
+    counters_fd: int
+    """In-memory file with the counters that the lead last received from every worker."""
     ops_at: str
-    """Where the lead's ops port is, for people; "" where there is none."""
+    """Printable address of the lead's ops port; "" without one."""
     started: Callable[[], None]
-    """Tells the parent that this worker listens."""
+    """Notifies the parent that this worker listens."""
     parent: int
-    """A descriptor that ends when the parent does."""
+    """Descriptor that reaches end of file when the parent exits."""
 
     def control_path(self, slot: int) -> str:
-        """The address of a worker's control port."""
+        """Return the address of a worker's control port."""
         return str(self.folder / str(slot))
 
 
 class PortTakenError(OSError):
-    """An address cannot be had; the message says which."""
+    """An address is not available; the message names it."""
 
 
 class WorkerSockets:
-    """All sockets of all workers, in the parent. ``ops`` and ``admin``: host and port, None for no port.
+    """All sockets of all workers, held by the parent. ``ops`` and ``admin``: host and port, None for no port.
 
     Raises ``PortTakenError``.
     """
@@ -78,13 +78,14 @@ class WorkerSockets:
     ) -> None:
         self.count = count
         self._all: list[socket.socket] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-workers-"))  # 0700: only its owner may ask
+        # mode 0700: only its owner can connect
+        self.folder = Path(tempfile.mkdtemp(prefix="kvatlas-workers-"))
         try:
             self.public = self._bound(*public, copies=count, key="server.port")
             self._ops = None if ops is None else self._bound(*ops, copies=1, key="server.ops_port")[0][0]
             self._admin = None if admin is None else self._bound(*admin, copies=1, key="admin.port")[0][0]
             self._ops_at = "" if self._ops is None else _place(self._ops, ops)
-            self._ledger = os.memfd_create("kvatlas-ledger")
+            self._counters_fd = os.memfd_create("kvatlas-counters")
             self._control = [self._control_of(slot) for slot in range(count)]
             self._mesh = {pair: self._pair() for pair in combinations(range(count), 2)}
         except BaseException:
@@ -92,7 +93,8 @@ class WorkerSockets:
             raise
 
     def open_worker(self, slot: int, life: int, started: Callable[[], None], parent: int) -> WorkerContext:
-        """The place of one worker; called in it, after the fork: what belongs to others is closed."""
+        """Return the context of one worker and close all other sockets. Call it in the child, after the
+        fork."""
         lead = slot == LEAD
         mesh = {a + b - slot: ends[a != slot] for (a, b), ends in self._mesh.items() if slot in (a, b)}
         worker = WorkerContext(
@@ -105,7 +107,7 @@ class WorkerSockets:
             self._control[slot],
             mesh,
             self.folder,
-            self._ledger,
+            self._counters_fd,
             self._ops_at,
             started,
             parent,
@@ -123,19 +125,19 @@ class WorkerSockets:
                 sock.close()
 
     def close(self) -> None:
-        """Close everything, and remove the folder."""
+        """Close all sockets and remove the folder."""
         for sock in self._all:
             sock.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _bound(self, host: str, port: int, *, copies: int, key: str) -> list[list[socket.socket]]:
-        """Listening sockets of every address of ``host``, ``copies`` of each."""
+        """Return listening sockets for every address of ``host``, ``copies`` of each."""
         found: list[list[socket.socket]] = [[] for _ in range(copies)]
         try:
             infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
                 where = (address[0], port, *address[2:])
-                if copies > 1 and port:  # not shared with a stranger that also has SO_REUSEPORT
+                if copies > 1 and port:  # fail if another program uses this port with SO_REUSEPORT
                     _listening(family, where, shared=False).close()
                 for sockets in found:
                     sock = _listening(family, (address[0], port, *address[2:]), shared=copies > 1)
@@ -183,7 +185,8 @@ def _listening(family: int, address: Sequence[object], *, shared: bool) -> socke
 
 
 def cores(cpu_max: Path = _CPU_MAX) -> int:
-    """Cores that this process may use: of its CPU set, and of its container's quota."""
+    """Return the number of cores that this process may use, limited by its CPU set and its container's
+    quota."""
     allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = cpu_max.read_text(encoding="ascii").split()
@@ -193,18 +196,21 @@ def cores(cpu_max: Path = _CPU_MAX) -> int:
     return max(1, allowed)
 
 
-# Messages between the workers of one machine: one socket to each sibling, every message whole and in order.
+# Messages between the workers of one machine: one socket per sibling; messages are not split or reordered.
 #
-# Sending never waits. A message that does not fit a sibling's buffer is dropped as a whole and counted.
+# Sending never blocks. A message that does not fit into a sibling's buffer is dropped as a whole and counted.
 
 
-# Below the least buffer that Linux gives a socket by default (208 KiB).
+# Less than Linux's default socket buffer (net.core.wmem_default, 208 KiB).
 MESSAGE_BYTES_MAX = 192 << 10
 _READ_AT_ONCE = 32
 
 
 class Mesh:
-    """``sockets``: by sibling, not blocking. ``on_message`` is called with (sibling, message) in the loop."""
+    """Message sockets to all siblings.
+
+    ``sockets``: by sibling, non-blocking. ``on_message`` is called in the event loop with (sibling, message).
+    """
 
     def __init__(
         self, sockets: Mapping[int, socket.socket], on_message: Callable[[int, bytes], None]
@@ -214,25 +220,25 @@ class Mesh:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Begin to hear; in the running loop."""
+        """Start to receive; call it in the running event loop."""
         self._loop = asyncio.get_running_loop()
         for sibling, sock in self._sockets.items():
             self._loop.add_reader(sock, self._read, sibling, sock)
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop receiving and close the sockets."""
         if self._loop is not None:
             for sock in self._sockets.values():
                 self._loop.remove_reader(sock)
             self._loop = None
 
     def broadcast(self, message: bytes) -> int:
-        """Send to every sibling; how many did not get it."""
+        """Send to every sibling; returns how many could not receive it."""
         missed = 0
         for sock in self._sockets.values():
             try:
                 sock.send(message)
-            except OSError:  # its buffer is full: it is dead, stopped or far behind
+            except OSError:  # buffer full: the sibling is dead, stopped or far behind
                 missed += 1
         return missed
 
@@ -244,7 +250,7 @@ class Mesh:
                 return
             except OSError:
                 message = b""
-            if not message:  # the parent is gone, and so are the siblings
+            if not message:  # end of file: the parent has exited, and the siblings with it
                 if self._loop is not None:
                     self._loop.remove_reader(sock)
                 return

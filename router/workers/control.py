@@ -1,7 +1,7 @@
-"""A worker's control port: a Unix socket where its siblings ask for its part of a page, tell what is decided,
-and, at the lead, pass on what clients asked of the router as a whole.
+"""Control port of a worker: a Unix socket on which siblings request its part of a page and send the
+administrator's decisions. The lead's port also accepts forwarded client requests.
 
-The socket lies in a folder that only its owner may enter, so no further check is needed.
+Only the owner can enter the socket's folder, so no authentication is needed.
 """
 
 from __future__ import annotations
@@ -22,78 +22,79 @@ from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.workers.context import LEAD, WorkerContext
 from router.workers.view import PEER_HEADER, AggregateView, SiblingCalls
 
-# An administrator's decisions at every worker: made at the lead, and told to all others.
+# The administrator's decisions, replicated to every worker.
 #
-# The lead tells after each change, before the change is answered, and repeats what is decided every
-# ``_REPEAT_S``, so that a worker that missed it, or did not know the server yet, follows. A new lead asks
-# the others what was decided, and takes it on again until its own sources have told what there is. Always
-# true: only the lead changes anything, so there is one order of changes.
+# Only the lead makes decisions, so all workers see one order of changes. It sends them to its siblings before
+# it answers the change, and again every ``_REPEAT_S``, for workers that missed them or did not know the
+# server yet. A new lead restores them from a sibling, and applies them until its own sources have reported.
 
 
-ROSTER_PATH = "/worker/roster"
+DECISIONS_PATH = "/worker/decisions"
 _REPEAT_S = 1.0
 
 
-class SharedRoster:
-    """``applied`` makes the fleet what the roster says; ``unheard``: sources that have not told yet."""
+class SharedDecisions:
+    """Replicated decisions. ``applied`` updates the fleet; ``unsynced``: sources that have not reported
+    yet."""
 
     def __init__(
         self,
         worker: WorkerContext,
-        roster: DesiredState,
+        desired: DesiredState,
         calls: SiblingCalls,
         *,
         applied: Callable[[], None],
-        unheard: Callable[[], list[str]],
+        unsynced: Callable[[], list[str]],
     ) -> None:
         self._worker = worker
-        self._roster = roster
+        self._desired = desired
         self._calls = calls
         self._applied = applied
-        self._unheard = unheard
+        self._unsynced = unsynced
         self._restored = AdminDecisions()
-        self._told = AdminDecisions()
+        self._last_sent = AdminDecisions()
 
     def state(self) -> bytes:
-        """Return the decisions, for a sibling."""
-        return msgspec.json.encode(self._roster.decisions())
+        """Return the encoded decisions."""
+        return msgspec.json.encode(self._desired.decisions())
 
     def adopt(self, state: bytes) -> None:
-        """The lead told what is decided. Raises ``msgspec.MsgspecError``."""
+        """Adopt the lead's decisions. Raises ``msgspec.MsgspecError``."""
         self._adopt(msgspec.json.decode(state, type=AdminDecisions))
 
     async def restore(self) -> None:
-        """At the start of a worker that takes another one's place: what was decided before."""
+        """Restore the decisions from a sibling if this worker replaces a dead one."""
         if self._worker.life == 0:
             return
-        for state in (await self._calls.ask_all(ROSTER_PATH)).values():
+        for state in (await self._calls.call_all(DECISIONS_PATH)).values():
             self._restored = msgspec.json.decode(state, type=AdminDecisions)
             self._adopt(self._restored)
             return
 
     async def changed(self) -> None:
-        """The lead's roster changed: returns once the others know, or have had their time."""
+        """Send the lead's changed decisions; returns when the siblings have answered or their time is
+        over."""
         self._restored = AdminDecisions()
-        await self._tell()
+        await self._send()
 
     async def run(self) -> None:
-        """Repeat what is decided, until cancelled."""
+        """Send the decisions periodically, until cancelled."""
         while self._worker.slot == LEAD:
             await asyncio.sleep(_REPEAT_S)
             if self._restored.any:
                 self._adopt(self._restored)
-                if not self._unheard():
+                if not self._unsynced():
                     self._restored = AdminDecisions()
-            if self._told.any or self._roster.decisions().any:
-                await self._tell()
+            if self._last_sent.any or self._desired.decisions().any:
+                await self._send()
 
-    async def _tell(self) -> None:
-        self._told = self._roster.decisions()
-        await self._calls.ask_all(ROSTER_PATH, method="PUT", body=self.state())
+    async def _send(self) -> None:
+        self._last_sent = self._desired.decisions()
+        await self._calls.call_all(DECISIONS_PATH, method="PUT", body=self.state())
 
     def _adopt(self, decisions: AdminDecisions) -> None:
-        if decisions != self._roster.decisions():
-            self._roster.adopt(decisions)
+        if decisions != self._desired.decisions():
+            self._desired.adopt(decisions)
             self._applied()
 
 
@@ -104,18 +105,18 @@ _HELD = msgspec.msgpack.Decoder(HeldResponse)
 
 
 class ControlPort:
-    """``whole`` is the ASGI application that answers for the router as a whole, at the lead."""
+    """Control port. ``whole``: ASGI application that the lead serves for all workers."""
 
     def __init__(
         self,
         worker: WorkerContext,
         view: AggregateView,
-        roster: SharedRoster,
+        decisions: SharedDecisions,
         responses: ResponseHolders,
         whole: Any,
     ) -> None:
         self._view = view
-        self._roster = roster
+        self._decisions = decisions
         self._responses = responses
         self._whole = whole
         self._server = SideServer(
@@ -126,7 +127,7 @@ class ControlPort:
         )
 
     def listening(self) -> AbstractAsyncContextManager[None]:
-        """The port is open for as long as the context lasts."""
+        """Keep the port open for the duration of the context."""
         return self._server.listening()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -142,11 +143,11 @@ class ControlPort:
         asked = request.method, request.url.path
         if asked == ("GET", "/worker/metrics"):
             return Response(msgspec.msgpack.encode(await self._view.own_page()))
-        if asked == ("GET", ROSTER_PATH):
-            return Response(self._roster.state())
-        if asked == ("PUT", ROSTER_PATH):
+        if asked == ("GET", DECISIONS_PATH):
+            return Response(self._decisions.state())
+        if asked == ("PUT", DECISIONS_PATH):
             try:
-                self._roster.adopt(await request.body())
+                self._decisions.adopt(await request.body())
             except msgspec.MsgspecError:
                 return Response(status_code=400)
             return Response(status_code=204)
@@ -159,10 +160,10 @@ class ControlPort:
 
 
 async def find_response(calls: SiblingCalls, response_id: str) -> HeldResponse | None:
-    """Ask siblings for a response that was made before this worker began."""
+    """Find a response that another worker made before this one started."""
     if not _PLAIN.fullmatch(response_id):
         return None
-    for answer in (await calls.ask_all(_RESPONSES + response_id)).values():
+    for answer in (await calls.call_all(_RESPONSES + response_id)).values():
         try:
             return _HELD.decode(answer)
         except msgspec.MsgspecError:

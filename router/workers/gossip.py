@@ -1,11 +1,11 @@
-"""State that workers of one machine exchange: prompts in flight, load, the engine of a response.
+"""State exchanged between workers of one machine: prompts in flight, load, the engine of a response.
 
-The messages are those that replicas exchange through Redis (``replication/gossip``), carried by the mesh:
-what happens within ``FLUSH_S`` goes out together, so a sibling knows of a placement that much later plus the
-time it needs to read (measured: ``kvatlas_worker_gossip_delay_seconds``). Where replicas share an index,
-workers are replicas, and prompts and load go that way; responses still go this one. Always true: telling
-never waits and never fails a request; a sibling that died counts no longer once its successor speaks, and in
-any case no longer than ``SILENCE_S`` (load) and ``AGE_S_MAX`` (prompts).
+The messages are those that replicas exchange through Redis (``replication/gossip``), sent over the mesh.
+Changes within ``FLUSH_S`` are sent together, so a sibling learns of a placement after ``FLUSH_S`` and the
+time it needs to read (measured by ``kvatlas_worker_gossip_delay_seconds``). If replicas share an index,
+prompts and load go through it, also between workers; responses always go over the mesh. Invariants: sending
+never blocks and never fails a request; the entries of a dead worker expire when its replacement sends its
+first message, at the latest after ``SILENCE_S`` (load) and ``AGE_S_MAX`` (prompts).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from router.replication.gossip import GossipedInflight, LoadGossip
 from router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 
 FLUSH_S = 0.002
-# Shortest pause between two reports of load.
+# Minimum pause between two load reports.
 _LOAD_S = 0.005
 # Minimum pause as a multiple of the time the last report took: at most 2 % of a core.
 _LOAD_TIMES = 50
 _REPEAT_S = 0.05
 _RECOUNT_S = 0.25
-# Pause between messages with the totals of all tenants, which make up for lost ones.
+# Pause between messages with the totals of all tenants, which repair lost messages.
 _WHOLE_S = 0.25
-# Tenants in one message, some 100 bytes each.
+# Maximum number of tenants in one message, some 100 bytes each.
 _TENANTS_MAX = 512
 _KEYS_MAX = 4096
 DELAY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 class WorkerMessage(msgspec.Struct, array_like=True):
-    """Everything of one flush. ``sent_s``: when its first entry was made (the machine's monotonic clock)."""
+    """Content of one flush. ``sent_s``: time of its first entry, by the machine's monotonic clock."""
 
     life: int
     sent_s: float
@@ -56,7 +56,7 @@ class WorkerMessage(msgspec.Struct, array_like=True):
     texts: list[tuple[bytes, str]] = []
     """(keys of a text's prefixes, 8 bytes each, engine id)."""
     uses: Uses | None = None
-    """Totals of tenants."""
+    """Totals per tenant."""
 
 
 class WorkerGossipStats(msgspec.Struct):
@@ -65,13 +65,13 @@ class WorkerGossipStats(msgspec.Struct):
     sent: Annotated[int, "kvatlas_worker_gossip_sent_total"] = 0
     """Messages sent to sibling workers."""
     missed: Annotated[int, "kvatlas_worker_gossip_missed_total"] = 0
-    """Messages that a sibling worker had no room for."""
+    """Messages dropped because a sibling worker's buffer was full."""
     received: Annotated[int, "kvatlas_worker_gossip_received_total"] = 0
-    """Messages of sibling workers."""
+    """Messages received from sibling workers."""
     malformed: Annotated[int, "kvatlas_worker_gossip_malformed_total"] = 0
     """Messages of sibling workers that could not be decoded, or had values out of bounds."""
     refused: Annotated[int, "kvatlas_worker_gossip_refused_total"] = 0
-    """Values of sibling workers on what tenants use that were refused."""
+    """Tenants' usage values of sibling workers that were refused."""
 
 
 _DECODE = msgspec.msgpack.Decoder(WorkerMessage)
@@ -79,26 +79,26 @@ _ENCODE = msgspec.msgpack.Encoder()
 
 
 class SharedAffinity(AffinityMap):
-    """Tells of each text recorded here."""
+    """Affinity map that publishes each text recorded here."""
 
-    def __init__(self, tell: Callable[[Sequence[int], str], None]) -> None:
+    def __init__(self, publish: Callable[[Sequence[int], str], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._publish = publish
 
     def record(self, keys: Sequence[int], engine_id: str) -> None:
         super().record(keys, engine_id)
-        self._tell(keys, engine_id)
+        self._publish(keys, engine_id)
 
     def receive(self, keys: Sequence[int], engine_id: str) -> None:
-        """Another worker's."""
+        """Record a text of another worker, without publishing it."""
         super().record(keys, engine_id)
 
 
 class SiblingGossip:
-    """The load at the siblings, and the books that are shared with them.
+    """Load of the siblings, and the state shared with them.
 
-    ``whole`` False: prompts in flight and load go through a shared index. ``served`` hears of prompts that
-    an engine has computed for a sibling; ``gate`` has the limits of tenants, which hold for all workers
+    ``whole`` False: prompts in flight and load go through a shared index. ``served`` is called with each
+    prompt that an engine has computed for a sibling. ``gate`` enforces the tenants' limits over all workers
     together.
     """
 
@@ -129,28 +129,28 @@ class SiblingGossip:
         self.inflight = GossipedInflight(
             self._name,
             started,
-            self._tell_flight,
+            self._add_inflight,
             served=served,
             publishes_prefills=False,
         )
         self.responses = ResponseHolders()
-        self.responses.listeners.append(self._tell_response)
-        self.affinity = SharedAffinity(self._tell_text)
+        self.responses.listeners.append(self._add_response)
+        self.affinity = SharedAffinity(self._add_text)
         self._lives: dict[int, int] = {}
         self._fields: dict[str, bytes] = {}
-        self._look = NO_PEER_SNAPSHOT
+        self._snapshot = NO_PEER_SNAPSHOT
         self._count_at_s = 0.0
         self._load_due_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begin()
 
-    # -- what the planner asks -------------------------------------------------------------------------
+    # -- queries of the planner -----------------------------------------------------------------------
 
     def peer_state(self) -> PeerSnapshot:
         """Return the siblings' state as reported by themselves."""
         if self._clock() >= self._count_at_s:
             self._count()
-        return self._look
+        return self._snapshot
 
     def others(self) -> Mapping[str, OthersLoad]:
         """Return the siblings' in-flight load, by engine."""
@@ -159,14 +159,14 @@ class SiblingGossip:
     def _count(self) -> Mapping[str, OthersLoad]:
         now = self._clock()
         load = self.load.others(self._fields, now)
-        self._look = PeerSnapshot(load=load) if load else NO_PEER_SNAPSHOT
+        self._snapshot = PeerSnapshot(load=load) if load else NO_PEER_SNAPSHOT
         self._count_at_s = now + _RECOUNT_S
         return load
 
-    # -- telling ---------------------------------------------------------------------------------------
+    # -- sending --------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Tell and hear until cancelled."""
+        """Send and receive until cancelled."""
         self._loop = asyncio.get_running_loop()
         self._mesh.open()
         try:
@@ -181,24 +181,24 @@ class SiblingGossip:
             self._mesh.close()
 
     def _begin(self) -> None:
-        """An empty message to fill."""
+        """Start a new, empty message."""
         self._flights: list[bytes] = []
         self._responses: list[tuple[str, HeldResponse]] = []
         self._texts: list[tuple[bytes, str]] = []
         self._bytes = 0
         self._since_s = 0.0
 
-    def _tell_flight(self, engine_id: str, entry: bytes) -> bool:
+    def _add_inflight(self, engine_id: str, entry: bytes) -> bool:
         if not self._whole or not self._room(len(entry)):
             return False
         self._flights.append(entry)
         return True
 
-    def _tell_response(self, response_id: str, held: HeldResponse) -> None:
+    def _add_response(self, response_id: str, held: HeldResponse) -> None:
         if self._room(len(response_id) + len(held.engine_id) + len(held.tenant)):
             self._responses.append((response_id, held))
 
-    def _tell_text(self, keys: Sequence[int], engine_id: str) -> None:
+    def _add_text(self, keys: Sequence[int], engine_id: str) -> None:
         if self._whole and keys and self._room(8 * min(len(keys), _KEYS_MAX)):
             self._texts.append((np.array(keys[:_KEYS_MAX], "<u8").tobytes(), engine_id))
 
@@ -215,7 +215,8 @@ class SiblingGossip:
         return True
 
     def _flush(self, *, hello: bool = False) -> None:
-        """Send what there is; ``hello``: also if that is only that this life has begun."""
+        """Send the pending message, if there is one. ``hello``: send even an empty one, to announce this
+        life."""
         now = self._clock()
         load = b""
         if self._whole and now >= self._load_due_s and self._loop is not None:
@@ -229,7 +230,7 @@ class SiblingGossip:
         )
         self._begin()
         encoded = _ENCODE.encode(message)
-        if len(encoded) > MESSAGE_BYTES_MAX:  # the load of very many engines
+        if len(encoded) > MESSAGE_BYTES_MAX:  # load of a very large fleet
             message.load = b""
             encoded = _ENCODE.encode(message)
         missed = self._mesh.broadcast(encoded)
@@ -239,7 +240,8 @@ class SiblingGossip:
             self.load.sent(load, now)
 
     def _uses(self, gate: KeyGate, now: float) -> Uses | None:
-        """Totals that changed, and from time to time all, in turns where they are many; None: nothing."""
+        """Return the changed totals, and every ``_WHOLE_S`` also unchanged ones, round robin if they exceed
+        one message. None: nothing to send."""
         whole = now >= self._whole_due_s
         names = gate.changed(_TENANTS_MAX)
         if not names and not whole:
@@ -265,7 +267,7 @@ class SiblingGossip:
     def _refused(self) -> None:
         self.stats.refused += 1
 
-    # -- hearing ---------------------------------------------------------------------------------------
+    # -- receiving ------------------------------------------------------------------------------------
 
     def _on_message(self, sibling: int, encoded: bytes) -> None:
         try:
@@ -282,7 +284,7 @@ class SiblingGossip:
             self.inflight.lost(name)
             if self._others is not None:
                 self._others.forget(sibling)
-            self._whole_due_s = 0.0  # it knows nothing of what is used here
+            self._whole_due_s = 0.0  # a new process: it has no totals of this worker yet
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load

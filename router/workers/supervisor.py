@@ -1,10 +1,11 @@
-"""The parent of the workers: forks them, replaces dead ones, and forwards signals. It serves no requests.
+"""Parent of the workers: forks them, replaces dead ones and forwards signals. It serves no requests.
 
-It has no event loop and no thread, so that it may fork at any time; what it loaded (code, tokenizers) the
-workers share. SIGTERM or SIGINT: every worker drains, and the parent ends with the last one; a second SIGINT
-cuts. A worker that dies is replaced at once, one that dies young after a pause that doubles. Where a worker
-cannot be started at the very beginning, all end. SIGHUP goes to all. Always true: no worker outlives its
-parent, also a killed one: each drains when the pipe that the parent holds ends.
+It has no event loop and no threads, so it can fork at any time, and workers share the memory of what it
+loaded (code, tokenizers). SIGTERM or SIGINT: every worker drains, and the parent exits after the last one; a
+second SIGINT cuts requests. A dead worker is replaced immediately, but one that died young only after a pause
+that doubles each time. If a worker fails before all were up, all of them end. SIGHUP is forwarded to all.
+Invariant: no worker outlives its parent, even a killed one: a worker drains when it reads the end of the pipe
+that the parent holds.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import structlog
 from router.api.metrics_page import Sources
 from router.fleet.desired import DesiredState
 from router.workers.context import LEAD, WorkerContext, WorkerSockets
-from router.workers.control import ControlPort, SharedRoster, find_response
+from router.workers.control import ControlPort, SharedDecisions, find_response
 from router.workers.gossip import SiblingGossip
 from router.workers.view import AggregateView, SiblingCalls
 
@@ -47,14 +48,16 @@ class _Process(msgspec.Struct, eq=False):
     life: int
     began_s: float
     ready_fd: int
-    """Reading end of the pipe on which it says that it listens."""
+    """Reading end of the pipe on which the worker reports that it listens."""
     up: bool = False
 
 
 class Supervisor:
-    """``work`` is what a worker does, in its own process; it returns the exit status. ``on_up`` is called
-    once, when all listen; ``on_hup`` at SIGHUP, before the workers get it. ``stop_s_max``: how long draining
-    workers are waited for. Used up by one ``run``.
+    """Supervises the workers of one port; ``run`` may be called once.
+
+    ``work`` runs in each worker process and returns its exit status. ``on_up`` is called once, when all
+    workers listen; ``on_hup`` at SIGHUP, before the signal is forwarded. ``stop_s_max``: longest wait for
+    draining workers.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Supervisor:
         self._processes: dict[int, _Process] = {}
         self._lives = [0] * sockets.count
         self._pauses_s = [0.0] * sockets.count
-        # When to start the worker of a slot again.
+        # Time at which to restart the worker of a slot.
         self._due: dict[int, float] = {}
         self._all_were_up = False
         self._stop_by: float | None = None
@@ -83,7 +86,7 @@ class Supervisor:
         self._parent_reads, self._parent_holds = os.pipe()
 
     def run(self) -> int:
-        """Until every worker has ended; returns the exit status. Call in the main thread."""
+        """Run until every worker has ended; returns the exit status. Call it in the main thread."""
         with self._signals() as woken:
             self._selector.register(woken, selectors.EVENT_READ)
             for slot in range(self._sockets.count):
@@ -152,7 +155,7 @@ class Supervisor:
     def _start(self, slot: int) -> None:
         reads, writes = os.pipe()
         life, self._lives[slot] = self._lives[slot], self._lives[slot] + 1
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # none may meet the parent's handlers in the child
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the child must not run the parent's handlers
         pid = os.fork()
         if pid == 0:
             self._become_worker(slot, life, writes)
@@ -162,14 +165,15 @@ class Supervisor:
         self._selector.register(reads, selectors.EVENT_READ, process)
 
     def _become_worker(self, slot: int, life: int, ready_fd: int) -> None:
-        """In the child; never returns."""
+        """Run the worker in the child process; never returns."""
         status = 1
         try:
             signal.set_wakeup_fd(-1)
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)  # SIGHUP waits until the worker listens to it
-            os.setpgrp()  # Ctrl-C is the parent's to pass on
+            # SIGHUP stays blocked until the worker handles it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            os.setpgrp()  # the terminal sends Ctrl-C to the parent only, which forwards it
             os.close(self._parent_holds)
             self._selector.close()
             for other in self._processes.values():
@@ -179,7 +183,7 @@ class Supervisor:
                 slot, life, lambda: _signal_ready(ready_fd), self._parent_reads
             )
             status = self._work(worker)
-        except BaseException:  # noqa: BLE001  # nothing of the parent's may run in a child
+        except BaseException:  # noqa: BLE001  # no code of the parent may run in a child
             traceback.print_exc()
         finally:
             for stream in (sys.stdout, sys.stderr):
@@ -188,7 +192,7 @@ class Supervisor:
             os._exit(status)
 
     def _listens(self, process: _Process) -> None:
-        """A worker said so, or its pipe ended with it."""
+        """Handle a worker that reported that it listens, or whose pipe was closed."""
         self._selector.unregister(process.ready_fd)
         process.up = bool(os.read(process.ready_fd, 1))
         os.close(process.ready_fd)
@@ -230,33 +234,31 @@ def _signal_ready(pipe: int) -> None:
     os.close(pipe)
 
 
-# One worker's part in a crew: what it tells its siblings, asks them, and answers them.
-#
-# Composed here, so that the router has one thing to hold: ``gossip`` (requests), ``calls`` and ``control``
-# (pages), ``roster`` (decisions). Without workers there is no crew.
+# One worker's connections to its siblings: ``gossip`` (requests), ``calls`` and ``control`` (pages),
+# ``decisions`` (of the administrator). A router without workers has no group.
 
 
 class WorkerGroup:
-    """``whole`` is the ASGI application that answers for the router as a whole: used at the lead only."""
+    """A worker and its siblings. The lead serves ``whole``, the ASGI application for all workers."""
 
     def __init__(
         self,
         worker: WorkerContext,
         gossip: SiblingGossip,
-        roster: DesiredState,
+        desired: DesiredState,
         *,
         applied: Callable[[], None],
-        unheard: Callable[[], list[str]],
+        unsynced: Callable[[], list[str]],
     ) -> None:
         self.worker = worker
         self.gossip = gossip
         self.calls = SiblingCalls(worker)
         gossip.responses.sources.append(partial(find_response, self.calls))
-        self.roster = SharedRoster(worker, roster, self.calls, applied=applied, unheard=unheard)
+        self.decisions = SharedDecisions(worker, desired, self.calls, applied=applied, unsynced=unsynced)
 
     @property
     def leads(self) -> bool:
-        """This worker answers for all."""
+        """Whether this worker serves the ops port for all."""
         return self.worker.slot == LEAD
 
     def view(self, sources: Sources) -> AggregateView:
@@ -265,14 +267,14 @@ class WorkerGroup:
 
     @asynccontextmanager
     async def working(self, view: AggregateView, whole: Any) -> AsyncIterator[None]:
-        """Tell, ask and answer for as long as the context lasts."""
+        """Exchange state with the siblings for the duration of the context."""
         async with self.calls, asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self.gossip.run())]
-            await self.roster.restore()
-            background.append(tasks.create_task(self.roster.run()))
+            await self.decisions.restore()
+            background.append(tasks.create_task(self.decisions.run()))
             try:
                 async with ControlPort(
-                    self.worker, view, self.roster, self.gossip.responses, whole
+                    self.worker, view, self.decisions, self.gossip.responses, whole
                 ).listening():
                     yield
             finally:

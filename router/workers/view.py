@@ -1,4 +1,4 @@
-"""Ops port of several workers: the pages of all, merged into those of one router."""
+"""Ops port of several workers: merges the pages of all workers into those of one router."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from router.openai.members import at_once, run_cooperatively
 from router.workers.context import LEAD, WorkerContext
 from router.workers.gossip import WorkerGossipStats
 
-# One metrics page out of those of several workers.
+# Merges the metrics pages of several workers into one.
 #
-# What each worker counts of its own requests is added up. What all of them see alike (engines, feeds, the
-# index, sources) is not: of that the largest value counts. Always true: a sum never falls, neither when a
-# worker dies (what was last heard of its counts stays in) nor when one does not answer in time (its last
-# answer counts), and what was last heard outlives the worker that merges (``CounterStore``).
+# Counts of a worker's own requests are summed. Values that all workers observe alike (engines, feeds, the
+# index, sources) are not summed: the largest one is shown. Invariant: a sum never falls. The last known
+# counts
+# of a dead worker, or of one that does not answer in time, remain in the sum, and survive the merging worker
+# (``CounterStore``).
 
 
-# Beginnings of the names of families of which every worker shows the same things.
+# Name prefixes of families that are equal at every worker.
 _ALIKE = (
     *("kvatlas_build_info", "kvatlas_tokenizer_info"),
     *("kvatlas_engine_", "kvatlas_feed_", "kvatlas_index_", "kvatlas_source_"),
@@ -52,9 +53,9 @@ _ALIKE = (
     *("kvatlas_inflight_prompts", "kvatlas_inflight_blocks", "kvatlas_lease_replicas"),
     *("kvatlas_lease_wanted", "process_max_fds", "process_start_time_seconds"),
 )
-# Of these each worker has a part where they share an index.
+# With a shared index these are divided between the workers.
 _DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_extra_copies")
-# Kinds of families whose counts outlive the worker, and the ends of their samples' names.
+# Kinds of families whose counts outlive the worker, with the suffixes of their samples.
 _ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 Labels = tuple[tuple[str, str], ...]
@@ -63,7 +64,7 @@ Key = tuple[str, Labels]
 
 
 class WorkerFamily(msgspec.Struct, array_like=True):
-    """A metric family on its way to another worker."""
+    """A metric family as sent to another worker."""
 
     name: str
     text: str
@@ -72,7 +73,7 @@ class WorkerFamily(msgspec.Struct, array_like=True):
 
 
 class WorkerPage(msgspec.Struct, array_like=True):
-    """All families of one life of a worker."""
+    """All families of one worker process."""
 
     slot: int
     life: int
@@ -80,24 +81,24 @@ class WorkerPage(msgspec.Struct, array_like=True):
 
 
 def family_of(family: Metric) -> WorkerFamily:
-    """A worker's own family, ready to be sent."""
+    """Convert a family for sending."""
     samples = [(s.name, tuple(s.labels.items()), float(s.value)) for s in family.samples]
     return WorkerFamily(family.name, family.documentation, family.type, samples)
 
 
 def is_alike(name: str, *, shared_index: bool) -> bool:
-    """Whether every worker shows the same of this family, so that it is not added up."""
+    """Whether this family is equal at every worker, so that it must not be summed."""
     if shared_index and name in _DIVIDED:
         return False
     return name.startswith(_ALIKE)
 
 
 class CounterStore:
-    """Last reported counters of every worker. ``file``: a descriptor that outlives this process."""
+    """Last reported counters of every worker. ``file``: descriptor of a file that outlives this process."""
 
     def __init__(self, file: int | None = None) -> None:
         self._file = file
-        # Counts of lives that are over, together.
+        # Sum of the counts of ended worker processes.
         self._ended: dict[Key, float] = {}
         # Slot -> (life, counts).
         self._last: dict[int, tuple[int, dict[Key, float]]] = {}
@@ -105,7 +106,7 @@ class CounterStore:
             self._load(file)
 
     def update(self, slot: int, life: int, counts: dict[Key, float]) -> None:
-        """A worker told its counts."""
+        """Store the counts reported by a worker."""
         known = self._last.get(slot)
         if known is not None and known[0] != life:
             for key, value in known[1].items():
@@ -113,7 +114,7 @@ class CounterStore:
         self._last[slot] = life, counts
 
     def total(self) -> dict[Key, float]:
-        """All counts of all lives."""
+        """Return the counts summed over all worker processes, including ended ones."""
         total = dict(self._ended)
         for _, counts in self._last.values():
             for key, value in counts.items():
@@ -121,7 +122,7 @@ class CounterStore:
         return total
 
     def save(self) -> None:
-        """Write it where a successor finds it."""
+        """Write the counters to the file, for the process that replaces this one."""
         if self._file is None:
             return
         body = msgspec.msgpack.encode(
@@ -138,14 +139,14 @@ class CounterStore:
                 os.pread(file, size, 8),
                 type=tuple[list[tuple[Key, float]], list[tuple[int, int, list[tuple[Key, float]]]]],
             )
-        except msgspec.MsgspecError:  # its writer died in the middle: what it had told before is lost
+        except msgspec.MsgspecError:  # the writer died while writing: its counts are lost
             return
         self._ended = dict(ended)
         self._last = {slot: (life, dict(counts)) for slot, life, counts in last}
 
 
-def merged(pages: Iterable[WorkerPage], ledger: CounterStore, *, shared_index: bool) -> list[Metric]:
-    """One set of families; the first page's order comes first."""
+def merged(pages: Iterable[WorkerPage], counters: CounterStore, *, shared_index: bool) -> list[Metric]:
+    """Merge pages into one set of families, in the order of the first page."""
     families: dict[str, WorkerFamily] = {}
     values: dict[str, dict[Key, float]] = {}
     for page in pages:
@@ -163,9 +164,9 @@ def merged(pages: Iterable[WorkerPage], ledger: CounterStore, *, shared_index: b
                     into.setdefault(key, 0.0)
                 else:
                     into[key] = into.get(key, 0.0) + value
-        ledger.update(page.slot, page.life, counts)
-    _settle(values, ledger.total(), families)
-    ledger.save()
+        counters.update(page.slot, page.life, counts)
+    _settle(values, counters.total(), families)
+    counters.save()
     return [_metric(family, values[name]) for name, family in families.items()]
 
 
@@ -174,7 +175,7 @@ def _settle(
     total: Mapping[Key, float],
     families: Mapping[str, WorkerFamily],
 ) -> None:
-    """Put the counts of all lives where they belong."""
+    """Store the totals in the families they belong to."""
     home = {f"{name}{end}": name for name, family in families.items() for end in _ENDS.get(family.kind, ())}
     for key, value in total.items():
         if key[0] in home:
@@ -187,21 +188,20 @@ def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
     return metric
 
 
-# One worker asks another, over HTTP on the Unix socket where that one answers (``control.py``).
+# Calls from one worker to another, over HTTP on the sibling's control port (``control.py``).
 #
-# Always true: every call ends within its time; a worker that is dead, stuck or just being replaced costs no
-# more than that.
+# Invariant: every call ends within its timeout, also if the sibling is dead, stuck or being replaced.
 
 
-ASK_S_MAX = 1.0
+CALL_S_MAX = 1.0
 _FORWARD_S_MAX = 30.0
 _NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
-# The address of a client whose request another worker passes on.
+# Address of the client whose request another worker forwards.
 PEER_HEADER = "x-kvatlas-peer"
 
 
 class SiblingCalls:
-    """Connections to the siblings of one worker; an async context."""
+    """HTTP connections to the siblings of one worker; an async context manager."""
 
     def __init__(self, worker: WorkerContext) -> None:
         self.siblings = sorted(worker.mesh)
@@ -223,11 +223,11 @@ class SiblingCalls:
             await session.close()
         self._sessions.clear()
 
-    async def ask(self, slot: int, path: str, *, method: str = "GET", body: bytes | None = None) -> bytes:
-        """One answer. Raises ``OSError`` where there is none in time."""
+    async def call(self, slot: int, path: str, *, method: str = "GET", body: bytes | None = None) -> bytes:
+        """Call one sibling. Raises ``OSError`` if it does not answer in time."""
         try:
             async with (
-                asyncio.timeout(ASK_S_MAX),
+                asyncio.timeout(CALL_S_MAX),
                 self._sessions[slot].request(method, path, data=body) as answer,
             ):
                 content = await answer.read()
@@ -237,14 +237,16 @@ class SiblingCalls:
         except (aiohttp.ClientError, KeyError, TimeoutError) as error:
             raise OSError(f"worker {slot}: {method} {path}: {reason_of(error)}") from error
 
-    async def ask_all(self, path: str, *, method: str = "GET", body: bytes | None = None) -> dict[int, bytes]:
-        """Answers by worker, of those that answered in time."""
-        asked = [self.ask(slot, path, method=method, body=body) for slot in self.siblings]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+    async def call_all(
+        self, path: str, *, method: str = "GET", body: bytes | None = None
+    ) -> dict[int, bytes]:
+        """Call all siblings; returns the answers that came in time, by worker."""
+        calls = [self.call(slot, path, method=method, body=body) for slot in self.siblings]
+        found = await asyncio.gather(*calls, return_exceptions=True)
         return {slot: one for slot, one in zip(self.siblings, found, strict=True) if isinstance(one, bytes)}
 
     async def to_lead(self, scope: Any, receive: Any, send: Any) -> None:
-        """An ASGI application: the lead's answer to a request that came here."""
+        """ASGI application that forwards a request to the lead."""
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in scope["headers"]
@@ -299,41 +301,41 @@ async def _body(receive: Any) -> Any:
 
 
 async def send_error(send: Any, error: ApiError) -> None:
-    """An error as a whole ASGI answer."""
+    """Send an error as a complete ASGI response."""
     headers = [(b"content-type", b"application/json"), *error.headers]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": error.body()})
 
 
 _PAGE = msgspec.msgpack.Decoder(WorkerPage)
-# Of an engine: counted by each worker for its own requests.
+# Fields of an engine's view that each worker reports for its own requests.
 _OWN = frozenset(
     {"load", "receipts", "drifting", "contradicting", "first_tokens", "cache_worth_s_per_minute"}
 )
 
 
 class AggregateView:
-    """An ``OpsView`` of this worker and its siblings. What a sibling does not say in time is left out, but
-    for what it has counted before."""
+    """An ``OpsView`` of this worker and its siblings. If a sibling does not answer in time, only its last
+    known counts are shown."""
 
     def __init__(self, worker: WorkerContext, sources: Sources, calls: SiblingCalls) -> None:
         self._worker = worker
         self._sources = sources
         self._own = LocalView(sources)
         self._calls = calls
-        self._ledger: CounterStore | None = None
+        self._counters: CounterStore | None = None
         self._lives: dict[int, int] = {}
         self._asking = asyncio.Lock()
-        # With both, answers are merged in the order in which they were asked for: counts never fall.
+        # The lock and the single thread merge answers in the order of their requests, so counts never fall.
         self._merger = ThreadPoolExecutor(1, "kvatlas-metrics")
 
     async def own_page(self) -> WorkerPage:
-        """This worker's part of ``metrics``, for a sibling."""
+        """Return this worker's part of ``metrics``, for a sibling."""
         found = await run_cooperatively(in_steps(family_of, families(self._sources)))
         return WorkerPage(self._worker.slot, self._worker.life, found)
 
     async def own_part(self, name: str, request_id: str = "") -> bytes | None:
-        """This worker's part of what the method of this name shows; None: there is none."""
+        """Return this worker's part of the named method's result, encoded; None for an unknown name."""
         parts: dict[str, Callable[[], Awaitable[Any]]] = {
             "engines": self._own.engines,
             "receipts": partial(self._own.receipts, request_id),
@@ -346,28 +348,28 @@ class AggregateView:
         return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
-        """Return the metrics page. Pages are merged in a thread: those of many engines take long."""
+        """Return the metrics page. Pages are merged in a thread, since those of a large fleet take long."""
         async with self._asking:
-            answers = await self._calls.ask_all("/worker/metrics")
+            answers = await self._calls.call_all("/worker/metrics")
             own = await self.own_page()
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._merger, self._page, own, list(answers.values()))
 
     def _page(self, own: WorkerPage, answers: list[bytes]) -> bytes:
         pages = [own, *map(_PAGE.decode, answers)]
-        if self._ledger is None:
-            self._ledger = CounterStore(self._worker.ledger)
-        found = merged(pages, self._ledger, shared_index=self._sources.shared is not None)
+        if self._counters is None:
+            self._counters = CounterStore(self._worker.counters_fd)
+        found = merged(pages, self._counters, shared_index=self._sources.shared is not None)
         answered = {page.slot: page.life for page in pages}
         self._lives |= answered
-        found += crew_families(self._worker.count, answered, self._lives)
+        found += group_families(self._worker.count, answered, self._lives)
         return at_once(page_steps(found))
 
     async def engines(self) -> list[Any]:
         """Return the state of each engine, merged over all workers."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await self._own.engines())
         by_id = {view["engine"]: view for view in views}
-        for answer in (await self._calls.ask_all("/worker/engines")).values():
+        for answer in (await self._calls.call_all("/worker/engines")).values():
             for other in msgspec.json.decode(answer):
                 view = by_id.get(other["engine"])
                 if view is not None:
@@ -375,37 +377,37 @@ class AggregateView:
         return views
 
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
-        """Those of each worker together."""
+        """Return the receipts of all workers."""
         found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts(request_id))
-        for answer in (await self._calls.ask_all(_of_request("receipts", request_id))).values():
+        for answer in (await self._calls.call_all(_of_request("receipts", request_id))).values():
             found += msgspec.json.decode(answer, type=list[msgspec.Raw])
         return found
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
-        """Those of each worker together, by the time they ended."""
+        """Return the ended requests of all workers, ordered by their end."""
         found = await self._own.answers(request_id)
-        for answer in (await self._calls.ask_all(_of_request("answers", request_id))).values():
+        for answer in (await self._calls.call_all(_of_request("answers", request_id))).values():
             found += msgspec.json.decode(answer, type=list[EndedRequest])
         found.sort(key=lambda request: request.at_s)
         return found if request_id else found[-LATEST_SHOWN:]
 
     async def history(self) -> RecentHistory:
-        """Counts of all workers added up."""
-        answers = await self._calls.ask_all("/worker/history")
+        """Return the history, summed over all workers."""
+        answers = await self._calls.call_all("/worker/history")
         others = [msgspec.json.decode(answer, type=RecentHistory) for answer in answers.values()]
         return (await self._own.history()).joined(others)
 
     async def requests(self) -> list[LiveRequest]:
         """Return the requests in progress of all workers, the oldest first."""
         found = await self._own.requests()
-        for answer in (await self._calls.ask_all("/worker/requests")).values():
+        for answer in (await self._calls.call_all("/worker/requests")).values():
             found += msgspec.json.decode(answer, type=list[LiveRequest])
         return sorted(found, key=lambda request: -request.age_s)
 
     async def prefixes(self) -> list[PrefixView]:
         """Return the prompt prefixes; counts of all workers are summed."""
         known = {prefix.id: prefix for prefix in await self._own.prefixes()}
-        for answer in (await self._calls.ask_all("/worker/prefixes")).values():
+        for answer in (await self._calls.call_all("/worker/prefixes")).values():
             for other in msgspec.json.decode(answer, type=list[PrefixView]):
                 mine = known.get(other.id)
                 if mine is not None:
@@ -422,7 +424,8 @@ def _of_request(page: str, request_id: str) -> str:
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
     """Merge another worker's report about the same engine."""
-    if view["feed"] is None and other["feed"] is not None:  # the index is shared: that one follows it
+    # shared index: the other worker follows this engine
+    if view["feed"] is None and other["feed"] is not None:
         view |= {key: value for key, value in other.items() if key not in _OWN}
     for outcome, count in other["receipts"].items():
         view["receipts"][outcome] = view["receipts"].get(outcome, 0) + count
@@ -433,7 +436,7 @@ def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Return two workers' first tokens as one: medians are those of the worker that has seen more."""
+    """Merge the first tokens of two workers. Medians are those of the worker that compared more."""
     most = one if one["compared"] >= two["compared"] else two
     margins = [margin for margin in (one["margin_s"], two["margin_s"]) if margin is not None]
     return most | {
@@ -443,8 +446,8 @@ def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def crew_families(count: int, answered: Collection[int], lives: Mapping[int, int]) -> Iterable[Metric]:
-    """Which of ``count`` workers are there; ``lives``: how often each was replaced."""
+def group_families(count: int, answered: Collection[int], lives: Mapping[int, int]) -> Iterable[Metric]:
+    """Families that show which of ``count`` workers are up; ``lives``: how often each was replaced."""
     up = GaugeMetricFamily(
         "kvatlas_worker_up", "1 if the worker process answered for this page in time", labels=["worker"]
     )
@@ -460,7 +463,7 @@ def crew_families(count: int, answered: Collection[int], lives: Mapping[int, int
 def worker_families(
     slot: int, stats: WorkerGossipStats, delays: Histogram, listen: ListenStats | None
 ) -> Iterable[Metric]:
-    """A worker's own families: its share of the work, and how it talks with its siblings."""
+    """A worker's own families: its share of the requests, and its exchange with the siblings."""
     requests = CounterMetricFamily(
         "kvatlas_worker_requests", "Requests read by each worker process", labels=["worker"]
     )
@@ -469,7 +472,7 @@ def worker_families(
     yield from of_stats(stats)
     delay = HistogramMetricFamily(
         "kvatlas_worker_gossip_delay_seconds",
-        "From a placement (or another change) at one worker until a sibling worker has taken note of it",
+        "From a placement (or another change) at one worker until a sibling worker has applied it",
     )
     delay.add_metric([], delays.buckets(), delays.total)
     yield delay

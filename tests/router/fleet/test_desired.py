@@ -14,7 +14,7 @@ from router.fleet.status import Fleet
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
 
-def roster(engines_max: int = 100) -> DesiredState:
+def desired(engines_max: int = 100) -> DesiredState:
     return DesiredState(engines_max=engines_max)
 
 
@@ -27,7 +27,7 @@ def see(url: str, held: str = "", identity: str = "", **fields: str) -> Discover
 
 
 def test_a_server_is_wanted_while_any_source_names_it() -> None:
-    r = roster()
+    r = desired()
     r.set_source("static", [see(A)])
     r.set_source("dns", [see(A), see(B)])
     assert urls(r) == [A, B]
@@ -37,7 +37,7 @@ def test_a_server_is_wanted_while_any_source_names_it() -> None:
 
 
 def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
-    r = roster()
+    r = desired()
     r.set_source("kubernetes", [see(A, events="tcp://k:1")])
     r.set_source("dns", [see(A, events="tcp://d:1")])
     assert r.wanted().engines == (EngineAddress(A, None, "tcp://k:1"),)
@@ -48,7 +48,7 @@ def test_addresses_are_those_of_the_first_source_that_names_it() -> None:
 
 
 def test_any_source_may_hold_it() -> None:
-    r = roster()
+    r = desired()
     r.set_source("static", [see(A)])
     r.set_source("kubernetes", [see(A, "terminating")])
     assert r.wanted().holds == {A: "terminating"}
@@ -60,7 +60,7 @@ def test_any_source_may_hold_it() -> None:
 
 
 def test_removed_is_out_until_it_is_added_again() -> None:
-    r = roster()
+    r = desired()
     r.set_source("static", [see(A), see(B)])
     assert r.remove(A, "ann")
     assert not r.remove(A, "ann")
@@ -75,7 +75,7 @@ def test_removed_is_out_until_it_is_added_again() -> None:
 
 
 def test_removed_is_over_when_no_source_names_it_any_more() -> None:
-    r = roster()
+    r = desired()
     r.set_source("kubernetes", [see(A)])
     r.remove(A, "ann")
     r.set_source("kubernetes", [])
@@ -85,7 +85,7 @@ def test_removed_is_over_when_no_source_names_it_any_more() -> None:
 
 
 def test_what_was_decided_of_a_pod_is_not_decided_of_the_next_at_its_address() -> None:
-    r = roster()
+    r = desired()
     r.set_source("kubernetes", [see(A, identity="one"), see(B, identity="two")])
     r.remove(A, "ann")
     r.drain(B, "ann")
@@ -96,7 +96,7 @@ def test_what_was_decided_of_a_pod_is_not_decided_of_the_next_at_its_address() -
 
 
 def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
-    r = roster()
+    r = desired()
     r.set_source("static", [see(A)])
     r.remove(A, "ann")
     r.set_source("kubernetes", [see(A, identity="one")])
@@ -106,7 +106,7 @@ def test_a_decision_made_before_the_pod_was_known_is_about_the_pod() -> None:
 
 
 def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
-    r = roster()
+    r = desired()
     r.add(EngineAddress(A))
     assert r.sources(A) == ["admin"]
     assert r.remove(A, "ann")
@@ -115,7 +115,7 @@ def test_an_added_engine_that_nobody_else_names_is_gone_when_removed() -> None:
 
 
 def test_a_drain_ends_with_its_server() -> None:
-    r = roster()
+    r = desired()
     r.set_source("dns", [see(A)])
     r.drain(f"{A}#dp1", "ann")
     r.set_source("dns", [])
@@ -123,7 +123,7 @@ def test_a_drain_ends_with_its_server() -> None:
 
 
 def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
-    r = roster()
+    r = desired()
     r.add(EngineAddress(A))
     r.add(EngineAddress(A, 0))
     r.add(EngineAddress(A, 1))
@@ -133,7 +133,7 @@ def test_ranks_are_added_one_by_one_and_replace_the_whole_server() -> None:
 
 
 def test_there_is_room_for_so_many() -> None:
-    r = roster(2)
+    r = desired(2)
     r.set_source("dns", [see(B), see(C)])
     r.set_source("static", [see(A)])
     assert (urls(r), r.left_out) == ([B, C], 1)  # who is in stays in
@@ -164,7 +164,7 @@ def test_what_was_told_last_makes_the_roster_in_any_order(
     told: list[tuple[str, list[DiscoveredEngine]]], rng: object
 ) -> None:
     last = dict(told)
-    one, other = roster(), roster()
+    one, other = desired(), desired()
     for source, seen in told:
         one.set_source(source, seen)
     mixed = list(last.items())
@@ -187,7 +187,7 @@ actions = st.lists(
 
 @given(actions)
 def test_the_fleet_is_always_what_the_roster_says(steps: list[tuple[str, object]]) -> None:
-    r, fleet = roster(2), Fleet()
+    r, fleet = desired(2), Fleet()
     named: dict[str, list[DiscoveredEngine]] = {}
     for kind, what in steps:
         if kind in ORDER:

@@ -50,15 +50,15 @@ class Clock:
 class Replica:
     """One gate, and what it hears of others, without a server between."""
 
-    def __init__(self, path: Path, name: str, clock: Clock, crew: str = "", life: int = 1) -> None:
-        self.name, self.life, self.crew, self.beat = name, life, crew, 0
+    def __init__(self, path: Path, name: str, clock: Clock, group: str = "", life: int = 1) -> None:
+        self.name, self.life, self.group, self.beat = name, life, group, 0
         self.gate = KeyGate(KeyFile(path, clock=clock), clock=clock)
-        self.others = OtherReplicas(name, self.gate, crew)
+        self.others = OtherReplicas(name, self.gate, group)
         self.clock = clock
 
     def says(self) -> bytes:
         self.beat += 1
-        return msgspec.msgpack.encode(UseMessage(self.crew, self.uses()))
+        return msgspec.msgpack.encode(UseMessage(self.group, self.uses()))
 
     def uses(self) -> Uses:
         return Uses(self.life, self.beat, True, self.gate.uses())
@@ -163,7 +163,7 @@ def test_places_count_together_and_end_with_who_held_them(tmp_path: Path) -> Non
 
 def test_workers_of_one_parent_do_not_count_twice(rules: Path) -> None:
     clock = Clock()
-    one, two = (Replica(rules, name, clock, crew="crew") for name in ("one", "two"))
+    one, two = (Replica(rules, name, clock, group="group") for name in ("one", "two"))
     assert one.lets_in()
     tell(one, two)
     assert two.left == PER_MINUTE

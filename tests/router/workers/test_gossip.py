@@ -63,7 +63,7 @@ def seats(count: int) -> Iterator[list[WorkerContext]]:
                 control=unused,
                 mesh={a + b - slot: ends[slot != a] for (a, b), ends in pairs.items() if slot in (a, b)},
                 folder=Path(os.devnull),
-                ledger=-1,
+                counters_fd=-1,
                 ops_at="",
                 started=lambda: None,
                 parent=-1,

@@ -64,11 +64,11 @@ def test_histograms_add_up_bucket_by_bucket_and_the_page_is_valid() -> None:
     )
 )
 def test_a_count_never_falls_and_nothing_that_was_shown_is_lost(steps: list[tuple[int, str, int]]) -> None:
-    file = os.memfd_create("ledger")
+    file = os.memfd_create("counters")
     try:
         lives, counts, past = [0, 0, 0], [0, 0, 0], 0
-        ledger = CounterStore(file)
-        merged([page(slot, 0) for slot in range(3)], ledger, shared_index=False)
+        counters = CounterStore(file)
+        merged([page(slot, 0) for slot in range(3)], counters, shared_index=False)
         for slot, what, number in steps:
             if what == "counts":
                 counts[slot] += number
@@ -76,18 +76,18 @@ def test_a_count_never_falls_and_nothing_that_was_shown_is_lost(steps: list[tupl
                 past += counts[slot]
                 lives[slot], counts[slot] = lives[slot] + 1, 0
                 if slot == 0:  # the one that merges
-                    ledger = CounterStore(file)
+                    counters = CounterStore(file)
             late = {slot} - {0} if what == "is late" else set()
             pages = [page(one, lives[one], counts[one]) for one in range(3) if one not in late]
-            found = merged(pages, ledger, shared_index=False)
+            found = merged(pages, counters, shared_index=False)
             # Every step ends with a page that shows all: so nothing that was counted is ever missing.
             assert value(found, "kvatlas_requests_total", model="m") == past + sum(counts)
     finally:
         os.close(file)
 
 
-def test_a_ledger_cut_short_is_begun_anew() -> None:
-    file = os.memfd_create("ledger")
+def test_a_truncated_counter_file_is_replaced() -> None:
+    file = os.memfd_create("counters")
     try:
         os.pwrite(file, (100).to_bytes(8, "little") + b"\x93half", 0)
         found = merged([page(0, 0, 5.0)], CounterStore(file), shared_index=False)

@@ -22,7 +22,7 @@ class LateSibling:
         self.asked = 0
         self.release = asyncio.Semaphore(0)
 
-    async def ask_all(self, path: str) -> dict[int, bytes]:
+    async def call_all(self, path: str) -> dict[int, bytes]:
         assert path == "/worker/metrics"
         self.asked += 1
         counter = CounterMetricFamily("kvatlas_tests", "text", value=self.asked)
@@ -64,7 +64,7 @@ class Sibling:
         self.pages = pages
         self.asked: list[str] = []
 
-    async def ask_all(self, path: str) -> dict[int, bytes]:
+    async def call_all(self, path: str) -> dict[int, bytes]:
         self.asked.append(path)
         name = path.removeprefix("/worker/").partition("?")[0]
         return {1: msgspec.json.encode(self.pages[name])}
