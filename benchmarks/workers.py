@@ -84,7 +84,7 @@ def seats(count: int, folder: Path) -> Iterator[list[WorkerContext]]:
                 control=controls[slot],
                 mesh={a + b - slot: ends[slot != a] for (a, b), ends in pairs.items() if slot in (a, b)},
                 folder=folder,
-                ledger=os.memfd_create("ledger"),
+                counters_fd=os.memfd_create("counters"),
                 ops_at="",
                 started=lambda: None,
                 parent=-1,
