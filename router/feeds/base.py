@@ -1,6 +1,5 @@
-"""Interface of a feed: its states, counters and settings, the sink it drives, and
-the seam through which missing batches are fetched.
-"""
+"""Interface of a feed: its states, counters and settings, its sink, and the strategies that fetch missing
+batches."""
 
 from __future__ import annotations
 
@@ -160,33 +159,33 @@ class FeedStats(msgspec.Struct):
     lost_batches: Annotated[int, "kvatlas_feed_lost_batches_total"] = 0
     """Batches given up as lost: not available from replay, or not decodable."""
     replays: Annotated[int, "kvatlas_feed_replays_total"] = 0
-    """Replays asked of the engine."""
+    """Replays requested from the engine."""
     replay_failures: Annotated[int, "kvatlas_feed_replay_failures_total"] = 0
-    """Replays that brought no answer, or not the batches asked for."""
+    """Replays without an answer, or without the requested batches."""
     restarts: Annotated[int, "kvatlas_feed_restarts_total"] = 0
-    """Restarts of the engine seen: all that was known of it was forgotten."""
+    """Restarts of the engine seen; all that was known of it was dropped."""
     resyncs: Annotated[int, "kvatlas_feed_resyncs_total"] = 0
-    """Full resyncs: everything forgotten and replayed from the engine's first batch."""
+    """Full resyncs: everything dropped and replayed from the engine's first batch."""
     snapshots: Annotated[int, "kvatlas_feed_snapshots_total"] = 0
     """Snapshots adopted."""
     snapshot_failures: Annotated[int, "kvatlas_feed_snapshot_failures_total"] = 0
-    """Snapshots that could not be fetched, or were of another process."""
+    """Snapshots that could not be fetched, or came from another process."""
     phantom_alarms: Annotated[int, "kvatlas_feed_phantom_alarms_total"] = 0
     """Times the index held more copies than the engine has blocks."""
     disconnects: Annotated[int, "kvatlas_feed_disconnects_total"] = 0
     """Times the connection to the event socket was lost."""
     buffer_overflows: Annotated[int, "kvatlas_feed_buffer_overflows_total"] = 0
-    """Times more batches waited behind a gap than may; what is missing is given up for lost."""
+    """Times more batches waited behind a gap than the limit; the missing ones were given up as lost."""
     sink_errors: Annotated[int, "kvatlas_feed_sink_errors_total"] = 0
-    """Batches or snapshots that the index refused: a fault of the router, in its log."""
+    """Batches or snapshots that the index refused: a bug of the router, see its log."""
     malformed_frames: Annotated[dict[str, int], "kvatlas_feed_malformed_frames_total{reason}"] = (
         msgspec.field(default_factory=dict)
     )
     """Messages of the live and replay sockets that could not be parsed, by reason."""
     last_batch_monotonic: Annotated[float | None, "kvatlas_feed_last_batch_monotonic_seconds"] = None
-    """When the last live batch came, on the feed's clock."""
+    """Time of the last live batch, on the feed's clock."""
     lag_s: Annotated[float | None, "kvatlas_feed_lag_seconds"] = None
-    """Age of the last live batch when it came, by the two machines' wall clocks."""
+    """Age of the last live batch on arrival, by the two machines' wall clocks."""
 
     def malformed(self, reason: str) -> None:
         """Count one malformed message."""
@@ -226,17 +225,17 @@ class FeedSettings(msgspec.Struct, frozen=True):
     tick_s: float = 0.25
     """Seconds between two checks of a feed's time-outs."""
     slice_s: float = 0.002
-    """Longest time a feed works before other tasks of the event loop get their turn, in seconds; an event
-    is never split."""
+    """Longest time a feed works before other tasks of the event loop run, in seconds; an event is never
+    split."""
     receive_queue_max: int = 20_000
     """ZMQ receive high-water mark, in messages. ZMQ drops live messages beyond it, which shows as a gap
     and is repaired by replay."""
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
     """Largest batch; a larger one is counted as malformed."""
     snapshots: bool = True
-    """Ask engines for snapshots; publishers without them answer so at once and are asked for a replay."""
+    """Request snapshots from engines; publishers without them answer so at once, and get a replay request."""
     snapshot_bytes_max: int = 256 << 20
-    """Largest snapshot; a larger one is given up in favour of a replay."""
+    """Largest snapshot; a larger one is abandoned and a replay is requested."""
 
 
 class FeedSink(Protocol):

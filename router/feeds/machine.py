@@ -1,22 +1,24 @@
 """One engine's event stream as a pure state machine: numbered batches in, actions out.
 
-Batches are applied in order and never twice (``Position``). What arrives ahead of a gap is held (bounded)
-while a replay repairs it. A repair that makes no progress for ``hold_s_max``, or whose batches the
-publisher no longer has, is given up: the feed goes on with what it holds, and is DEGRADED with the count of
-missing batches until a restart, a cache clear, a snapshot or a full re-sync (forget, then replay from seq 0).
+Batches are applied in order and never twice (``Position``). Batches behind a gap are held (bounded) while a
+replay repairs it. A repair without progress for ``hold_s_max``, or whose batches the publisher no longer has,
+is given up: the feed applies what it holds and is DEGRADED, with the number of missing batches, until a
+restart, a cache clear, a snapshot or a full resync (forget, then replay from seq 0).
 
-Where the publisher has snapshots, one is asked for instead of the history, and whenever something is unknown;
-replay still mends gaps. Its answer is staged in the sink by the shell; ``snapshot_taken`` decides whether it
-is adopted: it must be of the process that is heard, and batches heard after its cut are applied on top.
+If the publisher has snapshots, one is requested instead of the history, and whenever something is unknown;
+replay still repairs gaps. The shell stages the answer in the sink; ``snapshot_taken`` decides whether it is
+adopted: it must come from the process of the live stream, and batches received after its cut are applied on
+top.
 
-The sending process is identified by content: a repair also requests the last applied batch (the anchor) and
-compares digests, and a seq that goes back is a repetition if its digest is known and a restart otherwise. A
-publisher id, where there is one, decides alone. After a disconnect nothing is applied until the anchor has
-been confirmed, as far as there is a replay socket; until the anchor or a batch has confirmed the process,
-what was known of it is ``unconfirmed``: the blocks of a process that may have ended count for nothing.
+The sending process is identified by content. A repair also requests the last applied batch (the anchor) and
+compares digests; a seq that goes back is a repetition if its digest is known, and a restart otherwise. A
+publisher id, if present, decides alone. After a disconnect nothing is applied until the anchor has been
+confirmed, if there is a replay socket. Until the anchor or a batch has confirmed the process, its state is
+``unconfirmed``: blocks of a process that may have ended do not count.
 
-Beside this module: ``recovery`` (the repair in progress, restarts), ``replay_answers``, ``snapshot_answers``.
-No sockets, no logging, no clock: every input carries ``now`` (monotonic seconds) and returns its actions.
+Other parts: ``recovery`` (the repair in progress, restarts), ``replay.ReplayAnswers``,
+``snapshot.SnapshotAnswers``. No sockets, no logging, no clock: every input carries ``now`` (monotonic
+seconds) and returns its actions.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ class FeedMachine:
     ) -> None:
         self._settings = settings
         self._stats = stats
-        # State and reason after the last input; the shell shows READY only once its actions are done.
+        # State and reason after the last input; the shell shows READY only after it has done the actions.
         self.announced = stats.state, stats.reason
         self._recovery = Recovery(settings, stats, has_replay=has_replay, has_snapshot=has_snapshot)
         self._position = self._recovery.position
         self._replays = ReplayAnswers(self._recovery)
         self._snapshots = SnapshotAnswers(self._recovery)
         self._connected = False
-        self._connection_seen = False  # by the socket's monitor, not just implied by a message
+        self._connection_seen = False  # by the socket's monitor, not just inferred from a message
         self._ever_connected = False
         self._unconfirmed = False
         self._owed_since = NEVER_OWED
@@ -60,7 +62,7 @@ class FeedMachine:
         """Handle a (new) connection of the live socket."""
         if not self._connection_seen:
             self._connection_seen = True
-            # What is in progress began on the word of a leftover message, maybe of the connection before.
+            # The repair in progress was triggered by a leftover message, maybe of the previous connection.
             self._recovery.abandon(now)
             self._position.drop_held()
             self._connect(now)
@@ -74,11 +76,12 @@ class FeedMachine:
             self._unconfirmed = self._position.next_seq > 0
             self._stats.disconnects += 1
             self._recovery.abandon(now)
-            self._position.drop_held()  # replay has them still; mixed with a new process's they would do harm
+            # replay still has them; applied after a new process's they would be wrong
+            self._position.drop_held()
         return self._finish()
 
     def live(self, now: float, frame: Frame) -> list[Action]:
-        """A batch from the live socket."""
+        """Handle a batch from the live socket."""
         recovery, position = self._recovery, self._position
         recovery.heard_at = now
         recovery.stale = False
@@ -91,7 +94,7 @@ class FeedMachine:
         if position.is_foreign(frame):
             recovery.restart(now, frame)
         elif frame.batch is None and frame.seq != position.next_seq:
-            pass  # may be noise; if it was a batch, its seq will turn out to be missing
+            pass  # may be noise; if it was a batch, its seq will be missing later
         elif position.next_seq == NOWHERE:
             position.begin_at(frame)
         elif frame.seq >= position.next_seq:
@@ -105,32 +108,32 @@ class FeedMachine:
         return self._finish()
 
     def replayed(self, now: float, request_id: int, frame: Frame) -> list[Action]:
-        """A batch of the answer to ``request_id``."""
+        """Handle a batch of the response to ``request_id``."""
         self._replays.replayed(now, request_id, frame)
         return self._finish()
 
     def replay_ended(self, now: float, request_id: int) -> list[Action]:
-        """The answer to ``request_id`` is complete, as far as the publisher says."""
+        """Handle the end of the response to ``request_id``, as marked by the publisher."""
         self._replays.ended(now, request_id)
         return self._finish()
 
     def replay_failed(self, now: float, request_id: int) -> list[Action]:
-        """No answer to ``request_id``, or it broke off."""
+        """Handle a request without a response, or with one that broke off."""
         self._replays.failed(now, request_id)
         return self._finish()
 
     def snapshot_taken(self, now: float, request_id: int, cut: Cut) -> list[Action]:
-        """The answer to ``request_id`` is staged whole. Without an ``Adopt`` in what returns it is void."""
+        """Handle a completely staged snapshot. Without an ``Adopt`` among the returned actions it is void."""
         self._snapshots.taken(now, request_id, cut)
         return self._finish()
 
     def snapshot_failed(self, now: float, request_id: int, *, unsupported: bool) -> list[Action]:
-        """No usable answer to ``request_id``; ``unsupported``: this publisher never will have one."""
+        """Handle a failed snapshot; ``unsupported``: this publisher never has one."""
         self._snapshots.failed(now, request_id, unsupported=unsupported)
         return self._finish()
 
     def progress(self, now: float, request_id: int) -> None:
-        """The answer to ``request_id`` is coming in."""
+        """Handle progress of the response to ``request_id``."""
         self._snapshots.progress(now, request_id)
 
     def distrust(self, now: float, reason: str) -> list[Action]:
@@ -140,7 +143,7 @@ class FeedMachine:
         return self._finish()
 
     def suspect(self, now: float) -> list[Action]:
-        """The engine's process may have ended, as others saw: have the one that is connected confirmed."""
+        """Have the connected process confirmed: the previous one may have ended."""
         recovery = self._recovery
         if self._connected and recovery.has_replay and self._position.next_seq > 0:
             self._unconfirmed = True
@@ -149,19 +152,19 @@ class FeedMachine:
         return self._finish()
 
     def computed(self, now: float, since: float) -> list[Action]:
-        """The engine's answers show that it stored blocks from ``since`` to ``now``: it owes their events."""
+        """Handle evidence that the engine stored blocks from ``since`` to ``now``: their events are due."""
         heard_at = self._recovery.heard_at
         if heard_at < since and heard_at >= self._owed_since:
             self._owed_since = now
         return self._finish()
 
     def batch_failed(self) -> list[Action]:
-        """The sink refused a batch that it was handed: its content is missing there."""
+        """Handle a batch that the sink refused: its content is missing there."""
         self._position.lose(1, "sink_error")
         return self._finish()
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed; due a few times per second."""
+        """Advance time; due a few times per second."""
         recovery = self._recovery
         repair = recovery.repair
         if repair is not None and now >= repair.deadline:
@@ -174,7 +177,7 @@ class FeedMachine:
         return self._finish()
 
     def wants(self, request_id: int) -> bool:
-        """Whether the answer to this request still matters."""
+        """Whether the response to this request is still needed."""
         return self._recovery.answered(request_id) is not None
 
     # Connection and silence.
@@ -241,14 +244,14 @@ class FeedMachine:
         recovery = self._recovery
         self._stats.gaps += 1
         if recovery.repair is not None and recovery.repair.kind is RepairKind.REFRESH:
-            self._position.skip_to(frame.seq, "gap")  # the snapshot will make up for it
+            self._position.skip_to(frame.seq, "gap")  # the snapshot will contain the missing batches
             self._position.apply(frame)
         elif recovery.has_replay and recovery.trust.is_worth_waiting(now):
             self._position.hold(frame)
             recovery.start(now, RepairKind.GAP)
         elif recovery.unverified:
-            # No replay, a reconnect, then a gap: it may be a new process, and crediting a dead one is worse
-            # than not crediting a live one.
+            # No replay, a reconnect, then a gap: it may be a new process. Wrongly crediting the blocks of an
+            # ended process is worse than not crediting those of a live one.
             recovery.restart(now, frame)
         else:
             self._position.skip_to(frame.seq, "gap")
@@ -257,7 +260,7 @@ class FeedMachine:
     # State.
 
     def _finish(self) -> list[Action]:
-        """Hand out the actions gathered, the change of state last."""
+        """Return the collected actions, a change of state last."""
         stats = self._stats
         stats.missing_batches = self._position.missing
         stats.known_batches = self._position.known

@@ -1,8 +1,8 @@
-"""The feeds of all engines that publish events, each kept running until it is stopped.
+"""The feeds of all engines that publish events; each runs until it is stopped.
 
-A feed that fails is logged and restarted from nothing; it never takes the router down. Always true:
-after ``stop`` not one batch of the old feed is applied any more, so an engine may be followed again at once,
-at another address or for another model.
+A feed that fails is logged and restarted from nothing; it never ends the router. Invariant: after ``stop`` no
+batch of the old feed is applied, so an engine may be followed again at once, at another address or for
+another model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FeedControl(Protocol):
 
 
 class FeedManager:
-    """At most one feed per engine id. ``on_change`` is called with the engine id and the live stats of a feed
-    that starts, or None for one that stops."""
+    """Runs at most one feed per engine id. ``on_change`` is called with the engine id and the live stats of a
+    feed that starts, or None for one that stops."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FeedManager:
 
     @property
     def stats(self) -> dict[str, FeedStats]:
-        """The current feeds' stats, by engine id."""
+        """Return the current feeds' stats, by engine id."""
         return {e: one.feed.stats for e, one in self._followed.items() if one.feed is not None}
 
     def follows(self, engine: EngineAddress, model: str) -> bool:
@@ -69,13 +69,13 @@ class FeedManager:
         return followed is not None and (followed.engine, followed.model) == (engine, model)
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
-        """Begin to follow an engine that is not followed. Its feed runs in ``tasks``."""
+        """Start to follow an engine that is not followed. Its feed runs in ``tasks``."""
         followed = _Followed(engine, model)
         self._followed[engine.engine_id] = followed
         followed.task = tasks.create_task(self._run(followed), name=f"feed {engine.engine_id}")
 
     def stop(self, engine_id: str) -> None:
-        """Stop following; what the sink knows of the engine is forgotten. Nothing happens if not followed."""
+        """Stop following and forget the engine's state. Does nothing if it is not followed."""
         followed = self._followed.pop(engine_id, None)
         if followed is None:
             return
@@ -86,7 +86,7 @@ class FeedManager:
             followed.task.cancel()
 
     def distrust(self, engine_id: str, reason: str) -> None:
-        """The engine's residency was found to be wrong: fetch it again."""
+        """Fetch the engine's residency again: it was found to be wrong."""
         followed = self._followed.get(engine_id)
         if followed is not None and followed.feed is not None:
             followed.feed.distrust(reason)
@@ -98,7 +98,7 @@ class FeedManager:
             followed.feed.suspect()
 
     def computed(self, engine_id: str, since: float) -> None:
-        """An engine's answer shows that it stored blocks since then (clock seconds)."""
+        """Handle a response that shows that the engine stored blocks since then (clock seconds)."""
         followed = self._followed.get(engine_id)
         if followed is not None and followed.feed is not None:
             followed.feed.computed(since)
@@ -127,7 +127,7 @@ class FeedManager:
             self._on_change(engine.engine_id, feed.stats)
             try:
                 await feed.run()
-            except Exception:  # noqa: BLE001  # whatever it is, the other feeds and requests must go on
+            except Exception:  # noqa: BLE001  # the other feeds and requests must continue
                 _log.exception("feed failed, restarting it", engine=engine.engine_id)
             feed.close()
             await asyncio.sleep(_RESTART_S)
@@ -147,16 +147,16 @@ class _Followed:
 
 
 _DETECTION_TICK_S = 0.05
-# Of the event loop's time, for seed searches.
+# Maximum share of the event loop's time for seed searches.
 _SEARCH_SHARE = 0.25
 _AFTER_FAULT_S = 1.0
 _AUDIT_S = 5.0
-# Between two alarms of one engine: a cause that a re-sync does not remove must not keep it busy.
+# Pause between two alarms of one engine: a cause that a resync does not remove must not keep it busy.
 _PHANTOM_PAUSE_S = 60.0
 
 
 class ResidencyAudit:
-    """See the module; ``detect`` and ``audit_all`` run until cancelled."""
+    """Background checks; ``detect`` and ``audit_all`` run until cancelled."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class ResidencyAudit:
         self._audit_after: dict[str, float] = {}
 
     async def detect(self) -> None:
-        """Continue seed searches, one slice at a time, also while no events come, and let the engines' events
-        be learned from as time goes on."""
+        """Continue seed searches, one slice at a time, even without new events, and learn from the engines'
+        events periodically."""
         while True:
             begun_s = self._clock()
             try:
@@ -182,14 +182,14 @@ class ResidencyAudit:
                 searching = self._scopes.advance_detection()
                 took_s = self._clock() - begun_s
                 pause_s = took_s * (1 / _SEARCH_SHARE - 1) if searching else _DETECTION_TICK_S
-            except Exception:  # noqa: BLE001  # costs a detection; the router goes on
+            except Exception:  # noqa: BLE001  # the search fails, the router continues
                 _log.exception("detection failed")
                 pause_s = _AFTER_FAULT_S
             await asyncio.sleep(pause_s)
 
     async def audit_all(self) -> None:
-        """Check every engine: one that holds more blocks than its pool has is fetched again. Also expire old
-        entries of shared stores."""
+        """Check every engine; if one holds more blocks than its pool has, fetch its residency again. Also
+        expire old entries of shared stores."""
         while True:
             await asyncio.sleep(_AUDIT_S)
             self._scopes.age(self._clock())
@@ -215,5 +215,5 @@ class ResidencyAudit:
             self._feeds.distrust(status.engine_id, "phantom")
 
     def forget(self, engine_id: str) -> None:
-        """The engine left the fleet."""
+        """Forget an engine that left the fleet."""
         self._audit_after.pop(engine_id, None)

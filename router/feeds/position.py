@@ -1,7 +1,7 @@
-"""A feed's position in its engine's stream: what was applied, what is held back, what is missing.
+"""A feed's position in its engine's stream: applied, held and missing batches.
 
-``next_seq`` is the seq to be applied next. A batch is applied only when it is at that place, so batches are
-applied in order and never twice; going past a gap is an explicit ``skip_to``, which counts what is missing.
+``next_seq`` is the next seq to apply. A batch is applied only at that position, so batches are applied in
+order and never twice; passing a gap is an explicit ``skip_to``, which counts the missing batches.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import msgspec
 from publisher.events import AllBlocksCleared, DecodedBatch
 from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 
-# What the feed machine tells its shell to do.
+# Actions that the feed machine returns to its shell.
 
 
 class Apply(msgspec.Struct, frozen=True, gc=False):
-    """Hand this batch to the sink."""
+    """Pass this batch to the sink."""
 
     batch: DecodedBatch
 
@@ -25,7 +25,7 @@ class Forget(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestReplay(msgspec.Struct, frozen=True, gc=False):
-    """Ask for batches from ``from_seq`` on, after ``delay_s``; an earlier request is then void."""
+    """Request batches from ``from_seq`` on, after ``delay_s``; an earlier request is void then."""
 
     request_id: int
     from_seq: int
@@ -33,18 +33,18 @@ class RequestReplay(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestSnapshot(msgspec.Struct, frozen=True, gc=False):
-    """Ask for all that the engine holds, after ``delay_s``; an earlier request is then void."""
+    """Request a snapshot, after ``delay_s``; an earlier request is void then."""
 
     request_id: int
     delay_s: float
 
 
 class Adopt(msgspec.Struct, frozen=True, gc=False):
-    """The content staged from a snapshot is everything the engine held at the snapshot's cut."""
+    """Adopt the staged snapshot: it is everything the engine held at the snapshot's cut."""
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):
-    """The feed's state, or the reason for it, is another now."""
+    """The feed's state, or the reason for it, has changed."""
 
     state: FeedState
     reason: str
@@ -53,11 +53,11 @@ class StateChanged(msgspec.Struct, frozen=True, gc=False):
 Action = Apply | Forget | RequestReplay | RequestSnapshot | Adopt | StateChanged
 
 
-# The two bounded memories of a feed around its position: batches held back, and digests of recent ones.
+# Two bounded buffers of a feed: batches held back, and digests of recent batches.
 
 
 class HeldBatches:
-    """Batches waiting for earlier ones, by seq. Bounded in number and in payload bytes."""
+    """Batches waiting for earlier ones, by seq. Bounded in number and payload bytes."""
 
     def __init__(self, *, batches_max: int, bytes_max: int) -> None:
         self._frames: dict[int, Frame] = {}
@@ -69,7 +69,7 @@ class HeldBatches:
         return len(self._frames)
 
     def put(self, frame: Frame) -> bool:
-        """Keep a batch; the first of a seq wins. False: no room, nothing changed."""
+        """Keep a batch; the first of a seq wins. False if there is no room; then nothing has changed."""
         if frame.seq in self._frames:
             return True
         if len(self._frames) >= self._batches_max or self._bytes + frame.size_bytes > self._bytes_max:
@@ -79,18 +79,18 @@ class HeldBatches:
         return True
 
     def pop(self, seq: int) -> Frame | None:
-        """Take a batch out; None if it is not here."""
+        """Remove and return a batch; None if it is not held."""
         frame = self._frames.pop(seq, None)
         if frame is not None:
             self._bytes -= frame.size_bytes
         return frame
 
     def frames(self) -> list[Frame]:
-        """All that is held, in order of seq."""
+        """Return all held batches, by seq."""
         return [self._frames[seq] for seq in sorted(self._frames)]
 
     def lowest(self) -> int | None:
-        """Smallest seq held."""
+        """Return the smallest held seq."""
         return min(self._frames, default=None)
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class HeldBatches:
 
 
 class RecentBatches:
-    """Digests of the batches applied last, to tell a repeated batch from a restarted engine's."""
+    """Digests of the last applied batches, to tell a repeated batch from one of a restarted engine."""
 
     def __init__(self, batches_max: int) -> None:
         self._seqs = [-1] * batches_max
@@ -114,7 +114,7 @@ class RecentBatches:
         self._digests[slot] = digest
 
     def digest(self, seq: int) -> int | None:
-        """Digest of the batch applied under that seq; None if none was, or too long ago."""
+        """Return the digest of the batch applied under that seq; None if none was, or too long ago."""
         slot = seq % len(self._seqs)
         return self._digests[slot] if self._seqs[slot] == seq else None
 
@@ -122,40 +122,40 @@ class RecentBatches:
         self._seqs = [-1] * len(self._seqs)
 
 
-# ``next_seq`` before anything is known of the stream.
+# ``next_seq`` while nothing of the stream is known.
 NOWHERE = -1
 
 
 class Position:
-    """See the module's docstring. Actions are appended to ``out``, counts go to ``stats``."""
+    """Position in the stream. Actions are appended to ``out``, counts go to ``stats``."""
 
     def __init__(self, settings: FeedSettings, stats: FeedStats, out: list[Action]) -> None:
         self.next_seq = NOWHERE
-        # Highest seq heard of from this process, applied or not.
+        # Highest seq seen from this process, applied or not.
         self.top_seq = -1
         # Batches whose content is unknown now.
         self.missing = 0
-        # Batches that what is known rests on.
+        # Number of batches that the known state is based on.
         self.known = 0
-        # Why the residency is not wholly known; empty when it is.
+        # Why the residency is not completely known; empty if it is.
         self.unknown = ""
         self.held = HeldBatches(batches_max=settings.hold_batches_max, bytes_max=settings.hold_bytes_max)
         self.recent = RecentBatches(settings.recent_batches_max)
         self.publisher_id: bytes | None = None
-        # Batches applied since the feed was made; tells whether a repair makes progress.
+        # Batches applied since the feed was made; shows whether a repair makes progress.
         self.applied = 0
         self._stats = stats
         self._out = out
         self._last_ts = float("-inf")
         self._offload_seen = False
-        # Highest seq heard when a snapshot put the position past it.
+        # Highest seq seen when a snapshot moved the position past it.
         self._heard_seq = -1
-        # The snapshot's cut: batches between the two are in it, and may come yet.
+        # The snapshot's cut: batches between the two are part of it, and may still arrive.
         self._covered_seq = -1
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything heard of has been applied or skipped."""
+        """Whether every batch seen has been applied or skipped."""
         return not self.held and self.next_seq > self.top_seq
 
     def is_foreign(self, frame: Frame) -> bool:
@@ -168,7 +168,7 @@ class Position:
         return frame.publisher_id is not None and frame.publisher_id == self.publisher_id
 
     def is_repetition(self, frame: Frame) -> bool:
-        """Whether a frame from behind the position is known to come from the same process again."""
+        """Whether a frame from before the position is known to be a repetition by the same process."""
         if self.is_same(frame) or self.recent.digest(frame.seq) == frame.digest:
             return True
         if self._heard_seq < frame.seq <= self._covered_seq:
@@ -178,8 +178,8 @@ class Position:
         return False
 
     def is_late(self, frame: Frame, *, in_step: bool) -> bool:
-        """Whether it is of the process followed: given up for lost a short while ago, or, where live batches
-        come ``in_step``, still to be read when a replay went past it. A new process has a later time stamp.
+        """Whether a frame of the followed process is late: given up a short while ago or, if live batches
+        come ``in_step``, still unread when a replay passed it. A new process has a later timestamp.
         """
         if frame.batch is None or self.recent.digest(frame.seq) is not None:
             return False
@@ -187,7 +187,8 @@ class Position:
         return (near or in_step) and frame.batch.ts <= self._last_ts
 
     def hold(self, frame: Frame) -> bool:
-        """Keep a frame from ahead; False if there is no room (``top_seq`` remembers that it exists)."""
+        """Hold a frame from behind the position; False if there is no room (``top_seq`` records that it
+        exists)."""
         self.top_seq = max(self.top_seq, frame.seq)
         if self.held.put(frame):
             return True
@@ -195,7 +196,7 @@ class Position:
         return False
 
     def apply(self, frame: Frame) -> None:
-        """Apply the frame at ``next_seq``. One without a batch only spends its seq."""
+        """Apply the frame at ``next_seq``. One without a batch only consumes its seq."""
         self.next_seq = frame.seq + 1
         self.top_seq = max(self.top_seq, frame.seq)
         self.applied += 1
@@ -212,12 +213,12 @@ class Position:
         self._note(frame.batch)
 
     def drain(self) -> None:
-        """Apply what is held, up to the next gap."""
+        """Apply held batches up to the next gap."""
         while (frame := self.held.pop(self.next_seq)) is not None:
             self.apply(frame)
 
     def adopt(self, cut: Cut, tail: list[Frame]) -> None:
-        """Go to just after a snapshot; ``tail`` are the live frames heard since it was asked for."""
+        """Move the position just after a snapshot; ``tail``: live frames received since it was requested."""
         self._out.append(Adopt())
         self._heard_seq = max(self.top_seq, self.next_seq - 1)
         self._covered_seq = cut.seq
@@ -236,7 +237,7 @@ class Position:
         self.drain()
 
     def begin_at(self, frame: Frame) -> None:
-        """Take the first frame ever heard for the position; what came before it is unknown."""
+        """Take the first frame ever received as the position; earlier batches are unknown."""
         self.next_seq = frame.seq
         self.lose(frame.seq, "history_unknown", counted=False)
         self.apply(frame)
@@ -249,7 +250,7 @@ class Position:
             self.next_seq = seq
 
     def skip_all(self, reason: str) -> None:
-        """Apply all that is held, in order, giving up everything between."""
+        """Apply all held batches in order, and give up the ones missing between."""
         while (lowest := self.held.lowest()) is not None:
             self.skip_to(lowest, reason)
             self.drain()
@@ -257,23 +258,23 @@ class Position:
             self.skip_to(self.top_seq + 1, reason)
 
     def lose(self, batches: int, reason: str, *, counted: bool = True) -> None:
-        """Batches whose content will not be known; history from before our time is not ``counted``."""
+        """Record batches whose content is lost; history from before the feed's start is not ``counted``."""
         if batches > 0:
             self.missing += batches
             self.unknown = reason
             self._stats.lost_batches += batches if counted else 0
 
     def doubt(self, reason: str) -> None:
-        """The known state may be of another process, though nothing is known to be missing."""
+        """Record that the known state may be of another process, though no batch is known to be missing."""
         self.unknown = self.unknown or reason
 
     def found_whole(self) -> None:
-        """Nothing is missing or in doubt any more."""
+        """Record that nothing is missing or in doubt any more."""
         self.missing = 0
         self.unknown = ""
 
     def forget(self) -> None:
-        """Drop everything known of the engine, in the sink too; what is held stays."""
+        """Drop all known state of the engine, in the sink too; held batches stay."""
         self._out.append(Forget())
         self.recent.clear()
         self.known = 0
@@ -286,7 +287,7 @@ class Position:
         self._covered_seq = -1
 
     def drop_held(self) -> None:
-        """Drop what is held. That it existed is remembered, unless nothing ties it to what was applied."""
+        """Drop held batches. Their existence is remembered if they are known to follow the applied ones."""
         self.held.clear()
         self._covered_seq = -1
         if self.next_seq <= 0:
@@ -302,7 +303,7 @@ class Position:
         stats.unknown_events += len(batch.unknown)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                # It empties the GPU only: once offload tiers have been seen, it does not make up for losses.
+                # It empties the GPU only: if offload tiers were seen, losses remain.
                 if not self._offload_seen:
                     self.known = 1
                     self.found_whole()
@@ -310,26 +311,26 @@ class Position:
                 self._offload_seen = True
 
 
-# The share of a predicted hit to expect while a feed is incomplete.
+# Expected share of a predicted hit while a feed is incomplete.
 #
-# READY: all of it. Otherwise what is known is evidence, and the expected share of a hit is
+# READY: all of it. Otherwise the known state is evidence, and of a hit
 #
 #     the share is applied / (applied + missing + waiting)
 #
-# where ``applied`` are the batches that what is known rests on (since the engine's start, its last cache
-# clear, or up to a snapshot's cut), ``missing`` those known to be lost, and ``waiting`` those that exist
-# but have not been applied yet. Where something is wrong and no number says how much (a phantom alarm, a
-# process that could not be told from the one before), half of that. A feed that is only silent keeps its
-# share: nothing says that anything happened since. One that lost its connection has none until the process
-# is confirmed: an engine that restarts loses its cache, and its next event may be long in coming.
+# ``applied``: batches that the known state is based on (since the engine's start, its last cache clear, or up
+# to a snapshot's cut); ``missing``: batches known to be lost; ``waiting``: batches that exist but have not
+# been applied yet. For a problem without a number (a phantom alarm, a process that may be another one), half
+# of that. A feed that is only silent keeps its share, as nothing indicates a change. A feed that lost its
+# connection has none until the process is confirmed: an engine that restarts loses its cache, and its next
+# event may come late.
 
 
-# Reasons that come without a number.
+# Reasons without a number of batches.
 DOUBTS = frozenset({"phantom", "unverified"})
 
 
 def expected_share(stats: FeedStats) -> float:
-    """Share of a predicted hit to be expected, 0 to 1."""
+    """Return the expected share of a predicted hit, 0 to 1."""
     if stats.state is FeedState.READY:
         return 1.0
     if stats.unconfirmed:
@@ -341,7 +342,7 @@ def expected_share(stats: FeedStats) -> float:
 
 
 def expected_hit(hit_tokens: int, alignment: int, stats: FeedStats | None) -> int:
-    """The hit to count on, in tokens: the share of it, rounded down to where a hit may end."""
+    """Return the expected hit in tokens: its share, rounded down to where a hit may end."""
     if stats is None or stats.state is FeedState.READY:
         return hit_tokens
     expected = int(hit_tokens * expected_share(stats))

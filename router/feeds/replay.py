@@ -1,6 +1,6 @@
-"""Fetching missed batches from an engine's replay ROUTER: the one ``Resync`` strategy in use.
+"""Fetches missed batches from an engine's replay ROUTER socket: the one ``Resync`` strategy in use.
 
-A fresh DEALER per request, so that no answer can be taken for that of another request.
+Each request uses a new DEALER, so that its response cannot be confused with that of another request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.feeds.sockets import MessageReader, Slice, receive
 
 
 class ReplayResync:
-    """Asks ``endpoint`` for batches. Malformed messages are counted in ``stats`` and left out."""
+    """Requests batches from ``endpoint``. Malformed messages are counted in ``stats`` and skipped."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class ReplayResync:
                 await work.yield_to_loop()
 
 
-# What a feed does with the answer to a replay request.
+# Handles the response to a replay request.
 #
-# A replay also asks for the batch applied last (the anchor): that it comes back unchanged shows that the
-# process is the one followed. Nothing is applied before, as far as there is an anchor.
+# A replay also requests the last applied batch (the anchor): if it comes back unchanged, the process is the
+# followed one. If there is an anchor, nothing is applied before it.
 
 
 class ReplayAnswers:
@@ -74,7 +74,7 @@ class ReplayAnswers:
         self._position = recovery.position
 
     def replayed(self, now: float, request_id: int, frame: Frame) -> None:
-        """A batch of the answer."""
+        """Handle a batch of the response."""
         repair = self._recovery.answered(request_id)
         if repair is None:
             return
@@ -87,7 +87,7 @@ class ReplayAnswers:
             self._commit_resync(now, repair, frame)
 
     def ended(self, now: float, request_id: int) -> None:
-        """The answer is complete, as far as the publisher says."""
+        """Handle the end of the response, as marked by the publisher."""
         recovery = self._recovery
         repair = recovery.answered(request_id)
         if repair is None:
@@ -100,7 +100,7 @@ class ReplayAnswers:
             self._complete(now, repair)
 
     def failed(self, now: float, request_id: int) -> None:
-        """No answer, or it broke off."""
+        """Handle a request without a response, or with one that broke off."""
         recovery = self._recovery
         repair = recovery.answered(request_id)
         if repair is None:
@@ -123,14 +123,14 @@ class ReplayAnswers:
                 self._anchored(now, repair)
             return
         repair.deadline = now + recovery.settings.hold_s_max
-        # What finds no room stands behind a hole, which vLLM leaves where its socket takes no more, and is
-        # asked for again; or the answer begins too late.
+        # A batch without room stands behind a hole, which vLLM leaves when its socket is full, and is
+        # requested again; or the response begins too late.
         hole = repair.anchored and repair.lowest_seq == repair.from_seq
         if not self._keep(repair, frame) and not hole:
             self._roll_past(now, repair)
 
     def _keep(self, repair: Repair, frame: Frame) -> bool:
-        """Apply it if it is its turn, else hold it; False if there is no room."""
+        """Apply a batch at the position, else hold it; False if there is no room."""
         position = self._position
         if frame.seq == position.next_seq and repair.anchored:
             position.apply(frame)
@@ -149,8 +149,8 @@ class ReplayAnswers:
     def _complete(self, now: float, repair: Repair) -> None:
         position, recovery = self._position, self._recovery
         if not repair.anchored and repair.kind is RepairKind.CHECK:
-            # The engine's oldest batch is newer than our last, or its newest older: not shown to be the
-            # process that we followed. Start again with everything it still has.
+            # The engine's oldest batch is newer than our last, or its newest older: not proven to be the
+            # followed process. Start again with everything it still has.
             recovery.restart(now, None)
             return
         if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
@@ -162,7 +162,7 @@ class ReplayAnswers:
             recovery.ask_again(now, repair)
 
     def _roll_past(self, now: float, repair: Repair) -> None:
-        """The publisher's buffer begins after what we need: go on from the first batch there is."""
+        """Continue from the publisher's first buffered batch: its buffer begins after what we need."""
         position, recovery = self._position, self._recovery
         if repair.kind is RepairKind.CHECK:
             recovery.restart(now, None)
@@ -173,12 +173,12 @@ class ReplayAnswers:
             recovery.trust.rolled = True
             position.skip_to(lowest, "history_rolled")
             repair.from_seq = (
-                lowest  # there is no more before it: what finds no room from here on is asked again
+                lowest  # nothing before it exists: a batch without room from here on is requested again
             )
         position.drain()
 
     def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:
-        """Replay reaches seq 0: drop the known state and rebuild it from there."""
+        """Drop the known state and rebuild it: the replay reaches seq 0."""
         recovery = self._recovery
         recovery.forget()
         recovery.stats.resyncs += 1

@@ -1,10 +1,10 @@
-"""Fetching all that an engine holds, by the snapshot protocol its publisher speaks, told by its answer.
+"""Fetches everything that an engine holds, with the snapshot protocol of its publisher, which is recognised
+by its response.
 
-One question, ``[b"", b"snapshot"]`` from a fresh DEALER, is understood by all of them and does no harm at the
-rest: a publisher that only replays takes the eight bytes for a seq beyond its last and answers with its end
-marker.
-Addresses are asked in the order given (the engine's snapshot socket, then its replay socket), each with
-``replay_timeout_s`` of silence allowed; the one that answered is asked first the next time. Answers:
+All of them understand one request, ``[b"", b"snapshot"]`` from a new DEALER, and it is harmless to others: a
+publisher that only replays reads the eight bytes as a seq beyond its last and answers with its end marker.
+Addresses are tried in the order given (the engine's snapshot socket, then its replay socket), each with
+``replay_timeout_s`` of silence allowed; the one that answered is tried first the next time. Responses:
 
 - ``[b"", seq, publisher_id, chunk, ...]``, one message: vLLM #57789 and our publisher. ``seq`` is signed, -1
   an empty history, below that "none now";
@@ -28,12 +28,12 @@ from router.feeds.recovery import Recovery, RepairKind
 from router.feeds.sockets import MessageReader, Slice, receive
 
 _END_SEQ = b"\xff" * 8
-# Of up to 1024 blocks each: about a millisecond of the sink's time.
+# Batches of up to 1024 blocks each: about a millisecond of the sink's time.
 _EVENTS_PER_PIECE = 4
 
 
 class SnapshotClient:
-    """See the module's docstring; implements ``router.feeds.base.SnapshotSource``."""
+    """Fetches snapshots; implements ``router.feeds.base.SnapshotSource``."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class SnapshotClient:
         raise failure or SnapshotUnsupportedError("no snapshots here")
 
     async def _ask(self, endpoint: str, reader: MessageReader) -> list[bytes]:
-        """The first message of the answer, without its empty frame."""
+        """Return the first message of the response, without its empty frame."""
         reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
-        reader.socket.set(zmq.MAXMSGSIZE, self._settings.snapshot_bytes_max)  # of one frame
+        reader.socket.set(zmq.MAXMSGSIZE, self._settings.snapshot_bytes_max)  # limit of one frame
         try:
             reader.socket.connect(endpoint)
             reader.socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
@@ -97,7 +97,7 @@ class SnapshotClient:
     async def _stream(
         self, endpoint: str, reader: MessageReader, first: list[bytes], work: Slice
     ) -> AsyncGenerator[DecodedBatch | Cut, None]:
-        """vLLM #50134: numbered messages that all carry the seq to go on from."""
+        """Read vLLM #50134's form: numbered messages that all carry the seq to continue from."""
         resume, offload, size = first[1] if len(first) == 3 else b"", False, 0
         message = first
         while True:
@@ -106,11 +106,11 @@ class SnapshotClient:
             if message[1] == _END_SEQ:
                 break
             if message[1] != resume:
-                raise ResyncError(f"{endpoint}: the snapshot changed under way")
+                raise ResyncError(f"{endpoint}: the snapshot changed during transfer")
             size += len(message[2])
             batch = await work.all(_decode(message[2]))
             if message is first and not (batch.events and isinstance(batch.events[0], AllBlocksCleared)):
-                raise ResyncError(f"{endpoint}: a replay, where a snapshot was asked for")
+                raise ResyncError(f"{endpoint}: a replay instead of the requested snapshot")
             if size > self._settings.snapshot_bytes_max:
                 raise ResyncError(f"{endpoint}: snapshot over {self._settings.snapshot_bytes_max} bytes")
             offload = offload or _shows_offload(batch)
@@ -121,12 +121,12 @@ class SnapshotClient:
 
 
 def _is_one_message(frames: list[bytes]) -> bool:
-    """vLLM #57789's form: an 8-byte cut, then a 16-byte id."""
+    """Whether it is vLLM #57789's form: an 8-byte cut, then a 16-byte id."""
     return len(frames) >= 2 and len(frames[0]) == 8 and len(frames[1]) == 16
 
 
 def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch | Cut | None]:
-    """The pieces of an answer in one message; None where the loop may have its turn."""
+    """Yield the pieces of a response in one message; None where the event loop may run."""
     seq = int.from_bytes(frames[0], "big", signed=True)
     if seq < -1:
         raise ResyncError(f"the publisher has no snapshot now ({seq})")
@@ -164,8 +164,8 @@ def _shows_offload(batch: DecodedBatch) -> bool:
 
 # Processing of a snapshot response, and when a snapshot is requested again.
 #
-# The shell stages the answer in the sink, beside what is known. It is adopted only if it is of the process
-# that is heard; batches heard after its cut are applied on top of it.
+# The shell stages the response in the sink, beside the known state. It is adopted only if it comes from the
+# process of the live stream; batches received after its cut are applied on top of it.
 
 
 class SnapshotAnswers:
@@ -175,7 +175,7 @@ class SnapshotAnswers:
         self._recovery = recovery
 
     def taken(self, now: float, request_id: int, cut: Cut) -> None:
-        """The answer is staged whole; it is adopted, or void."""
+        """Handle a completely staged response; it is adopted, or void."""
         recovery = self._recovery
         repair = recovery.answered(request_id)
         if repair is None:
@@ -203,7 +203,7 @@ class SnapshotAnswers:
             position.skip_all("gap")
 
     def failed(self, now: float, request_id: int, *, unsupported: bool) -> None:
-        """No usable answer; ``unsupported``: this publisher never will have one."""
+        """Handle a failed request; ``unsupported``: this publisher never has a snapshot."""
         repair = self._recovery.answered(request_id)
         if repair is None:
             return
@@ -212,13 +212,13 @@ class SnapshotAnswers:
         self._recovery.no_snapshot(now, repair)
 
     def progress(self, now: float, request_id: int) -> None:
-        """The answer is coming in."""
+        """Handle progress of the response."""
         repair = self._recovery.answered(request_id)
         if repair is not None:
             repair.deadline = now + self._recovery.settings.hold_s_max
 
     def add_live(self, now: float, frame: Frame) -> None:
-        """A live frame that the snapshot asked for may not cover: kept until it is here."""
+        """Keep a live frame that the requested snapshot may not cover, until the snapshot has arrived."""
         recovery = self._recovery
         repair = recovery.repair
         if repair is not None and repair.kind is RepairKind.REFRESH and not recovery.tail.put(frame):

@@ -1,7 +1,7 @@
-"""Reading a ZMQ socket from an asyncio loop, message by message, without a future per message.
+"""Reads a ZMQ socket from an asyncio loop, message by message, without a future per message.
 
-ZMQ's descriptor signals changes only, so a socket is always read until it is empty before the loop waits
-again. One reader per socket; the socket is closed with the reader.
+ZMQ's descriptor signals only changes (edge-triggered), so a socket is always read until it is empty before
+the loop waits again. One reader per socket; the socket is closed with its reader.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from router.feeds.base import FeedSettings, ResyncError
 
 _Result = TypeVar("_Result")
 _RECONNECT_MS, _RECONNECT_MS_MAX = 100, 2000
-# A dead peer is noticed within a minute, where the system's default is two hours.
+# TCP keepalive: a dead peer is noticed within a minute; the system's default is two hours.
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 30,
@@ -29,10 +29,10 @@ _KEEPALIVE = {
 def live_socket(
     context: zmq.Context[zmq.Socket[bytes]], topic: str, settings: FeedSettings
 ) -> zmq.Socket[bytes]:
-    """A SUB socket for an engine's live stream, not connected yet."""
+    """Make a SUB socket for an engine's live stream, not connected yet."""
     socket = context.socket(zmq.SUB)
     socket.set(zmq.RCVHWM, settings.receive_queue_max)
-    # Four times what is decoded: beyond that the connection is cut rather than memory spent.
+    # Four times the decoded size: beyond that the connection is cut to save memory.
     socket.set(zmq.MAXMSGSIZE, 4 * settings.payload_bytes_max)
     socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
@@ -45,7 +45,7 @@ def live_socket(
 class MessageReader:
     """Owns a socket and reads it; a context manager that closes it.
 
-    ``send_multipart`` on the same socket is fine between reads: the next read looks before it waits.
+    ``send_multipart`` on the same socket is allowed between reads: the next read polls before it waits.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -63,7 +63,7 @@ class MessageReader:
         self.close()
 
     def take(self) -> list[bytes] | None:
-        """The next message that is already here, or None."""
+        """Return the next message that has already arrived, or None."""
         self._readable.clear()
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
@@ -71,7 +71,7 @@ class MessageReader:
             return None
 
     def take_many(self, count: int) -> list[list[bytes]]:
-        """Up to ``count`` messages that are already here; fewer: there are no more now."""
+        """Return up to ``count`` messages that have already arrived; fewer if there are no more now."""
         self._readable.clear()
         receive = self.socket.recv_multipart
         messages: list[list[bytes]] = []
@@ -84,12 +84,12 @@ class MessageReader:
 
     @property
     def pending(self) -> bool:
-        """Whether a message is here; cheaper than ``take`` where the answer is mostly no."""
+        """Whether a message has arrived; cheaper than ``take`` if the answer is mostly no."""
         return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
     async def wait(self) -> None:
-        """Return when the socket may have become readable; only after ``take`` returned None, or
-        ``take_many`` less than it was asked for."""
+        """Return when the socket may have become readable; call it only after ``take`` returned None, or
+        ``take_many`` less than ``count``."""
         await self._readable.wait()
 
     async def rest(self, seconds: float) -> None:
@@ -110,7 +110,8 @@ class MessageReader:
 
 
 async def receive(reader: MessageReader, endpoint: str, timeout_s: float) -> list[bytes]:
-    """The next message. Raises ``ResyncError``, naming ``endpoint``, after ``timeout_s`` of silence."""
+    """Return the next message. Raises ``ResyncError``, naming ``endpoint``, after ``timeout_s`` of
+    silence."""
     if (message := reader.take()) is not None:
         return message
     try:
@@ -123,7 +124,7 @@ async def receive(reader: MessageReader, endpoint: str, timeout_s: float) -> lis
 
 
 class Slice:
-    """Gives the loop its turn whenever ``slice_s`` have passed since the last time."""
+    """Yields to the event loop whenever ``slice_s`` have passed since the last time."""
 
     def __init__(self, clock: Callable[[], float], slice_s: float) -> None:
         self._clock = clock
@@ -131,11 +132,11 @@ class Slice:
         self._until = 0.0
 
     def begin(self) -> None:
-        """Call when work begins after waiting."""
+        """Start a slice; call it when work begins after a wait."""
         self._until = self._clock() + self._slice_s
 
     async def yield_to_loop(self) -> None:
-        """Call after each piece of work."""
+        """Yield if the slice is used up; call it after each piece of work."""
         if self._clock() >= self._until:
             await asyncio.sleep(0)
             self.begin()

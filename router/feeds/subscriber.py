@@ -1,9 +1,9 @@
 """The asyncio shell of a feed: SUB socket, its monitor, replay requests and a ticker around ``FeedMachine``.
 
-All tasks run in one loop and call the machine synchronously; the actions it returns are queued in that order
-and carried out by one task at a time, so the sink sees the machine's order even if one is interrupted. A
-burst is worked off in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or
-by cancelling ``run``.
+All tasks run in one loop and call the machine synchronously. The returned actions are queued in that order
+and performed by one task at a time, so the sink sees the machine's order even if a task is interrupted. A
+burst is processed in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or
+when ``run`` is cancelled.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from router.feeds.sockets import MessageReader, Slice, live_socket
 _log = structlog.get_logger()
 
 
-# A larger batch is handed to the sink in pieces: events are applied one by one anyway.
+# A larger batch is passed to the sink in pieces: events are applied one by one anyway.
 _EVENTS_AT_ONCE = 64
 
 
 class Feed:
     """The event stream of one engine (and data-parallel rank).
 
-    ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are asked for at ``snapshot_endpoint``, then
+    ``replay_endpoint`` None: gaps cannot be repaired. Snapshots are requested at ``snapshot_endpoint``, then
     at ``replay_endpoint``. ``clock`` is monotonic, ``wall`` in seconds since the epoch. ``resync`` and
-    ``snapshots`` replace the strategies. ``logged_types`` are unknown types of events that the log has had,
+    ``snapshots`` replace the strategies. ``logged_types``: unknown event types that were already logged,
     shared by all feeds. ``run`` may be called once.
     """
 
@@ -108,7 +108,7 @@ class Feed:
     async def run(self) -> None:
         """Follow the stream until ``close``; cancelling it leaves the sink as it is.
 
-        Raises ``zmq.ZMQError`` for an events endpoint that is not one.
+        Raises ``zmq.ZMQError`` for an invalid events endpoint.
         """
         with contextlib.ExitStack() as stack:
             live = live_socket(self._context, self._topic, self._settings)
@@ -136,8 +136,8 @@ class Feed:
             self._sink.forget(self.engine_id)
 
     def computed(self, since: float) -> None:
-        """Tell the feed that the engine stored blocks since then (clock seconds). Without their events it
-        becomes STALE."""
+        """Tell the feed that the engine stored blocks since then (clock seconds). If their events do not
+        come, it becomes STALE."""
         self._actions.extend(self._machine.computed(self._clock(), since))
 
     def distrust(self, reason: str) -> None:
@@ -158,9 +158,9 @@ class Feed:
                 await reader.wait()
                 work.begin()
                 continue
-            if monitor.pending:  # what happened to the connection before this message came through it
+            if monitor.pending:  # an event of the connection from before this message
                 await self._read_monitor(monitor)
-            async with self._parsing:  # what happens to the connection meanwhile came after this message
+            async with self._parsing:  # events of the connection meanwhile came after this message
                 actions = await self._take_live(message, work)
             await self._perform(actions)
             await work.yield_to_loop()
@@ -235,7 +235,7 @@ class Feed:
         except ResyncError as error:
             self._log.warning("snapshot_failed", error=str(error))
             await self._no_snapshot(request, unsupported=False)
-        except Exception:  # noqa: BLE001  a fault in the index must not blind the feed for good
+        except Exception:  # noqa: BLE001  # a bug in the index must not end the feed for good
             self.stats.sink_errors += 1
             self._log.exception("sink_refused_snapshot")
             await self._no_snapshot(request, unsupported=False)
@@ -250,7 +250,7 @@ class Feed:
     # Actions.
 
     async def _perform(self, actions: list[Action]) -> None:
-        """Queue actions and see the queue emptied; waits its turn while another task is at it.
+        """Queue actions and wait until the queue is empty; only one task processes it at a time.
 
         Cancellation loses nothing: the next caller processes the rest of the queue.
         """
@@ -292,7 +292,7 @@ class Feed:
             self._log_types(action.batch.unknown)
         try:
             self._sink.apply(self.engine_id, action.batch)
-        except Exception:  # noqa: BLE001  a fault in the index must not blind the feed for good
+        except Exception:  # noqa: BLE001  # a bug in the index must not end the feed for good
             self.stats.sink_errors += 1
             self._log.exception("sink_refused_batch", seq=self.stats.last_seq)
             self._actions.extend(self._machine.batch_failed())
@@ -304,7 +304,7 @@ class Feed:
                 self._log.warning("events of an unknown type are skipped", type=name)
 
     def _request(self, request: RequestReplay | RequestSnapshot, work: Coroutine[None, None, None]) -> None:
-        """Start fetching. The request before is void; its task ends, unless it is the one that runs this."""
+        """Start fetching. The previous request is void; its task ends, unless it is the running one."""
         if self._tasks is None or not self._machine.wants(request.request_id):
             work.close()
             return
@@ -314,7 +314,7 @@ class Feed:
 
 
 def _pieces(batch: DecodedBatch) -> list[Apply]:
-    """The batch in small ones, in order; what is wrong with it goes with the first."""
+    """Yield the batch in small pieces, in order; its faults are reported with the first."""
     cuts = range(0, len(batch.events), _EVENTS_AT_ONCE)
     pieces = [batch.events[start : start + _EVENTS_AT_ONCE] for start in cuts]
     replace = msgspec.structs.replace

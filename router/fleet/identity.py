@@ -10,8 +10,8 @@ import msgspec
 
 Role = Literal["prefill", "decode", "both"]
 EngineId = NewType("EngineId", str)
-"""Names an engine in metrics, receipts, headers and leases. Made by ``EngineAddress.engine_id`` alone, and
-never taken apart again: what it is made of, the engine's address has."""
+"""Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
+never parsed: use the engine's address instead."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
@@ -27,8 +27,8 @@ class EngineAddress(msgspec.Struct, frozen=True):
     replay: str | None = None
     """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
     topic: str = ""
-    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" takes every
-    topic."""
+    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" subscribes to
+    every topic."""
     snapshot: str | None = None
     """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
     role: Literal["prefill", "decode", "both"] | None = None
@@ -58,7 +58,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def endpoint_of(base_url: str) -> str:
-    """``host:port`` behind a base URL, IPv6 addresses in brackets, as gateways name it."""
+    """Return ``host:port`` of a base URL, IPv6 addresses in brackets, as gateways name it."""
     url = urlsplit(base_url)
     host = url.hostname or ""
     return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"

@@ -1,12 +1,12 @@
-"""Polls every server: which models it serves, where its events are, how loaded it is.
+"""Polls every server: the models it serves, its event endpoints, its load.
 
-One task per server, begun and ended as servers come and go (``assign``): ``GET /v1/models`` says whether it
-is up, and so do the answers that clients had of it since the last poll: an API process may be too busy for
-polls. ``GET /kv_event_sources`` (vLLM 0.31+) tells its ranks and event endpoints unless they were configured,
-and is repeated as long as it says any, since a restart may move them; ``GET /metrics`` gives running and
-waiting requests, so that load from elsewhere is seen. A listener is called on changes. An engine that does
-not answer is asked again soon. Whatever a server answers, and whatever a listener makes of it, the polling
-goes on.
+One task per server, started and ended as servers join and leave (``assign``). ``GET /v1/models`` shows
+whether a server is up; so do responses to clients since the last poll, because an API process may be too busy
+for polls. ``GET /kv_event_sources`` (vLLM 0.31+) returns its ranks and event endpoints unless they are
+configured; it is repeated while the server reports any, since a restart may move them. ``GET /metrics`` gives
+running and waiting requests, which include the load of other clients. A listener is called on changes. A
+server that does not answer is polled more often. Invariant: no answer of a server and no error of a listener
+ends the polling.
 """
 
 from __future__ import annotations
@@ -53,22 +53,23 @@ E_contra = TypeVar("E_contra", bound=EngineStatus, contravariant=True)
 
 
 class FleetListener(Protocol[E_contra]):
-    """Who must know when the fleet changes."""
+    """Is notified of changes of the fleet."""
 
     def engine_up(self, engine: E_contra, /) -> None:
-        """An engine answers for the first time, again, or with other models or event endpoints."""
+        """Handle an engine that answers for the first time, again, or with other models or event
+        endpoints."""
 
     def engine_down(self, engine: E_contra, /) -> None:
-        """An engine stopped answering."""
+        """Handle an engine that stopped answering."""
 
     def engine_asleep(self, engine: E_contra, /) -> None:
-        """An engine that still answers has emptied its cache and went to sleep."""
+        """Handle an engine that went to sleep: it still answers, but its cache is empty."""
 
     def engine_restarted(self, engine: E_contra, /) -> None:
-        """An engine is another process than before, as its metrics say."""
+        """Handle an engine whose metrics show another process than before."""
 
     def engine_load(self, engine: E_contra, /, *, running: int, waiting: int) -> None:
-        """The engine's own gauges."""
+        """Handle the engine's own gauges."""
 
 
 class _Models(msgspec.Struct):
@@ -86,14 +87,14 @@ class _Source(msgspec.Struct):
     topic: str = ""
 
 
-# Statuses that say for good that this server has no such endpoint for us.
+# Statuses by which a server permanently refuses an endpoint.
 _ABSENT = frozenset({401, 403, 404, 405, 501})
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
 _UNTIMED = aiohttp.ClientTimeout(total=None)
-# So often it is said that an engine does not answer.
+# Interval of repeated warnings that an engine does not answer.
 _SILENT_EVERY_S = 60.0
 _T = TypeVar("_T")
 
@@ -113,18 +114,18 @@ class FleetPoller(Generic[E]):
         self._session = session
         self.configure(settings)
         self._seldom = LogThrottle(_SILENT_EVERY_S)
-        self._missed: dict[str, int] = {}  # polls without an answer, in a row
-        self._answers: dict[str, int] = {}  # answers to clients that each server had given at its last poll
+        self._missed: dict[str, int] = {}  # number of failed polls in a row
+        self._answers: dict[str, int] = {}  # number of responses to clients at each server's last poll
         self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
-        self._settled: set[str] = set()  # servers that are up and said that they publish no events
-        self._informed: set[str] = set()  # servers that answered /server_info, whatever they said
+        self._settled: set[str] = set()  # servers that are up and reported that they publish no events
+        self._informed: set[str] = set()  # servers whose /server_info has been read or is refused
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._unasked: set[str] = set()  # servers whose first poll is not over
+        self._unasked: set[str] = set()  # servers whose first poll has not ended
         self._all_asked = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
     def configure(self, settings: FleetSettings) -> None:
-        """How often, from the next poll on."""
+        """Change the poll intervals, from the next poll on."""
         self._settings = settings
 
     async def run(self) -> None:
@@ -165,7 +166,7 @@ class FleetPoller(Generic[E]):
             self._watching[base_url] = task
 
     def _stop(self, base_url: str) -> None:
-        """Nothing of an answer that is on its way counts any more."""
+        """End a server's polling; an answer still in transit is ignored."""
         task = self._watching.pop(base_url, None)
         if task is not None:
             task.cancel()
@@ -179,7 +180,7 @@ class FleetPoller(Generic[E]):
     def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
         try:
             listener(about)
-        except Exception:  # noqa: BLE001  # one engine's oddity must not keep the others from their place
+        except Exception:  # noqa: BLE001  # one engine must not keep the others from being added
             _log.exception("listener failed", about=str(getattr(about, "engine_id", about)))
 
     async def _watch(self, base_url: str) -> None:
@@ -199,7 +200,7 @@ class FleetPoller(Generic[E]):
                 if up and now() >= gauges_due:
                     await self._ask_gauges(base_url)
                     gauges_due = now() + self._settings.gauge_interval_s
-            except Exception as error:  # noqa: BLE001  # one server's oddity must not end the polling of all
+            except Exception as error:  # noqa: BLE001  # one server must not end the polling of all
                 _log.exception("polling failed", server=base_url)
                 for status in self._fleet.ranks(
                     base_url
@@ -220,7 +221,7 @@ class FleetPoller(Generic[E]):
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
             if ran_out(error):
-                return False  # our own trouble: what was known of the engine stays
+                return False  # the router's own problem: the known state of the engine stays valid
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, aiohttp.ClientConnectorError)
             alive = alive or self._answered_since_last_poll(base_url)
@@ -231,17 +232,18 @@ class FleetPoller(Generic[E]):
                 if alive and not refused and status.silent:  # it answers clients, so it is up again
                     self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
-            # A poll that times out while requests wait longer than expected needs no second one.
+            # A timed-out poll while requests wait longer than expected needs no second one.
             hangs = isinstance(error, TimeoutError) and self._is_overdue(base_url)
             missed_max = 1 if hangs else self._settings.polls_missed_max
             if up and not refused and (alive or missed < missed_max):
-                return False  # slow under load is not down
+                return False  # slow under load, not down
         if models:
             self._missed.pop(base_url, None)
             self._not_only_slow.discard(base_url)
         changed = await self._discover_events(base_url) if models else []
         if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
-            await self._ask_version(base_url, models[0])  # after the ranks are known: new ones have none yet
+            # after its ranks are known: new ranks have no version yet
+            await self._ask_version(base_url, models[0])
         if models:
             await self._ask_server_info(base_url)
         for status in self._fleet.ranks(base_url):
@@ -249,7 +251,7 @@ class FleetPoller(Generic[E]):
         return bool(models)
 
     def _in_words(self, error: Exception) -> str:
-        """Why there are no models, and the remedy where it is known."""
+        """Return why there are no models, with the remedy if it is known."""
         if isinstance(error, _BadAnswerError) and error.status in {401, 403}:
             remedy = (
                 "the engine does not accept the key of fleet.api_key_file"
@@ -282,7 +284,8 @@ class FleetPoller(Generic[E]):
             _log.warning("engine does not answer", engine=status.engine_id, problem=problem)
 
     def _answered_since_last_poll(self, base_url: str) -> bool:
-        """Whether clients have had answers from it: its API process may be too busy for polls only."""
+        """Whether clients received responses since the last poll: its API process may be too busy only for
+        polls."""
         answers, before = sum(s.answers for s in self._fleet.ranks(base_url)), self._answers.get(base_url, 0)
         self._answers[base_url] = answers
         return answers > before
@@ -291,12 +294,12 @@ class FleetPoller(Generic[E]):
         return any(status.overdue for status in self._fleet.ranks(base_url))
 
     def _note_all_silent(self, status: E) -> None:
-        """Said once for each model whose last engine went down."""
+        """Log once for each model whose last engine went down."""
         for card in status.models:
             ready = self._fleet.ready(card.id)
             if status in ready:
                 _log.warning(
-                    "no engine of the model answers polls in time; requests go on to those that time out",
+                    "no engine of the model answers polls in time; requests still go to those that timed out",
                     model=card.id,
                     engines=len(ready),
                 )
@@ -304,14 +307,13 @@ class FleetPoller(Generic[E]):
     async def _ask_version(self, base_url: str, card: ModelCard) -> None:
         """Query the server's version: another server may have started at the same address.
 
-        The Rust frontend counts as another version: engines that make other tokens of a prompt must not be
-        paired.
+        The Rust frontend counts as another version: engines that tokenize differently must not be paired.
         """
         version: str | None = None
         try:
             version = _decode(await self._get(f"{base_url}/version"), _Version).version
         except _NO_ANSWER:
-            return  # asked again at the next poll
+            return  # repeated at the next poll
         except _BadAnswerError as error:
             if error.status == 200:
                 _log.warning("version could not be parsed", server=base_url, problem=str(error))
@@ -321,7 +323,7 @@ class FleetPoller(Generic[E]):
             status.version = version
 
     async def _ask_server_info(self, base_url: str) -> None:
-        """How the server was set up, where it says: once for each process of it."""
+        """Query the server's set-up, if it reports it: once for each of its processes."""
         if not any(status.up for status in self._fleet.ranks(base_url)):
             self._informed.discard(base_url)
         if base_url in self._informed:
@@ -329,7 +331,7 @@ class FleetPoller(Generic[E]):
         try:
             stated = server_info_statement(await self._get(base_url + SERVER_INFO))
         except _NO_ANSWER:
-            return  # asked again at the next poll
+            return  # repeated at the next poll
         except _BadAnswerError:
             stated = None
         self._informed.add(base_url)
@@ -337,7 +339,8 @@ class FleetPoller(Generic[E]):
             status.server_info = stated
 
     async def _discover_events(self, base_url: str) -> list[str]:
-        """Ranks and endpoints from the server itself, unless configured; the ids whose addresses changed."""
+        """Read ranks and endpoints from the server, unless configured. Returns the ids whose addresses
+        changed."""
         configured = self._fleet.configured(base_url)
         if any(engine.events is not None for engine in configured):
             return []
@@ -351,7 +354,7 @@ class FleetPoller(Generic[E]):
             sources = _decode(body, dict[str, _Source | None])
             found = discovered_engines(base_url, sources, configured[0].role if configured else None)
         except _NO_ANSWER:
-            return []  # what was known stays; asked again at the next poll
+            return []  # keep the known ranks; repeated at the next poll
         except _BadAnswerError as error:
             if error.status == 200:
                 _log.warning("event sources could not be parsed", server=base_url, problem=str(error))
@@ -415,7 +418,7 @@ class FleetPoller(Generic[E]):
 
 
 class _BadAnswerError(Exception):
-    """A server answered, but not with what was asked for. ``status`` 200: nonsense."""
+    """A server answered with something else than requested. ``status`` 200: an unusable body."""
 
     def __init__(self, message: str, status: int = 200) -> None:
         super().__init__(message)
@@ -430,7 +433,8 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
 
 
 def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
-    """Engines of a ``/kv_event_sources`` answer. Raises ``ValueError`` for a body that is none."""
+    """Return the engines in a ``/kv_event_sources`` answer. Raises ``ValueError`` for another kind of
+    body."""
     try:
         return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
     except _BadAnswerError as error:
@@ -440,9 +444,10 @@ def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
 def discovered_engines(
     base_url: str, sources: Mapping[str, _Source | None], role: Role | None = None
 ) -> list[EngineAddress]:
-    """Engines of one server from its ``/kv_event_sources``: one per rank, the rank named only if several.
+    """Return the engines of one server from its ``/kv_event_sources``: one per rank.
 
-    Sources that publish nothing, or whose endpoint or rank is not one, are left out.
+    The rank is set only if there are several. Sources that publish nothing, or have an invalid endpoint or
+    rank, are omitted.
     """
     host = urlsplit(base_url).hostname or "127.0.0.1"
     live: dict[int, EngineAddress] = {}
@@ -463,16 +468,16 @@ def discovered_engines(
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An endpoint as bound (``tcp://*:5557``) in the form others can connect to."""
+    """Convert an endpoint as bound (``tcp://*:5557``) to one that others can connect to."""
     address = f"[{host}]" if ":" in host else host
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)", f"tcp://{address}", endpoint)
 
 
-# The router's own questions to engines and render servers: TLS, sessions, answers of bounded size.
+# HTTP requests of the router itself to engines and render servers: TLS, sessions, bounded responses.
 #
-# Two sessions: one with the router's key, for what the router asks for itself, and one without, for what it
-# asks in a client's name, who may have no key. Both live as long as ``open`` lasts; outside of it ``post``
-# and ``healthy`` fail as if the engine were away.
+# Two sessions: one with the router's key, for its own requests, and one without, for requests on behalf of a
+# client, who may have no key. Both exist only within ``open``; outside of it ``post`` and ``healthy`` fail as
+# if the engine were down.
 
 
 @asynccontextmanager
@@ -484,12 +489,11 @@ async def exchange(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer to one request, without following redirects; reading it counts towards ``timeout_s``.
-
+    """Return the response to one request, without following redirects. ``timeout_s`` includes reading it.
     Raises ``TimeoutError``, ``OSError`` and ``aiohttp.ClientError``.
     """
-    # aiohttp's own time-out swallows a cancellation due in the same turn of the loop (3.14: helpers.py,
-    # nested ``TimerContext``), so a task that is cancelled then never ends.
+    # aiohttp's own timeout swallows a cancellation that is due in the same turn of the loop (3.14:
+    # helpers.py, nested ``TimerContext``), so a cancelled task would never end.
     async with (
         asyncio.timeout(timeout_s),
         session.request(
@@ -500,7 +504,7 @@ async def exchange(
 
 
 class EngineCalls:
-    """``answer_bytes_max`` bounds an answer to ``post``, ``health_timeout_s`` a look at ``/health``."""
+    """``answer_bytes_max`` limits a response to ``post``, ``health_timeout_s`` a request of ``/health``."""
 
     def __init__(
         self,
@@ -519,7 +523,7 @@ class EngineCalls:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """The session with the router's key; meanwhile ``post`` and ``healthy`` work."""
+        """Open the sessions; ``post`` and ``healthy`` work within the context."""
         async with self._session(self._headers) as own, self._session() as in_clients_names:
             self._own, self._in_clients_names = own, in_clients_names
             try:
@@ -530,13 +534,13 @@ class EngineCalls:
     async def post(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
-        """Status and body of the answer to a JSON body, asked in a client's name. Raises ``OSError``."""
+        """Post a JSON body on behalf of a client. Returns status and body. Raises ``OSError``."""
         return await self._post(self._in_clients_names, url, body, headers, timeout_s)
 
     async def ask(
         self, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
-        """The same with the router's key, for what it asks for itself."""
+        """Post a JSON body with the router's key, for its own requests."""
         return await self._post(self._own, url, body, headers, timeout_s)
 
     async def _post(
@@ -566,7 +570,7 @@ class EngineCalls:
         return b"".join(pieces)
 
     async def healthy(self, url: str) -> bool:
-        """Whether ``/health`` of the server at ``url`` says 200."""
+        """Whether ``/health`` of the server at ``url`` returns 200."""
         session = self._in_clients_names
         if session is None:
             return False
@@ -584,7 +588,7 @@ class EngineCalls:
 
 
 def hold_engine_tls(certificates: Certificates, files: TlsFiles) -> ssl.SSLContext:
-    """The context of connections to ``https://`` engines, kept up to date. Raises ``TlsError`` for files of
-    no use."""
+    """Yield the SSL context for ``https://`` engines, reloaded when its files change. Raises ``TlsError`` for
+    unusable files."""
     keys = "fleet.ca_file, client_cert_file or client_key_file"
     return certificates.hold(client_context(files, keys), files, keys)

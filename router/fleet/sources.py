@@ -1,7 +1,7 @@
-"""The Protocol of a source of engines: it reports the complete set it knows, whenever that changes.
+"""Interface of a source of engines: it reports its complete set whenever that changes.
 
-The registry works out what changed. Always true of a source: while it fails it tells nothing, so what it told
-last stays; every failure is counted by its reason and the last one can be read; what it tells is bounded.
+Invariants of a source: while it fails it reports nothing, so its last set stays; every failure is counted by
+its reason, and the last one is kept as text; the size of a set is bounded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class DiscoveredEngine(msgspec.Struct, frozen=True):
 
     engine: EngineAddress
     held: str = ""
-    """Why it is to get no new requests; "": it may have them."""
+    """Why it must get no new requests; "" if it may get them."""
     identity: str = ""
-    """Who is at that address, e.g. a pod's uid. With another one nothing that was known holds."""
+    """Identity of the process at that address, e.g. a pod's uid. If it changes, all known state is
+    dropped."""
 
 
 class SourceStats(msgspec.Struct):
@@ -50,9 +51,9 @@ class SourceStats(msgspec.Struct):
     synced: Annotated[bool, "kvatlas_source_synced"] = False
     """1 once its complete list was read."""
     engines: Annotated[int, "kvatlas_source_engines"] = 0
-    """Engines it names now."""
+    """Number of engines in its current set."""
     updates: Annotated[int, "kvatlas_source_updates_total"] = 0
-    """How often its set changed."""
+    """Number of times its set changed."""
     failing: Annotated[bool, "kvatlas_source_failing"] = False
     """1 while its list may be out of date."""
     errors: Annotated[dict[str, int], "kvatlas_source_errors_total{reason}"] = {}
@@ -62,19 +63,19 @@ class SourceStats(msgspec.Struct):
     last_error: str = ""
 
     def failed(self, reason: str, text: str) -> bool:
-        """Count a failure. Returns whether it is news worth a log line."""
+        """Count a failure. Returns whether it is new and worth a log line."""
         news = not self.failing or self.last_error != text
         self.failing = True
         self.complain(reason, text)
         return news
 
     def complain(self, reason: str, text: str) -> None:
-        """Count a failure that leaves the rest of the set in order."""
+        """Count a failure that does not affect the rest of the set."""
         self.errors[reason] = self.errors.get(reason, 0) + 1
         self.last_error = text[:PROBLEM_LENGTH_MAX]
 
     def recovered(self) -> None:
-        """It works (again); the last error stays to be read."""
+        """Record that it works (again); the last error is kept."""
         self.failing = False
 
 
@@ -90,7 +91,7 @@ class Source(Protocol):
     async def run(self, publish: Publish) -> None: ...
 
 
-# Engines as written down by people: the rule for addresses, and the list in a file.
+# Engines in configuration files: the rules for addresses, and the list in a file.
 #
 # ``check_address`` defines the valid addresses of an engine, for all sources.
 
@@ -99,7 +100,7 @@ DRAINED = "drained in the file"
 
 
 class BadListError(ValueError):
-    """The content is no list of engines; nothing of it counts."""
+    """The content is not a list of engines; no part of it is used."""
 
 
 class _Entry(EngineAddress, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +112,7 @@ class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_address(engine: EngineAddress) -> None:
-    """Raises ``ValueError`` for addresses that cannot be used."""
+    """Raise ``ValueError`` for addresses that cannot be used."""
     if fault := base_url_fault(engine.base_url, "http"):
         why = "; engines are not asked over TLS" if engine.base_url.startswith("https:") else ""
         raise ValueError(f"engine {engine.base_url!r}: {fault}{why}")
@@ -126,7 +127,7 @@ def check_address(engine: EngineAddress) -> None:
 
 
 def _socket_fault(address: str) -> str:
-    """Return the fault of a ZMQ address to connect to; "" where it can be used."""
+    """Return the fault of a ZMQ address to connect to; "" if there is none."""
     scheme, _, rest = address.partition("://")
     if scheme not in {"tcp", "ipc", "inproc"} or not rest:
         return "is not a tcp:// or ipc:// address"
@@ -142,9 +143,9 @@ def _socket_fault(address: str) -> str:
 
 
 def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
-    """The engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``). Raises ``BadListError``.
+    """Read the engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``). Raises ``BadListError``.
 
-    The key must be there, also for no engine at all: a file that is just being written looks empty.
+    The key is required even without any engine: a file that is being written looks empty.
     """
     try:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
@@ -165,34 +166,34 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
     return list(found.values())
 
 
-# Engines behind DNS names: every address of a host, or every target of an SRV record. dnspython asks.
+# Engines behind DNS names: every address of a host, or every target of an SRV record, queried with dnspython.
 #
-# Each name is asked for again when its answer's TTL has passed, within bounds. Always true: a failure, and
-# an answer without any address until it has come ``empty_answers`` times in a row, changes nothing; a
-# question ends after ``timeout_s`` per server.
+# A name is queried again when the TTL of its answer has passed, within bounds. Invariants: a failure changes
+# nothing; neither does an answer without addresses until it came ``empty_answers`` times in a row; a query
+# ends after ``timeout_s`` per server.
 
 
 _log = structlog.get_logger()
-# What fits every path without fragments; a longer answer comes by TCP.
+# EDNS payload size that fits every path without fragmentation; longer answers come over TCP.
 _UDP_BYTES_MAX = 1232
-# Of ``resolv.conf``, as the system's own resolver has it.
+# Default of ``resolv.conf``, the same as the system's resolver.
 _SERVERS_MAX = 3
 
 
 class ResolveError(Exception):
-    """No server gave an answer that can be used."""
+    """No server gave a usable answer."""
 
 
 class Found(NamedTuple):
-    """Where a name leads, and for how long that is good; ``ttl_s`` None: the answer did not say."""
+    """Endpoints of a name and how long they are valid; ``ttl_s`` None: the answer had no TTL."""
 
     places: frozenset[tuple[str, int]]
     ttl_s: int | None
 
 
 class Resolver:
-    """Asks ``servers`` in turn (``ADDRESS`` or ``ADDRESS:PORT``), or those of ``resolv.conf`` where there are
-    none. The file is read for every question, so that a change of it counts."""
+    """Queries ``servers`` (``ADDRESS`` or ``ADDRESS:PORT``) in turn, or by default those of ``resolv.conf``,
+    which is read for every query so that changes take effect."""
 
     def __init__(
         self, servers: Sequence[str], *, timeout_s: float, resolv_conf: str = "/etc/resolv.conf"
@@ -202,7 +203,7 @@ class Resolver:
         self._resolv_conf = resolv_conf
 
     async def ask(self, name: str, kind: RdataType) -> dns.resolver.Answer | None:
-        """The records of ``name``, completed by the search list; None if there are none. Raises
+        """Return the records of ``name``, completed by the search list; None if there are none. Raises
         ``ResolveError``."""
         try:
             resolver = self._configured()
@@ -232,8 +233,9 @@ class Resolver:
 
 
 def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
-    """The names to ask for in turn. dnspython's own search ends at a name that exists without such records;
-    the system's resolver goes on, as a wildcard of the search list must not hide the name itself."""
+    """Return the names to query in turn. dnspython's own search stops at a name that exists without such
+    records; the system's resolver goes on, since a wildcard of the search list must not hide the name
+    itself."""
     asked = dns.name.from_text(name, None)
     if asked.is_absolute():
         return [asked]
@@ -245,7 +247,7 @@ def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name
 
 
 class DnsSource:
-    """See the module; a ``Source``."""
+    """Engines behind DNS names; a ``Source``."""
 
     name = "dns"
 
@@ -286,7 +288,7 @@ class DnsSource:
             await asyncio.sleep(self._within_bounds(pause_s))
 
     def _within_bounds(self, pause_s: float) -> float:
-        """A little later than asked for, so that many routers do not ask all at once."""
+        """Return the pause until the next query, with jitter, so that many routers do not query together."""
         least, most = self._settings.interval_s_min, self._settings.interval_s_max
         return min(max(pause_s, least) * self._jitter.uniform(1.0, 1.1), most)
 
@@ -344,7 +346,7 @@ class DnsSource:
         return Found(frozenset(places), min((t for t in ttls if t is not None), default=None))
 
     async def _addresses(self, host: str) -> tuple[list[str], int | None]:
-        """IPv4 addresses, or where there is none IPv6: a host with both must not become two engines."""
+        """Return the IPv4 addresses, or else the IPv6 ones: a host with both must not become two engines."""
         try:
             return [str(ipaddress.ip_address(host.strip("[].")))], None
         except ValueError:
@@ -358,14 +360,13 @@ class DnsSource:
 
 # Engines from a watched file.
 #
-# The file is read again and again, since time stamps miss quick changes and a mounted ConfigMap is swapped
-# by its directory. Always true: content counts only after two readings in a row gave the same bytes, so a
-# file that is just being written is not believed; content that cannot be read or understood changes
-# nothing.
+# The file is read periodically, since timestamps miss quick changes and a mounted ConfigMap is replaced
+# through its directory. Invariants: content counts only after two consecutive readings returned the same
+# bytes, so a file that is being written is not used; content that cannot be read or parsed changes nothing.
 
 
 class FileSource:
-    """See the module; a ``Source``. ``settings.path`` must be given."""
+    """Engines from a watched file; a ``Source``. ``settings.path`` is required."""
 
     name = "file"
 
@@ -375,8 +376,8 @@ class FileSource:
         self.stats = SourceStats()
         self._path = Path(settings.path)
         self._settings = settings
-        self._latest: bytes | None = None  # as read last
-        self._settled: bytes | None = None  # as last taken up, whether it made sense or not
+        self._latest: bytes | None = None  # last content read
+        self._settled: bytes | None = None  # last content evaluated, valid or not
         self._known: list[DiscoveredEngine] | None = None
 
     async def run(self, publish: Publish) -> None:

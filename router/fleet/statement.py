@@ -1,7 +1,7 @@
-"""An engine's own statement of how it was set up: from its Prometheus page, and from ``/server_info`` where
-that is enabled (``VLLM_SERVER_DEV_MODE=1``).
+"""An engine's own statement of its set-up: from its Prometheus page, and from ``/server_info`` if that is
+enabled (``VLLM_SERVER_DEV_MODE=1``).
 
-Pure functions; a value of another shape than vLLM's is no statement.
+Pure functions; a value of another shape than vLLM's is ignored.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     drafts: bool | None = None
     """Whether it decodes speculatively."""
     method: str = ""
-    """The method of that; "": not stated."""
+    """Method of speculative decoding; "": not stated."""
     keeps_last_block: bool = False
-    """Started with ``disable_eagle_block_drop``: look-ups drop no block."""
+    """Started with ``disable_eagle_block_drop``: lookups drop no block."""
     attention_block_size: int | None = None
-    """Block of its full-attention layers, over all ranks of decode context parallelism."""
+    """Block size of its full-attention layers, over all ranks of decode context parallelism."""
     mamba_cache_mode: str | None = None
     bounded_replay: bool | None = None
-    """Whether windows may be rebuilt by replay, for models that can."""
+    """Whether windows may be rebuilt by replay, for models that support it."""
 
 
 def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> EngineStatement | None:
-    """From the labels of ``vllm:cache_config_info``, and whether the page has counters of drafts.
+    """Read the labels of ``vllm:cache_config_info``, and whether the page has counters of drafts.
 
-    vLLM registers these at the start of an engine that decodes speculatively, and of no other
-    (``SpecDecodingProm``, vLLM 0.32). Its Rust frontend, whose page lacks ``cache_config_info``, has them
-    always (0.33): there ``drafts`` says that one is above zero. None for a page with neither.
+    vLLM registers the counters when an engine with speculative decoding starts, and on no other engine
+    (``SpecDecodingProm``, vLLM 0.32). Its Rust frontend, whose page lacks ``cache_config_info``, always has
+    them (0.33): there ``drafts`` requires one above zero. Returns None for a page with neither.
     """
     if not cache_config and not drafts:
         return None
@@ -56,7 +56,7 @@ def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> Engin
 
 
 def server_info_statement(body: bytes) -> EngineStatement | None:
-    """From ``GET /server_info?config_format=json``; None for a body of another kind."""
+    """Read ``GET /server_info?config_format=json``; None for a body of another kind."""
     try:
         answer = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,8 @@
-"""Which engines exist, what they serve, and whether they answer: the fleet as last seen.
+"""State of the fleet: which engines exist, what they serve, and whether they answer.
 
-Pure bookkeeping; ``poller.py`` feeds it. A server with several data-parallel ranks is one engine per rank
-here, since each rank has its own cache. Always true: every engine id occurs once; an engine that was never
-seen up serves nothing.
+Pure bookkeeping, updated by ``poller.py``. A server with several data-parallel ranks is one engine per rank,
+since each rank has its own cache. Invariants: every engine id occurs once; an engine that was never up serves
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement, metrics_statement
 
 Frontend = Literal["python", "rust"]
-"""vLLM's API server that makes prompts of requests: each makes other tokens of some bodies."""
+"""API server of vLLM that tokenizes requests: each gives other tokens for some bodies."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     object: str = "model"
     created: int = 0
-    """vLLM says when it was asked: no part of what the card is."""
+    """vLLM sets this to the time of the request, so it is not compared."""
     owned_by: str = "vllm"
 
     def same_as(self, other: ModelCard) -> bool:
@@ -40,13 +40,13 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @property
     def frontend(self) -> Frontend:
-        """By the owner that ``vllm-rs`` states (vLLM 0.33, observed)."""
+        """Return the frontend, by the owner that ``vllm-rs`` states (vLLM 0.33, observed)."""
         return "rust" if self.owned_by == "vllm-frontend-rs" else "python"
 
 
 class EngineStatus:
-    """One engine as last seen. ``problem`` says why it is not up, ``kv_usage`` is the share of its KV blocks
-    in use as its metrics say (0..1). What every request asks for is worked out when it changes."""
+    """Last known state of one engine. ``problem``: why it is not up; ``kv_usage``: share of its KV blocks in
+    use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
@@ -58,25 +58,25 @@ class EngineStatus:
     def __init__(self, engine: EngineAddress, *, fleet_changed: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.engine_id = engine.engine_id
-        # The model whose cache the engine holds: the first card that is not a LoRA.
+        # Model whose cache the engine holds: the first card that is not a LoRA.
         self.base_model: str | None = None
         self.problem = "not contacted yet"
         self.kv_usage: float | None = None
-        # Blocks of its KV pool, as its metrics say.
+        # Number of blocks of its KV pool, from its metrics.
         self.pool_blocks: int | None = None
-        # Its set-up as its metrics state it.
+        # Its set-up according to its metrics.
         self.stated: EngineStatement | None = None
-        # The same from ``/server_info``, where that is enabled.
+        # Its set-up according to ``/server_info``, if that is enabled.
         self.server_info: EngineStatement | None = None
-        # What it runs, as ``GET /version`` says; asked of engines with a role only.
+        # Its version, from ``GET /version``; only queried for engines with a role.
         self.version: str | None = None
-        # When its API process began, as its metrics say: seconds since the epoch.
+        # Start of its API process in seconds since the epoch, from its metrics.
         self.started: float | None = None
-        # Transfers of KV that went wrong, as its metrics count them.
+        # Failed KV transfers, as counted by its metrics.
         self.transfers: dict[str, float] = {}
-        # Answers to clients that it began or ended: signs of life between two polls.
+        # Responses to clients that it started or finished: signs of life between two polls.
         self.answers = 0
-        # Calls of its server that emptied its cache, as its metrics count them; None: not known yet.
+        # Server calls that emptied its cache, as counted by its metrics; None: not known yet.
         self.emptied: float | None = None
         self._up = False
         self._silent = False
@@ -87,7 +87,7 @@ class EngineStatus:
 
     @property
     def frontend(self) -> Frontend:
-        """Its API server, by the first of its model cards."""
+        """Return its frontend, from the first of its model cards."""
         return self._models[0].frontend if self._models else "python"
 
     @property
@@ -102,7 +102,7 @@ class EngineStatus:
 
     @property
     def silent(self) -> bool:
-        """It is down since polls timed out, and for no other reason: it may be busy only."""
+        """Whether it is down only because polls timed out: it may just be busy."""
         return self._silent
 
     @silent.setter
@@ -113,12 +113,12 @@ class EngineStatus:
 
     @property
     def overdue(self) -> bool:
-        """Requests wait for it longer than expected: it should be polled now."""
+        """Whether requests wait for it longer than expected: it should be polled now."""
         return False
 
     @property
     def held(self) -> str:
-        """Why it gets no new requests although it may be up; "": it gets them."""
+        """Why it gets no new requests even if it is up; "": it gets them."""
         return self._held
 
     @held.setter
@@ -129,7 +129,7 @@ class EngineStatus:
 
     @property
     def asleep(self) -> bool:
-        """It says that it sleeps: it holds nothing and can answer nothing."""
+        """Whether it reports that it sleeps: its cache is empty and it cannot answer."""
         return self._asleep
 
     @asleep.setter
@@ -156,7 +156,7 @@ class EngineStatus:
         return any(card.id == model for card in self._models)
 
     def close(self) -> None:
-        """It left the fleet: whatever was kept of it goes. Called once, by the fleet."""
+        """Release its state when it leaves the fleet. Called once, by the fleet."""
 
 
 E = TypeVar("E", bound=EngineStatus)
@@ -164,7 +164,7 @@ E_co = TypeVar("E_co", bound=EngineStatus, covariant=True)
 
 
 class EngineFactory(Protocol[E_co]):
-    """Makes the fleet's object of an engine: an ``EngineStatus``, or more than that."""
+    """Makes the fleet's object of an engine: an ``EngineStatus`` or a subclass."""
 
     def __call__(self, engine: EngineAddress, /, *, fleet_changed: Callable[[], None]) -> E_co: ...
 
@@ -173,11 +173,11 @@ class Reassigned(msgspec.Struct):
     """Changes made by an assignment, by base URL and by engine id."""
 
     new: list[str] = []
-    """Servers that came."""
+    """Servers that joined."""
     dropped: list[str] = []
-    """Servers that left, or that are others now at the same address."""
+    """Servers that left, or were replaced by others at the same address."""
     touched: list[str] = []
-    """Servers whose engines were given other addresses."""
+    """Servers whose engines have new addresses."""
     moved: list[str] = []
     """Ids of engines with new addresses."""
     gone: list[str] = []
@@ -185,7 +185,7 @@ class Reassigned(msgspec.Struct):
 
 
 class Fleet(Generic[E]):
-    """All engines, each one object from when it comes until it leaves (``close``)."""
+    """All engines; each is one object from joining to leaving (``close``)."""
 
     def __init__(self, engines: Iterable[EngineAddress] = (), make: EngineFactory[E] | None = None) -> None:
         self._make = make if make is not None else cast("EngineFactory[E]", EngineStatus)
@@ -196,7 +196,7 @@ class Fleet(Generic[E]):
         self._frontends: dict[str | None, tuple[Frontend, ...]] = {}
         self._adapters: frozenset[str] | None = None
         self._roles: bool | None = None
-        # How often anything of what is asked here may have changed.
+        # Changes whenever an answer of this class may have changed.
         self.changes = 0
         self._status: dict[str, E] = {n: self._new(engine) for n, engine in self._configured.items()}
 
@@ -211,15 +211,15 @@ class Fleet(Generic[E]):
         return self._status.get(engine_id)
 
     def ranks(self, base_url: str) -> list[E]:
-        """The engines of one server."""
+        """Return the engines of one server."""
         return [status for status in self._status.values() if status.engine.base_url == base_url]
 
     def configured(self, base_url: str) -> list[EngineAddress]:
-        """The engines of one server as they were given, whatever it said of itself since."""
+        """Return the engines of one server as configured, regardless of what it reported since."""
         return [engine for engine in self._configured.values() if engine.base_url == base_url]
 
     def replace(self, base_url: str, engines: Sequence[EngineAddress]) -> tuple[list[str], list[str]]:
-        """Set the engines of this server. Returns the ids with new addresses, and those gone."""
+        """Set the engines of this server. Returns the ids with new addresses, and the removed ones."""
         wanted = {engine.engine_id: engine for engine in engines}
         gone: list[str] = [s.engine_id for s in self.ranks(base_url) if s.engine_id not in wanted]
         for engine_id in gone:
@@ -236,7 +236,7 @@ class Fleet(Generic[E]):
         return changed, gone
 
     def assign(self, wanted: DesiredFleet) -> Reassigned:
-        """These engines make the fleet from now on; what is known of those that stay is kept."""
+        """Replace the fleet; the known state of remaining engines is kept."""
         given, had = _by_server(wanted.engines), _by_server(self._configured.values())
         self._configured = {engine.engine_id: engine for engine in wanted.engines}
         changes = Reassigned()
@@ -264,8 +264,8 @@ class Fleet(Generic[E]):
         return self._holds.get(engine.engine_id) or self._holds.get(engine.base_url, "")
 
     def ready(self, model: str | None) -> list[E]:
-        """Engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable order; not
-        to be changed. Where none of them gives answers to clients, those that are silent as well."""
+        """Return the engines that answer, are awake, not held, and serve ``model`` (None: any), in a stable
+        order; do not modify the result. If none of them responds to clients, silent engines are included."""
         found = self._ready.get(model)
         if found is None:
             free = [s for s in self._status.values() if not s.held and not s.asleep and s.models]
@@ -273,12 +273,12 @@ class Fleet(Generic[E]):
             found = [status for status in serving if status.up]
             if not any(status.engine.answers for status in found):
                 found = [status for status in serving if status.up or status.silent]
-            if found:  # unknown names come from clients, and their number is unbounded
+            if found:  # do not store unknown names: they come from clients and are unbounded in number
                 self._ready[model] = found
         return found
 
     def frontends(self, model: str | None) -> tuple[Frontend, ...]:
-        """The frontends of the ready engines of ``model``, each once; Python's first."""
+        """Return the distinct frontends of the ready engines of ``model``; Python's first."""
         found = self._frontends.get(model)
         if found is None:
             ready = self.ready(model)
@@ -315,11 +315,11 @@ class Fleet(Generic[E]):
         return self._roles
 
     def knows(self, model: str) -> bool:
-        """Whether any engine, also one that is down now, was ever seen to serve ``model``."""
+        """Whether any engine, up or down, was ever seen to serve ``model``."""
         return any(status.serves(model) for status in self._status.values())
 
     def model_cards(self) -> list[ModelCard]:
-        """Models served by engines that are ready: one card per id, the smallest ``max_model_len`` of all."""
+        """Return the models of ready engines: one card per id, with the smallest ``max_model_len``."""
         cards: dict[str, ModelCard] = {}
         usable = self.ready(None)
         silent = [s for s in self._status.values() if s.silent and s not in usable]
@@ -342,13 +342,13 @@ def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress
 
 # Reads an engine's Prometheus page: its load, and the size of its pool.
 #
-# Pure functions over the page's bytes; what is no sensible number is left out.
+# Pure functions over the page's bytes; invalid numbers are omitted.
 
 
-# Beyond this a gauge is nonsense; believing it would overflow the cost of its engine.
+# Larger gauges are invalid; using them would overflow the cost of the engine.
 _GAUGE_MAX = 1e9
-# Patterns begin with letters, which ``re`` finds ten times as fast as ``^`` (22 instead of 275 us in a page
-# of 58 KB, that of vLLM 0.32), and stay within a line; ``_samples_of`` keeps the matches at the start of one.
+# Patterns begin with letters, which ``re`` finds ten times as fast as ``^`` (22 instead of 275 us in vLLM
+# 0.32's page of 58 KB), and stay within a line; ``_samples_of`` keeps the matches at the start of one.
 _GAUGE = re.compile(
     rb"vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}\n]*)\})?[ \t]+(\S+)"
 )
@@ -372,14 +372,15 @@ _RANK = re.compile(rb'engine="(\d{1,6})"')
 
 
 def _samples_of(pattern: re.Pattern[bytes], text: bytes) -> Iterator[re.Match[bytes]]:
-    """Matches at the start of a line: elsewhere they are help texts, types or label values."""
+    """Yield matches at the start of a line: elsewhere they are help texts, types or label values."""
     for match in pattern.finditer(text):
         if not match.start() or text[match.start() - 1] == _NEWLINE:
             yield match
 
 
 def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
-    """Blocks of the KV pool of one rank, or of the largest; None where the metrics page does not say."""
+    """Return the number of blocks of the KV pool of one rank, or of the largest; None if the page lacks
+    it."""
     sizes = []
     for match in _samples_of(_POOL, text):
         rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
@@ -389,7 +390,7 @@ def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
 
 
 def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
-    """The set-up of this rank as the page states it; None if it states nothing."""
+    """Return the set-up of this rank as stated by the page; None if it states nothing."""
     rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
     labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
     drafts = any(
@@ -405,7 +406,7 @@ def _is_of(labels: bytes, dp_rank: int | None) -> bool:
 
 
 def read_asleep(text: bytes, dp_rank: int | None) -> bool:
-    """Whether this rank, or any of them, says that it sleeps (vLLM's sleep mode: its cache is gone)."""
+    """Whether this rank, or any rank, reports that it sleeps (vLLM's sleep mode, which drops the cache)."""
     for match in _samples_of(_AWAKE, text):
         rank = _RANK.search(match[1])
         if dp_rank is None or rank is None or int(rank[1]) == dp_rank:
@@ -418,8 +419,8 @@ def read_asleep(text: bytes, dp_rank: int | None) -> bool:
 
 
 def read_started(text: bytes) -> float | None:
-    """When the process behind this page began, in seconds since the epoch (prometheus_client's
-    ``ProcessCollector``); None where the page does not say."""
+    """Return the start of the process behind this page, in seconds since the epoch (prometheus_client's
+    ``ProcessCollector``); None if the page lacks it."""
     match = next(_samples_of(_STARTED, text), None)
     try:
         started = math.nan if match is None else float(match[1])
@@ -429,8 +430,8 @@ def read_started(text: bytes) -> float | None:
 
 
 def read_emptied(text: bytes) -> float:
-    """How often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server: each empties the cache
-    of all of its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
+    """Return how often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server; each call
+    empties the cache of all its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
     calls = 0.0
     for match in _samples_of(_EMPTIED, text):
         try:
@@ -442,8 +443,8 @@ def read_emptied(text: bytes) -> float:
 
 
 def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """NIXL's counters of failed transfers, by its names without prefix; those of one rank if
-    ``dp_rank`` is given. Counters that have not moved yet are absent."""
+    """Return NIXL's counters of failed transfers, by its names without prefix; only those of one rank if
+    ``dp_rank`` is given. Counters that were never incremented are absent."""
     found: dict[str, float] = {}
     for name, value in _samples(_TRANSFERS, text, dp_rank):
         if value < math.inf:
@@ -453,10 +454,10 @@ def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
 
 
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """vLLM's gauges in a metrics page; those of one rank if ``dp_rank`` is given.
+    """Return vLLM's gauges of a metrics page; only those of one rank if ``dp_rank`` is given.
 
-    Requests are summed over models and ranks, of the usage (0..1) the largest counts. Values that are no
-    sensible number (NaN, negative, infinite) are left out.
+    Requests are summed over models and ranks; of the usage (0..1) the maximum is taken. Invalid values (NaN,
+    negative, infinite) are omitted.
     """
     gauges: dict[str, float] = {}
     for name, value in _samples(_GAUGE, text, dp_rank):
@@ -467,7 +468,7 @@ def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
 
 
 def _samples(pattern: re.Pattern[bytes], text: bytes, dp_rank: int | None) -> Iterator[tuple[str, float]]:
-    """Name and value of each sample of this rank, or of all: numbers that are not negative."""
+    """Yield name and value of each sample of this rank, or of all: numbers that are not negative."""
     for match in _samples_of(pattern, text):
         rank = _RANK.search(match[2] or b"")
         if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
@@ -480,13 +481,12 @@ def _samples(pattern: re.Pattern[bytes], text: bytes, dp_rank: int | None) -> It
             yield match[1].decode(), value
 
 
-# Which engine holds which response of the Responses API, and whose it is: follow-ups, GET and cancel must
-# go there, and only for the tenant that made it.
+# Engine and tenant of each response of the Responses API. Follow-ups, GET and cancel must go to that engine,
+# and are allowed only to the tenant that made the response.
 #
-# Learned from answers, so that only responses made through this router are known, and asked of others who
-# may know (``sources``: sibling workers, a shared index). Bounded: the oldest are forgotten first; an
-# engine that leaves takes its responses with it. Always true: a response stays with the tenant that it was
-# first seen of.
+# Learned from responses made through this router, and looked up at others that may know (``sources``: sibling
+# workers, a shared index). Bounded: the oldest are dropped first, and an engine's responses are dropped when
+# it leaves. Invariant: a response stays with the tenant that it was first seen with.
 
 
 RESPONSES_MAX: Final = 100_000
@@ -494,7 +494,7 @@ _ID_CHARS_MAX: Final = 128
 
 
 class HeldResponse(NamedTuple):
-    """A response's engine, and the tenant whose key made it; "" where clients have no keys."""
+    """A response's engine, and the tenant whose key made it; "" without client keys."""
 
     engine_id: str
     tenant: str = ""
@@ -506,8 +506,7 @@ class ResponseHolders:
     def __init__(self, responses_max: int = RESPONSES_MAX) -> None:
         self._max = responses_max
         self._held: OrderedDict[str, HeldResponse] = OrderedDict()
-        # Others that are asked for what is not known here, one after the other; they end in time and raise
-        # nothing.
+        # Queried in turn for unknown responses; they end in time and raise nothing.
         self.sources: list[Callable[[str], Awaitable[HeldResponse | None]]] = []
         # Called for each response recorded here.
         self.listeners: list[Callable[[str, HeldResponse], None]] = []
@@ -516,14 +515,14 @@ class ResponseHolders:
         return len(self._held)
 
     def record(self, response_id: str, engine_id: str, tenant: str = "") -> None:
-        """This engine answered with this response. Ids longer than any engine makes are not kept."""
+        """Record that this engine made this response. Ids longer than any engine makes are ignored."""
         held = HeldResponse(engine_id, tenant)
         if self.learn(response_id, held):
             for listener in self.listeners:
                 listener(response_id, held)
 
     def learn(self, response_id: str, held: HeldResponse) -> bool:
-        """Another worker or replica knows of it. False: it is not kept, being another tenant's already."""
+        """Record a response reported by another worker or replica. False if it already has another tenant."""
         known = self._held.get(response_id)
         if len(response_id) > _ID_CHARS_MAX or (known is not None and known.tenant != held.tenant):
             return False
@@ -534,16 +533,16 @@ class ResponseHolders:
         return True
 
     def known(self, response_id: str) -> HeldResponse | None:
-        """Look a response up here alone."""
+        """Look a response up in this process only."""
         return self._held.get(response_id)
 
     def holder(self, response_id: str | None) -> str | None:
-        """The engine that made it, as far as is known here."""
+        """Return the engine that made it, if known in this process."""
         held = None if response_id is None else self._held.get(response_id)
         return None if held is None else held.engine_id
 
     async def find(self, response_id: str) -> HeldResponse | None:
-        """Look a response up, here and then at ``sources``."""
+        """Look a response up in this process, then at ``sources``."""
         if response_id in self._held or len(response_id) > _ID_CHARS_MAX:
             return self._held.get(response_id)
         for source in self.sources:
@@ -554,6 +553,6 @@ class ResponseHolders:
         return None
 
     def forget(self, engine_id: str) -> None:
-        """The engine left: its responses are gone."""
+        """Drop the responses of an engine that left."""
         for response_id in [r for r, held in self._held.items() if held.engine_id == engine_id]:
             del self._held[response_id]

@@ -180,15 +180,13 @@ class ReceivedPool(Received, frozen=True, omit_defaults=True):
     spec: msgspec.Raw = _ABSENT
 
 
-# From pods, EndpointSlices and an InferencePool to engines. Pure: the same objects always make the same
-# picture.
+# From pods, EndpointSlices and an InferencePool to engines. Pure: equal objects always give equal results.
 #
-# With pods selected, each pod that runs and has an address is an engine; slices, where they are watched
-# too, say whether it is ready and complete its ports; an endpoint that is no pod is an engine as well. With
-# slices alone every endpoint is an engine. An InferencePool selects pods, and each of its target ports is
-# an engine at every pod, since a gateway knows no others: several are the ranks of one server. Otherwise,
-# an annotation overrides a named port. Invalid values are ignored and reported as a
-# problem.
+# If pods are selected, each running pod with an address is an engine; slices, if they are watched too, show
+# whether it is ready and complete its ports; an endpoint that is not a pod is an engine as well. With slices
+# alone every endpoint is an engine. An InferencePool selects pods, and each of its target ports is an engine
+# at every pod, since a gateway knows no others: several are the ranks of one server. Otherwise, an annotation
+# overrides a named port. Invalid values are ignored and reported as a problem.
 
 
 PREFIX = "kvatlas.io/"
@@ -206,7 +204,7 @@ _OVER = frozenset({"Succeeded", "Failed"})
 
 
 class ClusterView(NamedTuple):
-    """Engines in a stable order, and the values that were not understood."""
+    """Engines in a stable order, and the invalid values that were ignored."""
 
     discovered: list[DiscoveredEngine]
     problems: list[str]
@@ -375,7 +373,7 @@ def _engines(
         events = replay = snapshot = None
     held = server.held
     if server.role is not None and server.role not in _ROLES:
-        held = held or f"its role {server.role[:40]!r} is not known here"
+        held = held or f"its role {server.role[:40]!r} is unknown"
         problems.append(
             f"{server.where}: label {ROLE_LABEL} = {server.role[:40]!r} is none of {', '.join(_ROLES)}"
         )

@@ -1,8 +1,8 @@
-"""Keeps the objects of one list true: list once, then watch from there, and list again when history is gone.
+"""Keeps a copy of one list of objects: list, then watch from there; list again when the history has expired.
 
-Always true: while the API server is away, refuses or talks nonsense, the objects stay as last known; pauses
-grow from try to try up to a bound, with jitter, and are at least what the server asked for; a watch that
-breaks is continued where it was heard last, so nothing is missed and nothing is listed twice for it.
+Invariants: while the API server is down, refuses or sends invalid data, the objects stay as last known.
+Pauses between attempts grow up to a bound, with jitter, and are at least as long as the server requested. A
+broken watch continues from its last event, so nothing is missed and no new list is needed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import SourceStats
 from router.http.sockets import reason_of
 
-# All objects of one list, kept true by a watch's events, whatever order and how often they come. Pure.
+# All objects of one list, updated by a watch's events, in whatever order and however often they come. Pure.
 #
-# Per object the newest version wins, also over its deletion, so an event that is late or comes twice
-# changes nothing. Versions are compared as numbers, as Kubernetes' own components have long done and the
-# API promises since 1.35; where they are none, the order of arrival counts. A list is the truth and
-# replaces everything.
+# The newest version of an object wins, also over its deletion, so late and repeated events change nothing.
+# Versions are compared as numbers, as Kubernetes' own components do and as the API guarantees since 1.35; if
+# they are not numbers, the order of arrival counts. A list replaces everything.
 
 
 T = TypeVar("T", Pod, EndpointSlice, InferencePool)
@@ -44,7 +43,7 @@ class _Known(NamedTuple, Generic[T]):
 
 
 class ObjectStore(Generic[T]):
-    """See the module."""
+    """The objects of one list."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], _Known[T]] = {}
@@ -57,16 +56,16 @@ class ObjectStore(Generic[T]):
         return len(self._known) - len(self._deleted)
 
     def replace(self, objects: Iterable[T]) -> None:
-        """These, and no others, exist."""
+        """Replace all objects."""
         self._known = {_key(one): _Known(one.metadata.resource_version, one) for one in objects}
         self._deleted = {}
 
     def put(self, one: T) -> bool:
-        """Added or modified. False if it was old news."""
+        """Add or update an object. False if the event was outdated."""
         return self._note(one, _Known(one.metadata.resource_version, one))
 
     def delete(self, one: T) -> bool:
-        """Deleted; ``one`` is its last state. False if it was old news."""
+        """Delete an object; ``one`` is its last state. False if the event was outdated."""
         return self._note(one, _Known(one.metadata.resource_version, None))
 
     def _note(self, one: T, now: _Known[T]) -> bool:
@@ -98,21 +97,21 @@ _log = structlog.get_logger()
 _Events = AsyncGenerator[tuple[str, Received], None]
 _GONE = 410
 _RETRY_S_MIN = 0.2
-# A watch that ends sooner without having told anything is not begun again at once.
+# A watch that ends earlier without any event is restarted only after a pause.
 _SHORT_WATCH_S = 1.0
 # Consecutive failures after which to list again: the history may differ, e.g. after a restored backup.
 _LIST_AFTER = 3
 _PAGE = 250
-# Longest time of a list, all its pages and a login by plug-in included.
+# Maximum duration of a list, including all its pages and a plug-in's login.
 _LIST_S = 120.0
-# How much later than promised the end of a watch may come.
+# Tolerance for the promised end of a watch.
 _SILENCE_S = 15.0
 _BAD = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Reflector(Generic[T]):
-    """Runs until cancelled. ``changed`` is called whenever ``store`` may differ; ``selector`` is of labels,
-    ``name`` that of the only object wanted."""
+    """Runs until cancelled. ``changed`` is called whenever ``store`` may differ; ``selector`` selects labels,
+    ``name`` the only object wanted."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class Reflector(Generic[T]):
         self._resource = resource
         self._kind: type[T] = kind
         self._namespace = namespace
-        # lightkube writes a key without a value as it is given
+        # lightkube sends a key without a value unchanged
         self._selected: dict[str, Any] = {"labels": {selector: None}} if selector else {}
         if name:
             self._selected["fields"] = {"metadata.name": name}
@@ -144,11 +143,11 @@ class Reflector(Generic[T]):
         self._stats = stats
         self._changed = changed
         self._jitter = jitter
-        self._version: str | None = None  # heard up to here; None: list first
+        self._version: str | None = None  # last version received; None: list first
         self._failures = 0
 
     async def run(self) -> None:
-        """List and watch for ever."""
+        """List and watch until cancelled."""
         while True:
             pause_s = 0.0
             try:
@@ -177,14 +176,14 @@ class Reflector(Generic[T]):
             await asyncio.sleep(pause_s)
 
     def _failed(self, reason: str, error: Exception, *, asked_s: float = 0.0) -> float:
-        """Count it; how long to wait."""
+        """Count a failure. Returns the pause before the next attempt."""
         if reason == "gone":
             self._version = None
         self._failures += 1
         if self._failures >= _LIST_AFTER:
             self._version = None
         first_gone = reason == "gone" and self._failures == 1
-        if not first_gone:  # history that ran out is daily business
+        if not first_gone:  # expired history is normal
             self.failing = True
             if self._stats.failed(reason, f"{self._where}: {_text(error)}"):
                 _log.warning("Kubernetes API", problem=self._stats.last_error)
@@ -225,7 +224,7 @@ class Reflector(Generic[T]):
         self._changed()
 
     async def _watch(self) -> float:
-        """One watch; how long to wait before the next."""
+        """Run one watch. Returns the pause before the next."""
         loop = asyncio.get_running_loop()
         began, synced, watch_s = loop.time(), False, self._settings.watch_s
         events = self._client.watch(
@@ -265,7 +264,7 @@ class Reflector(Generic[T]):
         self._version = version
 
     def _understood(self, one: Received) -> T | None:
-        """An object; one that is not understood costs only itself."""
+        """Decode an object; an invalid one affects only itself."""
         try:
             return one.read_as(self._kind)
         except _BAD as error:
@@ -283,6 +282,6 @@ def _text(error: Exception) -> str:
 
 
 def _reason(status: int) -> str:
-    """A fixed word for a status."""
+    """Return the fixed reason of a status."""
     known = {401: "unauthorized", 403: "forbidden", 404: "not_found", _GONE: "gone", 429: "throttled"}
     return known.get(status, "server_error" if status >= 500 or not status else "refused")

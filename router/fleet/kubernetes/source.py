@@ -1,9 +1,9 @@
-"""Engines in Kubernetes: reflectors of pods and slices, one per namespace, and what their objects show.
+"""Engines in Kubernetes: reflectors of pods and slices, one per namespace, and the engines they show.
 
-Which pods are watched is configured, or said by an InferencePool, which is watched then: another selector
-begins another watch of pods, and the engines stay as last known until it has listed them. What one namespace
-shows counts also while another cannot be read. Always true: the picture told is that of the objects as last
-known, and changes only when theirs did.
+The watched pods are configured, or given by an InferencePool, which is watched too: when its selector
+changes, a new watch of pods starts, and the engines stay as last known until it has listed them. Engines of
+one namespace count even while another cannot be read. Invariant: the published engines are those of the
+objects as last known, and change only when the objects did.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = structlog.get_logger()
 
 
 class KubernetesSource:
-    """See the module; a ``Source``."""
+    """Engines in Kubernetes; a ``Source``."""
 
     name = "kubernetes"
 
@@ -48,7 +48,7 @@ class KubernetesSource:
         self._pods: list[Reflector[Pod]] = []
         self._slices: list[Reflector[EndpointSlice]] = []
         self._pool: Reflector[InferencePool] | None = None
-        self._pool_view: PoolView | None = None  # as its pods are watched now
+        self._pool_view: PoolView | None = None  # the pool whose pods are watched
         self._watching_pods: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._published: list[DiscoveredEngine] | None = None
@@ -87,7 +87,7 @@ class KubernetesSource:
             tasks.create_task(self._pool.run())
 
     def _watch_pods(self, selector: str, client: AsyncClient, tasks: asyncio.TaskGroup) -> None:
-        """These pods from now on, and no others."""
+        """Watch these pods and no others."""
         for task in self._watching_pods:
             task.cancel()
         self._pods = [
@@ -99,7 +99,8 @@ class KubernetesSource:
     def _follow_pool(
         self, pool: Reflector[InferencePool], client: AsyncClient, tasks: asyncio.TaskGroup
     ) -> str:
-        """Watch the pods that it selects now; what is wrong with it. One without sense changes nothing."""
+        """Watch the pods that the pool selects now. Returns the problem, if any; an invalid pool changes
+        nothing."""
         name = self._settings.inference_pool
         try:
             now = read_pool(pool.store, name)
@@ -134,7 +135,7 @@ class KubernetesSource:
         )
 
     def _look(self, publish: Publish, problem: str) -> None:
-        """Tell of the picture, if it is another one; ``problem`` is what is wrong with the pool."""
+        """Publish the engines if they changed; ``problem``: what is wrong with the pool."""
         states = [(one.synced, one.failing) for one in self._pods]
         states += [(one.synced, one.failing) for one in self._slices]
         if self._pool is not None:
@@ -150,7 +151,7 @@ class KubernetesSource:
             self.stats.complain("malformed", news)
             _log.warning("Kubernetes object could not be used", problem=news)
         self._problems = problems
-        # a pool is reported only once all of it is known; namespaces become known one by one
+        # Report a pool only once all of it is known; namespaces become known one by one.
         known = (all if self._pool is not None else any)(synced for synced, _ in states)
         if seen.discovered != self._published and known:
             self._published = seen.discovered

@@ -1,8 +1,8 @@
 """Transport below lightkube: size limits, bookmarks, reasons of refusals, and CA rotation.
 
-Always true: nothing is read beyond a bound; a watch gives whole lines only, so a connection that breaks in
-the middle of one gives what came before it; a watch ends with ``WatchEndedError``, where lightkube by itself
-would begin the next at once and for ever; no secret is in an error's text.
+Invariants: every read is bounded; a watch yields complete lines only, so a connection that breaks within a
+line yields all lines before it; a watch ends with ``WatchEndedError``, where lightkube by itself would start
+the next one at once, without end; no error text contains a secret.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from router.fleet.sources import CannotStartError
 from router.http.sockets import reason_of
 from router.openai.errors import retry_after_s
 
-# Where the API server is, whom it trusts and who we are: inside a cluster, by kubeconfig, or as configured.
+# Address of the API server, trusted CA and credentials: inside a cluster, by kubeconfig, or as configured.
 #
-# lightkube reads kubeconfigs and logs in. Always true: a token is read again when it was refused and the CA
+# lightkube reads kubeconfigs and logs in. Invariants: a token is read again when it was refused, and the CA
 # for every request, since both are rotated; a token is never sent unencrypted to another machine.
 
 
 _TOKEN_BYTES_MAX = 64 * 1024
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-# What lightkube does not know by name; the answer's place of the token is the same.
+# Login plug-in of an API version that lightkube does not know; the token is at the same place in its answer.
 _EXEC_VERSIONS = {"client.authentication.k8s.io/v1": "client.authentication.k8s.io/v1beta1"}
 
 
 class AccessError(CannotStartError):
-    """The API server cannot be asked; the message names the key or file, and the remedy."""
+    """The API server cannot be queried; the message names the key or file, and the remedy."""
 
 
 def find_access(settings: KubernetesSettings, environ: Mapping[str, str] = os.environ) -> SingleConfig:
-    """How to reach the API server. Raises ``AccessError``."""
+    """Return the access to the API server. Raises ``AccessError``."""
     if settings.kubeconfig is not None:
         return read_kubeconfig(Path(settings.kubeconfig).expanduser())
     folder = Path(settings.credentials_dir)
@@ -66,7 +66,7 @@ def find_access(settings: KubernetesSettings, environ: Mapping[str, str] = os.en
 
 
 def read_kubeconfig(path: Path) -> SingleConfig:
-    """The current context of a kubeconfig. Raises ``AccessError``."""
+    """Read the current context of a kubeconfig. Raises ``AccessError``."""
     try:
         config = KubeConfig.from_file(path).get()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -83,13 +83,13 @@ def _checked(config: SingleConfig | None) -> SingleConfig:
     secret = user.token or user.token_file or user.exec or user.password
     if secret and url.scheme != "https" and url.hostname not in _LOOPBACK:
         raise AccessError(f"{config.cluster.server}: a token is not sent without TLS; give an https:// URL")
-    if user.token_file:  # lightkube would look for it in the working directory
+    if user.token_file:  # lightkube would resolve it against the working directory
         user = msgspec.structs.replace(user, token_file=str(config.abs_file(user.token_file)))
         _check_token(Path(user.token_file or ""))
     if user.exec and user.exec.apiVersion in _EXEC_VERSIONS:
         login = msgspec.structs.replace(user.exec, apiVersion=_EXEC_VERSIONS[user.exec.apiVersion])
         user = msgspec.structs.replace(user, exec=login)
-    # without TLS lightkube need not read the system's authorities: that takes 10 MiB
+    # Without TLS lightkube need not read the system's CA certificates, which take 10 MiB.
     plain = url.scheme != "https"
     cluster = msgspec.structs.replace(config.cluster, insecure=config.cluster.insecure or plain)
     return config._replace(user=user, cluster=cluster)
@@ -106,7 +106,7 @@ def _check_token(path: Path) -> None:
 
 
 def read_authority(config: SingleConfig) -> bytes:
-    """The CA's file as it is now; empty where the configuration has none. Raises ``AccessError``."""
+    """Return the CA file's current content; empty if none is configured. Raises ``AccessError``."""
     name = config.cluster.certificate_auth
     try:
         return Path(config.abs_file(name)).read_bytes() if name else b""
@@ -115,9 +115,9 @@ def read_authority(config: SingleConfig) -> bytes:
 
 
 def verifying(config: SingleConfig) -> ssl.SSLContext:
-    """Chain and name are verified as kubectl does: not strictly by RFC 5280, which Python 3.13 would do by
-    default and which refuses the authorities of older clusters for want of a key usage or an identifier.
-    Raises ``AccessError``."""
+    """Return a context that verifies chain and name like kubectl does. It is not as strict as RFC 5280,
+    Python 3.13's default, which refuses the CAs of older clusters because they lack a key usage or an
+    identifier. Raises ``AccessError``."""
     try:
         context = verify_cluster(config.cluster, config.user or User(), config.abs_file, trust_env=False)
     except (OSError, ValueError, TypeError) as error:  # ssl.SSLError is an OSError
@@ -133,12 +133,12 @@ _PAGE_BYTES_MAX = 64 << 20
 _LINE_BYTES_MAX = 8 << 20
 _ERROR_BYTES_MAX = 16 * 1024
 _RETRY_AFTER_S_MAX = 60.0
-# What httpx2 takes for the end of a line, and JSON does not: written as JSON can write it.
+# Line ends for httpx2, but not for JSON: replaced by their JSON escapes.
 _LINE_ENDS = {text.encode(): f"\\u{ord(text):04x}".encode() for text in "\x85\u2028\u2029"}
 
 
 class RefusedError(Exception):
-    """The API server said no. ``retry_after_s`` is what it asked for, 0 where it did not say."""
+    """The API server refused. ``retry_after_s``: the pause it requested, 0 if it did not."""
 
     def __init__(self, status: int, text: str, retry_after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -147,22 +147,22 @@ class RefusedError(Exception):
 
 
 class BadAnswerError(Exception):
-    """An answer that is no Kubernetes API's."""
+    """The answer does not come from a Kubernetes API."""
 
 
 class WatchEndedError(Exception):
-    """The API server ended a watch, as it does after the time it was asked for."""
+    """The API server ended a watch, as it does after the requested time."""
 
 
 class LineSplitter:
-    """Bytes in, whole lines out. Raises ``BadAnswerError`` for a line without end."""
+    """Splits bytes into complete lines. Raises ``BadAnswerError`` for a line over the limit."""
 
     def __init__(self, bytes_max: int = _LINE_BYTES_MAX) -> None:
         self._rest = b""
         self._bytes_max = bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are whole now."""
+        """Return the lines that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self._bytes_max:
             raise BadAnswerError(f"a line of the watch is over {self._bytes_max} bytes")
@@ -170,8 +170,8 @@ class LineSplitter:
 
 
 def make_client(config: SingleConfig) -> AsyncClient:
-    """lightkube's client on an ``ApiTransport``. Raises ``AccessError``."""
-    verifying(config)  # lightkube does the same, and would not say which file is wrong
+    """Make lightkube's client on an ``ApiTransport``. Raises ``AccessError``."""
+    verifying(config)  # lightkube checks the same, but does not name the unusable file
     timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
     try:
         return AsyncClient(config, timeout=timeout, trust_env=False, transport=ApiTransport(config))
@@ -180,7 +180,7 @@ def make_client(config: SingleConfig) -> AsyncClient:
 
 
 class ApiTransport(httpx2.AsyncBaseTransport):
-    """See the module; ``config`` tells whom to trust."""
+    """Transport with these limits; ``config`` names the trusted CA."""
 
     def __init__(self, config: SingleConfig) -> None:
         self._config = config
@@ -188,7 +188,7 @@ class ApiTransport(httpx2.AsyncBaseTransport):
         self._inner: httpx2.AsyncHTTPTransport | None = None
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Raises ``RefusedError`` for every status but 200, and 401, which lets lightkube log in again;
+        """Raise ``RefusedError`` for every status but 200, and 401, on which lightkube logs in again; also
         ``BadAnswerError``, ``AccessError`` or ``httpx2.HTTPError``."""
         if not request.headers.get("authorization", " ").isprintable():
             return _unauthorized("the token is not one line of text; see its file or login plug-in")
@@ -218,11 +218,11 @@ class ApiTransport(httpx2.AsyncBaseTransport):
             await self._inner.aclose()
 
     async def _trusting(self) -> httpx2.AsyncHTTPTransport:
-        """Connections by the CA as it is now; where it is another one, new ones."""
+        """Return connections that trust the current CA; if it changed, new ones."""
         authority = read_authority(self._config)
         if self._inner is None or authority != self._authority:
             old, self._authority = self._inner, authority
-            limits = httpx2.Limits(max_connections=None)  # each watch holds one
+            limits = httpx2.Limits(max_connections=None)  # each watch occupies one
             self._inner = httpx2.AsyncHTTPTransport(verify=verifying(self._config), limits=limits)
             if old is not None:
                 await old.aclose()
@@ -271,7 +271,7 @@ async def _refused(answer: httpx2.Response, path: str) -> RefusedError:
 
 
 async def _read(answer: httpx2.Response, bytes_max: int) -> bytes:
-    """The body, or a little more than ``bytes_max`` of it."""
+    """Read the body, or a little more than ``bytes_max`` of it."""
     body = bytearray()
     async for piece in answer.aiter_bytes():
         body += piece
