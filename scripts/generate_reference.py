@@ -107,7 +107,7 @@ _RELOADING = """\
 
 SIGHUP makes the router read all of it again (`kill -HUP PID`; with workers, of the parent) and take what can
 be changed while it runs. A configuration that cannot be used is refused as a whole: the old one stays, the
-log says why. What needs a new start is named in the log and stays as it is. More:
+log says why. Changes that need a restart are logged and not applied. More:
 [operations.md](operations.md#reloading).
 """
 _FLAGS = ("argument", "default", "meaning")

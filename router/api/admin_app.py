@@ -1,4 +1,4 @@
-"""The admin API of one router, as configured: its application, and its own port where it has one."""
+"""The admin API of one router: its application, and its own port if it has one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from router.openai.errors import ApiError, bad_request, engine_not_found, fleet_
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 
-# The admin API's own port, with TLS where configured; the router's own connections serve it.
+# The admin API's own port, with TLS if configured; the router's own HTTP connections serve it.
 #
-# Always true: with a client authority configured, no byte of a request is read from somebody without a
-# certificate of it.
+# Invariant: with a client CA configured, no byte of a request is read from a client without a certificate
+# signed by it.
 
 
 _KEYS = "admin.tls_cert_file, tls_key_file or client_ca_file"
@@ -51,8 +51,8 @@ class _Connection(ClientConnection):
 def make_admin_server(
     app: Any, settings: AdminSettings, certificates: Certificates, sock: socket.socket | None = None
 ) -> SideServer:
-    """The server of the separate port; ``sock`` listens already. Raises ``TlsError`` for TLS files of no
-    use."""
+    """Make the server of the separate port; ``sock`` already listens. Raises ``TlsError`` for unusable TLS
+    files."""
     context = None
     if settings.tls.given:
         context = certificates.hold(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
@@ -69,7 +69,7 @@ def make_admin_server(
 
 
 def common_name(certificate: dict[str, Any]) -> str:
-    """The common name in a checked certificate, or its whole subject."""
+    """Return the common name in a verified certificate, or its whole subject."""
     subject = [pair for part in certificate.get("subject", ()) for pair in part]
     names = [value for key, value in subject if key == "commonName"]
     return str(names[0] if names else subject or "certificate")[:64]
@@ -102,7 +102,7 @@ class FleetActions:
         self._apply = apply
 
     def listing(self) -> dict[str, Any]:
-        """Every engine, every removed server, every source."""
+        """Return every engine, every removed server and every source."""
         return {
             "engines": [self._describe(status) for status in self._fleet],
             "removed": [{"base_url": url, "by": one.by} for url, one in self._desired.removed.items()],
@@ -124,7 +124,8 @@ class FleetActions:
         return changed, {"engine": engine.engine_id, "sources": self._desired.sources(engine.base_url)}
 
     def remove(self, name: str, who: str) -> dict[str, Any]:
-        """Remove a server; its running streams go on. It stays removed while other sources still name it."""
+        """Remove a server; its running streams continue. It stays removed while other sources still list
+        it."""
         if "#" in name:
             message = (
                 f"{name} is one rank of a server; drain it, or remove the server {name.partition('#')[0]}."
@@ -136,14 +137,14 @@ class FleetActions:
         return {"engine": name, "kept_out": name in self._desired.removed}
 
     def drain(self, name: str, who: str) -> dict[str, Any]:
-        """Send no new requests to an engine, or to all ranks of a server. Running streams go on."""
+        """Stop new requests to an engine, or to all ranks of a server. Running streams continue."""
         self._affected(name)
         self._desired.drain(name, who)
         self._apply()
         return {"engine": name, "requests": self._requests(name)}
 
     def undrain(self, name: str) -> dict[str, Any]:
-        """End ``drain``. New requests follow, unless the engine is held for another reason too."""
+        """End ``drain``. New requests come again, unless the engine is held for another reason too."""
         self._affected(name)
         was = self._desired.undrain(name)
         self._apply()
@@ -160,7 +161,7 @@ class FleetActions:
         return sum(self._in_flight(status) for status in self._affected(name))
 
     def _in_flight(self, status: Engine) -> int:
-        """Requests in flight at the engine, of this router and of those that tell it of theirs."""
+        """Return the requests in flight at the engine, of this router and of those that report theirs."""
         load, others = status.load.at(self._now()), others_at(status.engine_id, self._others())
         own = max(0, load.running + load.waiting - load.foreign)
         return own if others is None else own + others.running + others.waiting
@@ -179,11 +180,11 @@ class FleetActions:
         }
 
 
-# ``/admin/engines`` over HTTP: who asks, how often, what was done, and a line in the log for each change.
+# ``/admin/engines`` over HTTP: authentication, rate limits, and a log line for each change.
 #
-# Always true: nothing is read of a request, and nothing done, before its sender is known and within their
-# rate; every attempt of a known sender to change something is in the log, also a refused one. Of attempts
-# for unknown administrators there is at most one line a second, with the number of requests it represents.
+# Invariants: nothing of a request is read or done before its sender is authenticated and within their rate;
+# every attempt of an authenticated sender to change something is logged, also a refused one. Attempts by
+# unknown senders are logged at most once a second, with their number.
 
 
 PREFIX = "/admin/"
@@ -209,7 +210,7 @@ def create_admin(
     stats: AdminStats,
     settled: Callable[[], Awaitable[None]] | None = None,
 ) -> FastAPI:
-    """The application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
+    """Make the application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
     app = FastAPI(
         title="kvatlas admin",
         version=__version__,
@@ -224,7 +225,7 @@ def create_admin(
 
 
 class _Audit:
-    """Lets a request in and writes down what became of it."""
+    """Authorizes requests and logs their outcome."""
 
     def __init__(self, authenticator: Authenticator, stats: AdminStats) -> None:
         self._door = authenticator
@@ -232,7 +233,7 @@ class _Audit:
         self._seldom = LogThrottle(_REFUSED_EVERY_S)
 
     async def enter(self, request: Request, action: str) -> str:
-        """Who asks. Raises ``ApiError``; a refused change is in the log."""
+        """Return the authenticated sender. Raises ``ApiError``; a refused change is logged."""
         try:
             who = await self._door.admit(request)
         except ApiError as error:
@@ -244,7 +245,7 @@ class _Audit:
     def change(
         self, request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Carry a change out, and write down its outcome. Raises what ``work`` raises."""
+        """Make a change and log its outcome. Raises what ``work`` raises."""
         try:
             outcome = work()
         except ApiError as error:
@@ -255,7 +256,7 @@ class _Audit:
         return outcome
 
     def malformed(self, request: Request, action: str, who: str, error: ApiError) -> None:
-        """A change that could not even be understood."""
+        """Log a change whose request could not be parsed."""
         self._refused(request, action, who, "", error)
 
     def _refused(self, request: Request, action: str, who: str, engine: str, error: ApiError) -> None:
@@ -263,7 +264,7 @@ class _Audit:
         if action == "list":
             return
         more: dict[str, Any] = {}
-        if who == _UNKNOWN:  # anybody can cause these
+        if who == _UNKNOWN:  # anyone can cause these
             unsaid = self._seldom.due("", self._door.now())
             if unsaid is None:
                 return
@@ -295,7 +296,7 @@ def _add_routes(
 
     @app.get("/admin/engines")
     async def listing(request: Request) -> Response:
-        """Every engine with its sources, every server kept out, every source."""
+        """Every engine with its sources, every removed server, every source."""
         await audit.enter(request, "list")
         return json_answer(actions.listing())
 
@@ -325,14 +326,14 @@ def _add_routes(
 
     @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
-        """No new requests there: ``{"engine": ...}``."""
+        """Stop new requests: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
 
     @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
-        """New requests again: ``{"engine": ...}``."""
+        """Allow new requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "undrain", who, name, lambda: actions.undrain(name)))
@@ -346,9 +347,11 @@ def _decode(raw: bytes, kind: type[_T]) -> _T:
 
 
 class AdminApi:
-    """``settings.enabled`` must be on. ``port`` False: another process has the API's own port; ``sock``
-    listens there already. ``settled`` is awaited before a change is answered. Raises ``AdminFileError`` or
-    ``TlsError`` for unusable files."""
+    """The admin API. ``settings.enabled`` must be on.
+
+    ``port`` False: another process has the API's own port; ``sock`` already listens there. ``settled`` is
+    awaited before a change is answered. Raises ``AdminFileError`` or ``TlsError`` for unusable files.
+    """
 
     def __init__(
         self,
@@ -376,7 +379,7 @@ class AdminApi:
             self.server = make_admin_server(self._app, settings, certificates, sock)
 
     def here(self, path: str) -> bool:
-        """Whether the router's own port serves this path by ``__call__``."""
+        """Whether the router's own port serves this path through ``__call__``."""
         return self._public and path.startswith(PREFIX)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:

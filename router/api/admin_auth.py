@@ -1,8 +1,8 @@
 """Authenticates requests to the admin API and the ops port, and limits their rate.
 
-Always true: nothing of a request's body is read before the sender is authenticated. Once failed logins have
-used up their allowance, tokens from one address are compared one after the other, ``TURN_S`` apart: that
-slows guessing, and costs a client with a valid token a fraction of a second.
+Invariant: nothing of a request's body is read before the sender is authenticated. Once failed logins have
+used up their allowance, tokens from one address are compared one at a time, ``TURN_S`` apart: that slows
+guessing, and delays a client with a valid token by a fraction of a second.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from router.http.sockets import reason_of
 from router.http.tls import WatchedFile
 from router.openai.errors import ApiError, too_often, unauthorized
 
-# Who a bearer token belongs to, by a file that may be replaced while the router runs.
+# Bearer tokens and their names, from a file that may be replaced while the router runs.
 #
-# Always true: every comparison takes the same time whatever was sent and whichever entry it fits; a file
-# that becomes invalid leaves the tokens unchanged, and a warning is logged.
+# Invariants: a comparison takes the same time for every input and every matching entry; a file that becomes
+# invalid leaves the tokens unchanged, and a warning is logged.
 
 
 _log = structlog.get_logger()
 _LENGTH_MIN = 16
 _TOKENS_MAX = 64
 _FILE_BYTES_MAX = 64 * 1024
-# The name of a token that stands alone.
+# Name of a token without one.
 UNNAMED = "admin"
 
 
 class AdminFileError(ValueError):
-    """A file of tokens or certificates that cannot be used; the message names the key."""
+    """An unusable file of tokens or certificates; the message names the key."""
 
 
 class TokenFile:
@@ -71,7 +71,8 @@ class TokenFile:
 
 
 def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, str]]:
-    """(digest, name) of every token. Raises ``AdminFileError`` naming the line; never shows a token."""
+    """Return (digest, name) of every token. Raises ``AdminFileError`` naming the line; never shows a
+    token."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX).decode("ascii")
@@ -98,7 +99,7 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
     return found
 
 
-# How often somebody may ask: one token bucket per name, and turns one after the other where one is empty.
+# Rate limits: one token bucket per name, and turns of ``TURN_S`` once it is empty.
 #
 # Pure and bounded; the caller has the clock.
 
@@ -106,17 +107,17 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
 _ROUNDING = 1e-6
 TURN_S = 0.25
 WAITING_MAX = 8
-# Names remembered; the one not heard of for longest is forgotten, and begins with a full bucket again.
+# Names remembered; the least recently used is evicted, and starts with a full bucket the next time.
 _NAMES_MAX = 256
 
 
 class RateLimit:
-    """``per_minute`` requests on average, bursts of a quarter of it (one at least)."""
+    """``per_minute`` requests on average, bursts of a quarter of it (at least one)."""
 
     def __init__(self, per_minute: float) -> None:
         self._per_s = per_minute / 60
         self._burst = max(1.0, per_minute / 4)
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> left, when
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> (tokens left, time)
 
     def used_up(self, name: str, now: float) -> bool:
         """Whether ``take`` would refuse."""
@@ -138,13 +139,13 @@ class RateLimit:
 
 
 class Turns:
-    """One turn every ``TURN_S`` for each name; at most ``WAITING_MAX`` wait for theirs."""
+    """One turn per ``TURN_S`` for each name; at most ``WAITING_MAX`` wait for theirs."""
 
     def __init__(self) -> None:
         self._free_at: OrderedDict[str, float] = OrderedDict()
 
     def take(self, name: str, now: float) -> float | None:
-        """Seconds to wait for the turn that is now taken; None where too many wait already."""
+        """Take the next turn. Returns the seconds to wait for it; None if too many wait already."""
         at = max(now, self._free_at.get(name, now))
         if at - now > WAITING_MAX * TURN_S - _ROUNDING:
             return None
@@ -155,7 +156,7 @@ class Turns:
         return at - now
 
 
-# Where the listener puts the common name of a client certificate into the ASGI scope.
+# Key of the ASGI scope for the common name of a client certificate.
 PEER = "kvatlas.peer"
 _FAILED = ""
 
@@ -187,7 +188,7 @@ class Authenticator:
         self._unlimited = unlimited
 
     async def admit(self, request: Request) -> str:
-        """The name of the authenticated client. Raises ``ApiError``."""
+        """Return the name of the authenticated client. Raises ``ApiError``."""
         now = self._clock()
         if self._limit.used_up(_FAILED, now):
             wait_s = self._turns.take(_address(request), now)
@@ -205,7 +206,7 @@ class Authenticator:
         return who
 
     def now(self) -> float:
-        """The clock that rates go by, in seconds."""
+        """Return the clock of the rate limits, in seconds."""
         return self._clock()
 
     def _too_often(self, wait_s: int) -> ApiError:
@@ -224,7 +225,7 @@ class Authenticator:
 
 
 def _address(request: Request) -> str:
-    """The client's address; of IPv6 the part that one customer is given (64 bits)."""
+    """Return the client's address; of IPv6 the part assigned to one customer (64 bits)."""
     host = request.client.host if request.client is not None else ""
     return ":".join(host.split(":")[:4]) if host.count(":") > 1 and "." not in host else host
 

@@ -34,7 +34,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     name is logged."""
     requests_per_minute: float = 60.0
     """Requests each name may make per minute, in bursts of up to a quarter of it; failed logins share one
-    such allowance. Once it is used up, tokens from one address are compared four times a second only."""
+    such allowance. Once it is used up, tokens from one address are compared only four times a second."""
 
     def __post_init__(self) -> None:
         if not self.enabled:
@@ -49,5 +49,5 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tls(self) -> TlsFiles:
-        """Of the own port."""
+        """TLS settings of the own port."""
         return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)

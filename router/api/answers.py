@@ -1,6 +1,6 @@
 """Response structs of the router's own endpoints, and their OpenAPI document.
 
-Always true: an answer is made of the struct that the document describes, so the two cannot part.
+Invariant: responses and document are made of the same structs, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.observe.history import HistoryInterval, RecentHistory
 from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN, Contradiction, FirstTokenSummary, Receipt
 from router.placement.load.account import EngineLoad
 
-# What is wrong with an engine, by the router's own view of it, and what to do: for the page and the doctor.
+# Problems of an engine as seen by the router, with remedies: for the status page and the doctor.
 #
 # Works on the JSON of ``GET /kvatlas/engines``, so that a doctor of another version can read it too.
 
@@ -38,8 +38,8 @@ _FEED_REMEDIES = {
 
 
 class EngineProblem(msgspec.Struct, frozen=True):
-    """``severity`` info: it is meant to be so. ``cause`` and ``remedy`` may be empty then. ``about`` is part
-    of the id of the doctor's check."""
+    """``severity`` info: intended; ``cause`` and ``remedy`` may then be empty. ``about`` is part of the id of
+    the doctor's check."""
 
     severity: Literal["error", "warning", "info"]
     seen: str
@@ -49,12 +49,12 @@ class EngineProblem(msgspec.Struct, frozen=True):
 
 
 def engine_problems(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    """Of one engine that ought to work."""
+    """Yield the problems of an engine that should work."""
     if not view.get("up"):
         yield EngineProblem(
             "error",
-            f"the router says it is down: {view.get('problem')}",
-            "it is, or the router cannot reach it from where it runs",
+            f"the router reports it down: {view.get('problem')}",
+            "it is down, or the router cannot reach it",
             "run kvatlas doctor on the router's machine",
         )
         return
@@ -144,7 +144,7 @@ def _feed(view: Mapping[str, Any]) -> Iterator[EngineProblem]:
 
 
 def _unusable(view: Mapping[str, Any], feed: Mapping[str, Any]) -> Iterator[EngineProblem]:
-    """An engine that publishes, but nothing that the router can use."""
+    """Yield a problem if the engine publishes, but the router can use nothing of it."""
     unusable = view.get("unusable_events", 0)
     if not unusable:
         return
@@ -166,19 +166,19 @@ _REF = "#/components/schemas/{name}"
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The process lives."""
+    """The process is alive."""
 
     status: str = "ok"
 
 
 class Version(msgspec.Struct, frozen=True):
-    """Which kvatlas this is."""
+    """Version of kvatlas and Python."""
 
     version: str
 
 
 class EngineBrief(msgspec.Struct, frozen=True):
-    """One engine, in short; ``held`` says why it gets no new requests."""
+    """Short form of an engine; ``held``: why it gets no new requests."""
 
     up: bool
     problem: str
@@ -187,7 +187,7 @@ class EngineBrief(msgspec.Struct, frozen=True):
 
 
 class PromptsBrief(msgspec.Struct, frozen=True):
-    """How the prompts of one model become tokens: ``here``, or by asking an ``engine``, and why."""
+    """Where prompts of one model are tokenized, ``here`` or by an ``engine``, and why."""
 
     how: str
     source: str
@@ -198,7 +198,7 @@ class PromptsBrief(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Whether traffic should come here, and if not, why; engines by their ids, models by their names."""
+    """Whether the router is ready for traffic, and if not, why; engines by id, models by name."""
 
     ready: bool
     reason: str
@@ -214,7 +214,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """One engine as the router sees it; docs/glossary.md explains the fields."""
+    """State of one engine; docs/glossary.md explains the fields."""
 
     engine: str
     up: bool
@@ -249,8 +249,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
 
 class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has not ended. ``stage``: reading, placed (its engine has said nothing yet), or
-    streaming. ``why`` has the names of trace attributes, without their prefix."""
+    """A request in progress. ``stage``: reading, placed (no answer of its engine yet), or streaming. ``why``
+    has the names of trace attributes, without their prefix."""
 
     request_id: str
     path: str
@@ -266,8 +266,8 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended, at ``at_s`` in Unix time. ``status`` is HTTP's, or ``client_gone``,
-    ``broken_stream`` or ``unseen`` (a gateway passed the answer on without showing it). Token counts are the
+    """An ended request; ``at_s``: its end in Unix time. ``status`` is HTTP's, or ``client_gone``,
+    ``broken_stream`` or ``unseen`` (a gateway forwarded the answer without showing it). Token counts are the
     engine's."""
 
     at_s: float
@@ -289,8 +289,8 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixView(msgspec.Struct, frozen=True):
-    """A prefix that prompts begin with: ``rate`` prompts of the last ten minutes; ``holders``: engine ->
-    groups of layers that hold its last block on the GPU. ``parent`` is a shorter prefix's id."""
+    """A common prompt prefix. ``rate``: number of prompts in the last ten minutes; ``holders``: engine ->
+    groups of layers that hold its last block on the GPU; ``parent``: id of a shorter prefix."""
 
     id: str
     parent: str
@@ -301,14 +301,14 @@ class PrefixView(msgspec.Struct, frozen=True):
 
 
 class ReceiptView(Receipt, frozen=True, kw_only=True):
-    """A receipt with what follows from it."""
+    """A receipt and the values derived from it."""
 
     hit_by_medium: dict[str, int]
     outcome_: str = msgspec.field(name="outcome")
 
 
 def view_receipt(receipt: Receipt) -> ReceiptView:
-    """The receipt and what follows from it."""
+    """Derive the view of a receipt."""
     return ReceiptView(
         **msgspec.structs.asdict(receipt), hit_by_medium=receipt.by_medium, outcome_=receipt.outcome
     )
@@ -324,7 +324,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Every answer that is not a success, in OpenAI's shape."""
+    """Any error response, in OpenAI's shape."""
 
     error: ErrorDetail
 
@@ -336,7 +336,7 @@ _KINDS = (
 
 
 def described(schema: dict[str, Any], text: str = "Success") -> dict[int | str, dict[str, Any]]:
-    """``responses`` of a route that answers this as JSON."""
+    """Return ``responses`` of a route that answers this struct as JSON."""
     return {
         200: {"description": text, "content": {"application/json": {"schema": schema}}},
         "default": {
@@ -347,15 +347,15 @@ def described(schema: dict[str, Any], text: str = "Success") -> dict[int | str, 
 
 
 def refer(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The schema of a struct of this module."""
+    """Return the reference to the schema of a struct of this module."""
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
 class DocumentedApi(FastAPI):
-    """Its OpenAPI document has the schemas of the structs."""
+    """API whose OpenAPI document contains the schemas of the structs."""
 
     def openapi(self) -> dict[str, Any]:
-        """The document; made once."""
+        """Return the document, which is made once."""
         if self.openapi_schema is None:
             _, schemas = msgspec.json.schema_components(_KINDS, ref_template=_REF)
             document = super().openapi()

@@ -1,8 +1,8 @@
-"""The router's own endpoints: health, readiness, metrics, models, and why a request goes where it goes.
+"""The router's own endpoints: health, readiness, metrics, models, and explanations of routing decisions.
 
-Typed and rare, so FastAPI serves them; everything an engine answers goes through the proxy instead. Errors
-have OpenAI's shape here too. There are two applications: ``create_control`` for everybody, which knows
-nothing of what clients send, and ``create_ops``, which has all of it (``api/ops.py`` says who gets there).
+They are typed and rarely called, so FastAPI serves them; all endpoints of engines go through the proxy
+instead. Errors have OpenAI's shape here too. There are two applications: ``create_control`` for every client,
+without data of other clients, and ``create_ops`` with everything (``api/ops.py`` decides who gets access).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from router.openai.members import (
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
 from router.placement.decide import Planner
 
-# Where the ASGI scope has the ``Tenant`` whose key a request came with.
+# Key of the ASGI scope for the ``Tenant`` of a request's key.
 TENANT = "kvatlas.tenant"
 CONTROL_PATHS = frozenset({"/health", "/ready", "/metrics", "/version", "/v1/models"})
 CONTROL_PREFIX = "/kvatlas/"
@@ -88,13 +88,14 @@ def create_control(
     readiness: Callable[[], Readiness],
     refusal: Callable[[str], ApiError],
 ) -> FastAPI:
-    """The application for ``is_control`` paths of the public port; ``refusal`` is for those it has not."""
+    """Make the application for ``is_control`` paths of the public port; ``refusal`` is for unavailable
+    ones."""
     app = _create(sources, readiness)
 
     @app.api_route("/metrics", methods=_METHODS)
     @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
     async def elsewhere(request: Request) -> Response:
-        """Answered on the ops port."""
+        """Return an error that names the ops port."""
         raise refusal(request.scope["path"])
 
     return app
@@ -108,8 +109,8 @@ def create_ops(
     body_bytes_max: int,
     view: OpsView | None = None,
 ) -> FastAPI:
-    """The application with everything, for the ops port; ``view`` is what it shows, by default of this
-    process alone."""
+    """Make the application with everything, for the ops port; ``view`` is what it shows, by default only this
+    process."""
     app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
     view = view or LocalView(sources)
     _add_metrics(app, view)
@@ -137,7 +138,7 @@ def _create(
 
 
 def add_errors(app: FastAPI) -> None:
-    """Answer every error in OpenAI's shape."""
+    """Convert every error to OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
@@ -145,7 +146,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        """Convert the framework's own errors: an unknown path, a method that a path does not have."""
+        """Convert the framework's own errors: an unknown path, or an unsupported method."""
         path = request.url.path
         if error.status_code == 405:
             allow = (error.headers or {}).get("Allow", "GET")
@@ -154,7 +155,7 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
-        """A fault of ours; the server logs it."""
+        """Handle a bug of the router; the server logs it."""
         return error_answer(internal_error())
 
     @app.exception_handler(ClientDisconnect)
@@ -164,13 +165,13 @@ def add_errors(app: FastAPI) -> None:
 
 
 def error_answer(error: ApiError) -> Response:
-    """An error in OpenAI's shape."""
+    """Return the response for an error, in OpenAI's shape."""
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Callable[[Any], Any]:
-    """A route for GET, and for HEAD as probes send it; ``schema`` is of its JSON answer."""
+    """Make a route for GET, and for HEAD, which probes use; ``schema`` is that of its JSON response."""
 
     def add(work: Any) -> Any:
         app.head(path, include_in_schema=False)(work)
@@ -183,7 +184,7 @@ def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Calla
 def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readiness]) -> None:
     @_get(app, "/health", refer(Health))
     async def health() -> Response:
-        """The process lives."""
+        """The process is alive."""
         return json_answer(Health())
 
     @_get(app, "/ready", refer(Ready))
@@ -203,21 +204,21 @@ def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readines
 
     @_get(app, "/version", refer(Version))
     async def version() -> Response:
-        """Which kvatlas this is."""
+        """Version of kvatlas and Python."""
         return json_answer(Version(__version__))
 
 
 def _add_metrics(app: FastAPI, view: OpsView) -> None:
     @_get(app, "/metrics")
     async def metrics() -> Response:
-        """Prometheus text format. Made in the loop's thread: the numbers are its objects."""
+        """Prometheus text format. Made in the event loop's thread, since it reads live objects."""
         return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_models(app: FastAPI, sources: Sources) -> None:
     @_get(app, "/v1/models", refer(ModelList))
     async def models(request: Request) -> Response:
-        """Models of all engines that are up, of those that the client's key is good for."""
+        """Models of all engines that are up, and which the client's key may use."""
         return json_answer(ModelList(_cards(sources, request)))
 
     @_get(app, "/v1/models/{model:path}", refer(ModelCard))
@@ -230,7 +231,7 @@ def _add_models(app: FastAPI, sources: Sources) -> None:
 
 
 def _cards(sources: Sources, request: Request) -> list[ModelCard]:
-    """Of the models served, and of their aliases, that the client may use."""
+    """Return the cards of served models and their aliases that the client may use."""
     tenant: Tenant | None = request.scope.get(TENANT)
     cards = {card.id: card for card in sources.fleet.model_cards()}
     for name, models in () if sources.aliases is None else sources.aliases.items():
@@ -245,7 +246,7 @@ def _add_insight(
 ) -> None:
     @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
     async def engines() -> Response:
-        """Every engine as the router sees it."""
+        """Every engine as seen by the router."""
         return json_answer(await view.engines())
 
     @_get(
@@ -254,7 +255,7 @@ def _add_insight(
         {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
     )
     async def problems() -> Response:
-        """By engine: what is wrong, and what to do. Engines with nothing wrong have an empty list."""
+        """Problems and remedies by engine; an engine without problems has an empty list."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
         return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
 
@@ -265,7 +266,7 @@ def _add_insight(
 
     @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
     async def fleet_sources() -> Response:
-        """Where engines come from, and how well that works."""
+        """State of the sources of engines."""
         known = {} if sources.origins is None else sources.origins.stats
         return json_answer(dict(known))
 
@@ -284,9 +285,9 @@ def _add_insight(
         openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
     )
     async def explain_request(request: Request) -> Response:
-        """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by
-        default that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` whose
-        request it is, where caches are isolated."""
+        """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by default
+        that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` the tenant of the
+        request, if caches are isolated."""
         _check_json(request)
         body = await read_body(request, body_bytes_max)
         tenant, gate = request.query_params.get("tenant"), sources.gate
@@ -319,23 +320,23 @@ def _check_json(request: Request) -> None:
 def _add_requests(app: FastAPI, view: OpsView) -> None:
     @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
     async def requests() -> Response:
-        """Requests that have not ended, oldest first: where they are, and why there."""
+        """Requests in progress, oldest first, with their stage, engine and reasons."""
         return json_answer(await view.requests())
 
     @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
     async def receipts(request_id: str = "") -> Response:
-        """The latest receipts, oldest first; with ``?request_id=`` all kept ones of one request."""
+        """The latest receipts, oldest first; with ``?request_id=`` all stored ones of one request."""
         return json_answer(await view.receipts(request_id))
 
     @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
     async def answers(request_id: str = "") -> Response:
-        """The latest requests that ended, oldest first. With ``?request_id=`` all kept ones that it names: an
-        id, its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
+        """The latest ended requests, oldest first. With ``?request_id=`` all stored ones that match: an id,
+        its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
         return json_answer(await view.answers(request_id))
 
     @_get(app, "/kvatlas/history", refer(RecentHistory))
     async def history() -> Response:
-        """Counts of the last five minutes, by intervals of a few seconds."""
+        """Counts of the last five minutes, in intervals of a few seconds."""
         return json_answer(await view.history())
 
 
@@ -348,12 +349,12 @@ def _add_page(app: FastAPI) -> None:
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     @app.api_route(CONTROL_PREFIX.rstrip("/"), methods=["GET", "HEAD"], include_in_schema=False)
     async def to_status_page() -> Response:
-        """Lead to the status page. The address is relative: a proxy in front may add a path of its own."""
+        """Redirect to the status page. The address is relative, as a proxy in front may add a path prefix."""
         return Response(status_code=307, headers={"location": CONTROL_PREFIX.removeprefix("/")})
 
 
 def _likely_path(body: bytes) -> Generator[None, None, str]:
-    """Steps (``members`` paths) to the API that this body is for; "": unknown."""
+    """Guess the API of this body, in steps (``members`` paths); "": unknown."""
     by_field = {b"messages": CHAT, b"prompt": COMPLETION, b"input": RESPONSES}
     scan, found = Scan(body), set[str]()
     start = scan.start()
@@ -371,7 +372,7 @@ def _likely_path(body: bytes) -> Generator[None, None, str]:
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """A request's body. Raises ``ApiError`` for one over the limit."""
+    """Read a request's body. Raises ``ApiError`` if it is over the limit."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -383,5 +384,5 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 
 
 def json_answer(content: Any, status: int = 200) -> Response:
-    """``content`` as JSON, with a newline at its end."""
+    """Return ``content`` as JSON with a newline at its end."""
     return Response(msgspec.json.encode(content) + b"\n", status, media_type="application/json")

@@ -21,12 +21,12 @@ from router.placement.engine import Engine
 T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
-# Of a request id that is recognised inside a longer text.
+# Shortest request id that is recognised inside a longer text.
 _ID_CHARS_MIN = 8
 
 
 def live_requests(tracker: RequestTracker) -> list[LiveRequest]:
-    """Oldest first, a thousand at most."""
+    """Return the requests in progress, oldest first, at most a thousand."""
     now = tracker.clock()
     ordered = sorted(tracker.live, key=lambda record: record.arrived_s)[:_REQUESTS_MAX]
     return [
@@ -53,7 +53,7 @@ def _stage(record: RequestRecord) -> str:
 
 
 def ended_requests(tracker: RequestTracker, latest: int, request_id: str = "") -> list[EndedRequest]:
-    """The latest that ended, oldest first; with ``request_id`` all of those that it names."""
+    """Return the latest ended requests, oldest first; with ``request_id`` all that match it."""
     unix_offset_s = time.time() - tracker.clock()
     if request_id:
         found = [record for record in tracker.ended if is_named(record.request_id, request_id)]
@@ -63,12 +63,13 @@ def ended_requests(tracker: RequestTracker, latest: int, request_id: str = "") -
 
 
 def last(kept: deque[T], count: int) -> list[T]:
-    """The latest ``count``, oldest first, in a time that does not depend on how many are kept."""
+    """Return the latest ``count``, oldest first, in a time independent of how many are stored."""
     return list(islice(reversed(kept), count))[::-1]
 
 
 def is_named(request_id: str, asked: str) -> bool:
-    """``asked`` is this request's id, its beginning, or an engine's id made of it (``chatcmpl-ID``)."""
+    """Whether ``asked`` is this request's id, its beginning, or an engine's id made of it
+    (``chatcmpl-ID``)."""
     return request_id.startswith(asked) or (len(request_id) >= _ID_CHARS_MIN and request_id in asked)
 
 
@@ -95,12 +96,12 @@ def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
 
 
 def sample_history(sources: Sources) -> float:
-    """Enter the present counters in the history; gives the seconds until the next time."""
+    """Add the current counters to the history; returns the seconds until the next sample."""
     return sources.history.add(sources.accounts.now(), _counts(sources), _gauges(sources))
 
 
 def show_history(sources: Sources) -> RecentHistory:
-    """The last five minutes."""
+    """Return the last five minutes."""
     now = sources.accounts.now()
     return sources.history.at(now, _counts(sources), _gauges(sources), unix_s=time.time())
 
@@ -114,7 +115,7 @@ def _gauges(sources: Sources) -> Gauges:
 
 
 def _counts(sources: Sources) -> dict[str, Counts]:
-    """By engine; under "" requests that no engine of the fleet was asked for."""
+    """Return counts by engine; "" for requests that reached no engine of the fleet."""
     sums: dict[str, dict[str, int]] = {"": {}}
     for (_, engine, outcome), count in sources.requests.counts.items():
         failed = outcome[0] == "5" or outcome == BROKEN
@@ -123,7 +124,7 @@ def _counts(sources: Sources) -> dict[str, Counts]:
         one["errors"] = one.get("errors", 0) + (count if failed else 0)
         one["unavailable"] = one.get("unavailable", 0) + (count if outcome == "503" else 0)
     listen = sources.listen()
-    if listen is not None:  # 503 by the listener; a request whose body found no room is counted already
+    if listen is not None:  # 503 by the listener; a request whose body found no room is already counted
         none = sums[""]
         refused = listen.connections_refused + listen.bodies_refused
         none["requests"] = none.get("requests", 0) + listen.connections_refused
@@ -141,7 +142,7 @@ def _counts(sources: Sources) -> dict[str, Counts]:
 
 
 def hot_prefixes(sources: Sources) -> list[PrefixView]:
-    """Shorter ones first; a parent stands before what lies below it."""
+    """Return the most common prefixes, shorter ones first, so a parent precedes its children."""
     now = sources.accounts.now()
     found = sources.accounts.hot.hottest(_PREFIXES_MAX, now)
     hashes = [key for key, _ in found]
@@ -161,7 +162,7 @@ def hot_prefixes(sources: Sources) -> list[PrefixView]:
 
 
 def _holders(sources: Sources, hashes: list[BlockHash]) -> list[dict[str, list[int]]]:
-    """Per hash: the engines that hold it on their GPU, and in which groups."""
+    """Return, per hash, the engines that hold it on their GPU, and in which groups."""
     found: list[dict[str, list[int]]] = [{} for _ in hashes]
     for model, scope in sources.scopes.models().items():
         rows = scope.index.lookup(hashes)
@@ -177,7 +178,7 @@ def _holders(sources: Sources, hashes: list[BlockHash]) -> list[dict[str, list[i
 
 
 def blocks_held(sources: Sources, status: Engine) -> dict[str, int]:
-    """Distinct blocks on its GPU, by group of layers; empty where no events tell."""
+    """Return the number of distinct blocks on its GPU by group of layers; empty without events."""
     engine, model = None if status.residency is None else status.residency.writer, status.base_model
     if engine is None or engine.layout is None or model is None:
         return {}

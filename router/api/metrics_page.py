@@ -1,9 +1,9 @@
 """The Prometheus page: every counter of every part, read when scraped.
 
-Parts keep plain numbers in small structs and know nothing of Prometheus; ``RouterCollector`` turns them into
-metric families. Labels are engine ids, models and fixed words only, so the number of series is bounded by the
-fleet. A page is made in steps (``page_steps``): that of a thousand engines takes longer than anybody else may
-be kept waiting.
+Parts keep plain numbers in small structs without knowledge of Prometheus; ``RouterCollector`` converts them
+to metric families. Labels are engine ids, models and fixed words only, so the size of the fleet bounds the
+number of series. A page is made in steps (``page_steps``): that of a thousand engines would block the event
+loop for too long.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from router.replication.service import SharedIndex
 
 
-# What became of reloads of the configuration: its own module, as the page is below the part that reloads.
+# Results of configuration reloads. Defined here because the page is below the package that reloads.
 
 
 class ReloadStats(msgspec.Struct):
@@ -66,16 +66,16 @@ class ReloadStats(msgspec.Struct):
     )
     """Reloads of the configuration (SIGHUP), by outcome."""
     waiting: Annotated[int, "kvatlas_config_waiting"] = 0
-    """Settings that the configuration file has otherwise, and that need a new start."""
+    """Settings that differ in the configuration file and take effect only after a restart."""
 
 
 T = TypeVar("T")
-# CPU of a page between two pauses; the longest step takes one part of a family more.
+# CPU time between two pauses of a page; the longest step takes one part of a family more.
 _TURN_S = 0.001
 
 
 class Sources(msgspec.Struct):
-    """Where the numbers are; all of them live objects."""
+    """Live objects that the metrics are read from."""
 
     fleet: Fleet[Engine]
     scopes: ModelIndexes
@@ -88,26 +88,26 @@ class Sources(msgspec.Struct):
     """The last five minutes."""
     shared: SharedIndex | None = None
     origins: FleetSources | None = None
-    """Where engines come from."""
+    """Sources of engines."""
     admin: AdminStats | None = None
     gate: KeyGate | None = None
-    """Clients' keys, where they need some."""
+    """Clients' keys, if they are required."""
     aliases: Aliases | None = None
     """Other names of models."""
     traces: TraceStats | None = None
     usage: UsageLog | None = None
     reloads: ReloadStats | None = None
-    """Of the configuration, where it can be reloaded."""
+    """Reloads of the configuration, if it can be reloaded."""
     epp: EppStats | None = None
     pd: PdStats | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """In-flight load of siblings and replicas, by engine; None: unknown."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
-    """The library that tokenizes, by configured or served model."""
+    """Tokenizer library by configured or served model."""
     tokenizer_origins: Callable[[], Mapping[str, ModelOrigin]] = dict
-    """How the prompts of each served model are read."""
+    """How prompts of each served model are read."""
     more: Callable[[], Iterable[Metric]] = tuple
-    """Further families: those of a worker among several."""
+    """Further families: those of one of several workers."""
 
 
 class RouterCollector:
@@ -117,7 +117,7 @@ class RouterCollector:
         self._sources = sources
 
     def collect(self) -> Iterator[Metric]:
-        """All families, in a fixed order."""
+        """Yield all families in a fixed order."""
         s = self._sources
         yield from build_info()
         yield _tokenizers(s.tokenizers())
@@ -151,7 +151,7 @@ class RouterCollector:
         yield from s.more()
 
     def _options(self) -> Iterator[Metric]:
-        """Of what is not switched on everywhere."""
+        """Yield the families of optional parts."""
         s = self._sources
         if s.shared is not None:
             yield from of_stats(s.shared.lease_manager.stats)
@@ -182,21 +182,22 @@ class RouterCollector:
 
 
 def families(sources: Sources) -> Iterator[Metric]:
-    """Everything on the page: the process, and what the router counts."""
+    """Return all families of the page: the process and the router's counters."""
     yield from ProcessCollector(registry=None).collect()
     yield from RouterCollector(sources).collect()
 
 
 def page_steps(found: Iterable[Metric], *, pause_every_s: float = _TURN_S) -> Generator[None, None, bytes]:
-    """Steps to the page of these families, in Prometheus text format, each read when its turn comes. Others
-    may go on (``router.openai.members.at_leisure``) after the first that ends so long after a pause."""
+    """Yield the steps that make the page of these families in Prometheus text format; each family is read in
+    its step. Other tasks may run (``router.openai.members.run_cooperatively``) after the first step that ends
+    this long after a pause."""
     name = ""
 
     def text(family: Metric) -> bytes:
         nonlocal name
         continued, name = family.name == name, family.name
         page = _text(family)
-        # A further part of a family (``in_parts``): its HELP and TYPE lines are there already.
+        # A further part of a family (``in_parts``), without its HELP and TYPE lines.
         return page.split(b"\n", 2)[2] if continued else page
 
     texts = yield from in_steps(text, found, pause_every_s=pause_every_s)
@@ -232,7 +233,7 @@ class _Collected(Collector):
 
 
 def build_info() -> Iterator[Metric]:
-    """Which kvatlas this is."""
+    """Return the version metric."""
     build = GaugeMetricFamily(
         "kvatlas_build_info",
         "1; the version of kvatlas and of Python as labels",
@@ -265,13 +266,13 @@ _TIME_TEXTS = {
     "between": "Time between two pieces of a streamed completion as they come from the engine; a piece is "
     "one token, or several that came together",
     "whole": "From the head of a completion request until the end of its answer, of those answered with 2xx",
-    "overhead": "The router's own time before a completion request goes to its first engine: parsing, "
-    "tokenizing, looking up, choosing",
+    "overhead": "Time that the router adds before a completion request goes to its first engine: "
+    "parsing, tokenizing, lookup, choosing",
 }
 
 
 def of_requests(requests: RequestTracker) -> Iterator[Metric]:
-    """Requests that ended, and their times."""
+    """Yield the families of ended requests and their times."""
     ended = partial(
         CounterMetricFamily,
         "kvatlas_requests",

@@ -19,8 +19,8 @@ from router.observe.requests import field_texts
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 
-# Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. A number
-# without value (None) has no sample; a dict has one sample per key, under a label of its own.
+# Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. None
+# gives no sample; a dict gives one sample per key, under a label of its own.
 
 _METRIC = re.compile(r"kvatlas_(?P<name>[a-z0-9_*]+?)(?P<counter>_total)?(\{(?P<labels>[a-z_,]+)\})?")
 
@@ -28,8 +28,8 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Metric)
 Family = CounterMetricFamily | GaugeMetricFamily
 Value = float | None | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A number, none, or numbers by the values of further labels."""
-# Reading and writing them takes less than 1 ms.
+"""A number, None, or numbers by the values of further labels."""
+# Making and writing these many samples takes less than 1 ms.
 PART_SAMPLES = 128
 
 
@@ -57,7 +57,7 @@ def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], Non
     The parts follow each other and have the same name; ``add`` enters the samples of one row.
     """
     family = make()
-    for row in list(rows):  # rows may come and go between two parts
+    for row in list(rows):  # rows may be added or removed between two parts
         if len(family.samples) >= PART_SAMPLES:
             yield family
             family = make()
@@ -66,7 +66,8 @@ def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], Non
 
 
 def table(label: str, columns: Sequence[Column[T]], rows: Mapping[str, T]) -> Iterator[Metric]:
-    """One family per column, in parts, with a sample for every row; its key is the value of ``label``."""
+    """Yield one family per column, in parts, with a sample for every row; its key is the value of
+    ``label``."""
     for column in columns:
 
         def add(family: Family, row: tuple[str, T], column: Column[T] = column) -> None:
@@ -217,7 +218,7 @@ def _feed_states(engine: Engine) -> dict[str, float] | None:
     return None if feed is None else {str(state): feed.state == state for state in FeedState}
 
 
-# The index of a model.
+# Metrics of a model's index.
 INDEX: tuple[Column[IndexStats], ...] = (
     gauge(
         "index_blocks",
@@ -246,7 +247,7 @@ INDEX: tuple[Column[IndexStats], ...] = (
     ),
 )
 
-# What the index learned of an engine from its events.
+# Facts that the index learned from an engine's events.
 RESIDENCY: tuple[Column[EngineResidency], ...] = (
     counter(
         "index_rejected_events",
@@ -285,7 +286,7 @@ RESIDENCY: tuple[Column[EngineResidency], ...] = (
     ),
 )
 
-# Predictions for an engine beside what it reported.
+# Predictions for an engine compared with its reports.
 RECEIPTS: tuple[Column[EngineReceipts], ...] = (
     counter(
         "receipts",

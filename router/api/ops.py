@@ -1,10 +1,9 @@
-"""The ops port: metrics and ``/kvatlas/*``, which tell what others send, on a listener of their own.
+"""The ops port: metrics and ``/kvatlas/*``, which contain data of all clients, on a separate listener.
 
-A browser may be led here by a page of another name (DNS rebinding), so that a port that wants no token
-answers by names of this machine alone: its addresses, as probes and scrapes have them, ``localhost``, and
-those that settings give. Always true: unless ``server.ops_port`` is "public", the port of clients answers
-none of them, whatever the spelling; from another machine they are had with a token only, unless
-``server.ops_open`` says otherwise.
+DNS rebinding can make a browser send requests here under another host name. So a port without tokens answers
+only to host names of this machine: its addresses, as probes and scrapes use them, ``localhost``, and
+configured names. Invariants: unless ``server.ops_port`` is "public", the clients' port serves none of these
+paths, in any spelling; other machines need a token, unless ``server.ops_open`` is set.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ from router.openai.request import PROMPT_APIS
 from router.proxy.headers import without_trailing_slashes
 
 _PORT = re.compile(r":[0-9]*$")
-# Needs no token; the page has nothing to show without one.
+# Paths without a token; the page is empty without one.
 _OPEN = frozenset({"/health", "/ready", "/version", "/", CONTROL_PREFIX.rstrip("/"), CONTROL_PREFIX})
 
 
 class OpsPort:
-    """``app`` answers everything there, to those whom ``authenticator`` lets in (None: to everybody).
-    ``port`` None: there is no such port, or it is another process's, which is ``at`` that place; 0: a free
-    one. ``sock`` listens already."""
+    """The ops port. ``app`` answers every request that ``authenticator`` admits (None: all).
+
+    ``port`` None: there is no such port, or another process has it, at address ``at``; 0: a free one.
+    ``sock`` already listens.
+    """
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class OpsPort:
 
     @property
     def base_url(self) -> str | None:
-        """Where it is reached from its own machine; None where there is none, or it is not open yet."""
+        """Its URL on this machine; None without a port, or before it is open."""
         return self.server.base_url if self.server is not None and self.server.started else None
 
     def refusal(self, path: str) -> ApiError:
@@ -79,11 +80,11 @@ class OpsPort:
         return on_ops_port(path, where)
 
     def listening(self) -> AbstractAsyncContextManager[None]:
-        """The port is open, if there is one. Raises ``OSError`` where it cannot be had."""
+        """Keep the port open, if there is one. Raises ``OSError`` if it cannot be bound."""
         return nullcontext() if self.server is None else self.server.listening()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """ASGI 3, of the port."""
+        """ASGI 3 application of the port."""
         answer: Any = self._app
         if scope["type"] == "http":
             refused = await self._refused(Request(scope))
@@ -103,7 +104,7 @@ class OpsPort:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """Whether this is a name of this machine. None at all is no browser's."""
+        """Whether this is a host name of this machine. Browsers always send one, so none is accepted."""
         name = _plain(_PORT.sub("", host))
         return not name or name in self._names or _is_address(name)
 
@@ -113,7 +114,7 @@ def _plain(name: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    """Addresses need no name, so none can be made to lead here."""
+    """Whether it is an IP address: those need no DNS, so rebinding does not apply."""
     try:
         ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -124,8 +125,8 @@ def _is_address(name: str) -> bool:
 def ops_authenticator(
     tokens: tuple[str, str] | None, *, per_minute: float, clock: Callable[[], float]
 ) -> Authenticator | None:
-    """For tokens of the file that a setting names (setting, path). None: everybody who reaches the port may
-    come in. Raises ``AdminFileError`` for an unusable file."""
+    """Authenticate by the tokens in the file of a setting (setting, path); None: admit everyone who reaches
+    the port. Raises ``AdminFileError`` for an unusable file."""
     if tokens is None:
         return None
     key, path = tokens
@@ -140,11 +141,11 @@ def ops_authenticator(
     )
 
 
-# Which application answers a request: own endpoints, the admin API, a sibling worker, or the proxy.
+# Selects the application for a request: own endpoints, the admin API, a sibling worker, or the proxy.
 #
-# What shows the whole process group (metrics, ``/kvatlas/*``, the admin API) is answered by the lead of the
-# workers alone; another worker passes such a request on (``to_lead``). What browsers may ask from other
-# origins is what clients ask: nothing of the fleet, nothing of other clients, nothing of the admin API.
+# Data of the whole process group (metrics, ``/kvatlas/*``, the admin API) is served by the lead worker only;
+# other workers forward such requests (``to_lead``). CORS is allowed for the endpoints of clients: not for
+# data of the fleet or of other clients, and not for the admin API.
 
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
@@ -152,9 +153,9 @@ Application = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Front:
-    """``control``: what ``is_control`` names, on the public port; ``insight``: the same with all that the ops
-    port shows; ``ops_here``: the public port shows that too. ``to_lead`` gives None while this process is the
-    lead, or alone."""
+    """``control``: ``is_control`` paths of the public port; ``insight``: the same with everything of the ops
+    port; ``ops_here``: the public port serves that too. ``to_lead`` returns None if this process is the lead,
+    or the only one."""
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class Front:
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
-        if path in PROMPT_APIS:  # of what clients ask for most nothing more is asked
+        if path in PROMPT_APIS:  # the most common paths need no further checks
             return True
         return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
 
@@ -198,7 +199,7 @@ class Front:
         return self._admin if self._admin is not None and self._admin.here(path) else None
 
     def _answer(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        """Chosen without being waited for: what is awaited is the application that answers."""
+        """Return the application that answers; the caller awaits it."""
         if scope["path"] not in PROMPT_APIS and scope["type"] == "http":
             if scope["path"].endswith("/") and not scope["path"].startswith(CONTROL_PREFIX):
                 scope = _as_meant(scope)
@@ -221,24 +222,24 @@ class Front:
 
 
 def _as_meant(scope: Any) -> Any:
-    """Own endpoints answer with and without a slash at the end; of other paths the proxy decides."""
+    """Return the path without a trailing slash for own endpoints; the proxy decides about other paths."""
     meant = without_trailing_slashes(scope)
     return meant if is_control(meant["path"]) else scope
 
 
 def _is_insight(path: str) -> bool:
-    """Whether it tells of the fleet and of other clients."""
+    """Whether it shows the fleet or other clients."""
     return path == "/metrics" or path.startswith(CONTROL_PREFIX)
 
 
-# Cross-origin requests: starlette's middleware, with one policy for all answers.
+# Cross-origin requests: starlette's middleware, with one policy for all responses.
 #
-# Engines answer with headers of their own. A client gets the router's only, else one answer would have two
-# policies. Requests that no browser made from a page of another origin pass without cost.
+# Engines send CORS headers of their own. A client gets only the router's, else one response would have two
+# policies. Requests without a foreign origin pass unchanged.
 
 
 class Cors(CORSMiddleware):
-    """In front of an ASGI application."""
+    """CORS middleware in front of an ASGI application."""
 
     def __init__(self, app: Any, settings: CorsSettings) -> None:
         super().__init__(
@@ -250,13 +251,13 @@ class Cors(CORSMiddleware):
         )
 
     def concerns(self, scope: Any) -> bool:
-        """Whether this request's answer depends on where it comes from."""
+        """Whether the response to this request depends on its origin."""
         if not self.allow_all_origins:
-            return True  # caches must know that the origin matters, also where there is none
+            return True  # caches must know that the origin matters, also without one
         return b"origin" in (scope.get(TOLD) or dict(scope["headers"]))
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
-        """Without what the engine said on the matter."""
+        """Send without the engine's CORS headers."""
         if message["type"] == "http.response.start":
             message["headers"] = [field for field in message.get("headers", ()) if not _is_cors(*field)]
         await super().send(message, send, request_headers)

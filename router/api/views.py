@@ -1,4 +1,4 @@
-"""Views of the ops port: of this process alone, or of several workers that are one router."""
+"""Data of the ops port: of this process alone, or of several workers that form one router."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class OpsView(Protocol):
         """Prometheus text format."""
 
     async def engines(self) -> list[EngineView]:
-        """Every engine as the router sees it."""
+        """Every engine as seen by the router."""
 
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
-        """The latest receipts, oldest first; with ``request_id`` all kept ones of this request."""
+        """The latest receipts, oldest first; with ``request_id`` all stored ones of this request."""
 
     async def requests(self) -> Sequence[LiveRequest]:
-        """Requests that have not ended, oldest first."""
+        """Requests in progress, oldest first."""
 
     async def answers(self, request_id: str = "") -> Sequence[EndedRequest]:
-        """The latest requests that ended, oldest first; with ``request_id`` all kept ones that it names."""
+        """The latest ended requests, oldest first; with ``request_id`` all stored ones that match it."""
 
     async def history(self) -> RecentHistory:
         """The last five minutes."""
@@ -59,7 +59,7 @@ class OpsView(Protocol):
 
 
 class LocalView:
-    """Of this process, out of its live objects."""
+    """Views of this process, from its live objects."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
@@ -74,18 +74,18 @@ class LocalView:
         return [_viewed(self._sources, status, others) for status in self._sources.fleet]
 
     async def receipts(self, request_id: str = "") -> list[ReceiptView]:
-        """Of this process."""
+        """Return the receipts of this process."""
         kept = self._sources.accounts.receipts.latest
         if request_id:
             return [view_receipt(receipt) for receipt in kept if is_named(receipt.request_id, request_id)]
         return [view_receipt(receipt) for receipt in last(kept, LATEST_SHOWN)]
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
-        """Of this process."""
+        """Return the ended requests of this process."""
         return ended_requests(self._sources.requests, LATEST_SHOWN, request_id)
 
     async def history(self) -> RecentHistory:
-        """Of this process."""
+        """Return the history of this process."""
         return show_history(self._sources)
 
     async def requests(self) -> list[LiveRequest]:
@@ -134,11 +134,11 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
     )
 
 
-# A decision in words and numbers: what each engine holds of a prompt, what it would cost, who was chosen.
+# Explanation of a decision: what each engine holds of a prompt, its cost there, and the choice.
 
 
 def explain(decision: Decision, api: str) -> dict[str, Any]:
-    """The decision on a request of this API as JSON-ready values; token counts, seconds."""
+    """Return the decision on a request of this API as JSON-ready values; token counts, seconds."""
     taken = decision.candidate.hit
     return {
         "prompt": {"api": api, **_prompt(decision)},
@@ -158,7 +158,7 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
 
 
 def _split(split: Split) -> dict[str, Any]:
-    """Whether the prompt is computed elsewhere; ``why`` not, and what both would cost."""
+    """Return whether the prompt is computed elsewhere; if not, ``why``; and the costs of both."""
     told = {
         "why": split.why,
         "local_s": split.local_s,
@@ -241,11 +241,11 @@ def _hit_tokens(hit: Hit) -> dict[str, int]:
 
 
 def ended_by(hit: EngineHit, prompt_tokens: int) -> dict[str, Any] | None:
-    """Which spec class ended the match, and at which token; None where nothing could be looked up.
+    """Return the spec class that ended the match, and at which token; None without a lookup.
 
-    A class alone reaches ``hit_tokens`` of its own; the one that reaches least ended the match. Where every
-    class alone reaches further than the joint hit, no boundary suits all of them: ``no common boundary``; or
-    all it reaches would be computed again: ``bounded replay``.
+    A class alone reaches its own ``hit_tokens``; the one with the fewest ended the match. If every class
+    alone reaches further than the joint hit, no boundary suits all of them: ``no common boundary``; or
+    everything reached would be recomputed: ``bounded replay``.
     """
     if not hit.by_class:
         return None
@@ -259,24 +259,25 @@ def ended_by(hit: EngineHit, prompt_tokens: int) -> dict[str, Any] | None:
     return {"spec_class": least.spec_class, "at_token": least.hit_tokens}
 
 
-# Whether traffic should come to this router: what ``/ready`` answers.
+# Readiness of this router: the answer of ``/ready``.
 
 
 _WARM_STATES = frozenset({FeedState.READY, FeedState.DEGRADED, FeedState.STALE})
 
 
 class Readiness(msgspec.Struct):
-    """Whether traffic should come here, and if not, why."""
+    """Whether the router is ready for traffic, and if not, why."""
 
     ready: bool
     reason: str
 
 
 class ReadinessCheck:
-    """Ready: not draining, an engine answers, every source of engines is synced and every feed has caught up.
+    """Ready: not draining, an engine answers, every source of engines is synced, and every feed has caught
+    up.
 
-    Sources and feeds are waited for once, at the start and for at most ``warm_up_s_max``: an engine that
-    joins later is cold at first, which is no reason to take the others away from their clients.
+    Sources and feeds delay readiness only at the start, at most ``warm_up_s_max``: an engine that joins later
+    starts with a cold feed, which must not take the other engines from clients.
     """
 
     def __init__(
@@ -297,21 +298,21 @@ class ReadinessCheck:
         self._warmed_up = False
 
     def check(self, *, draining: bool) -> Readiness:
-        """The answer now."""
+        """Return the current readiness."""
         if draining:
             return Readiness(False, "draining")
         waited = self._clock() - self._started_s > self._warm_up_s_max
         unsynced = self._unsynced()
         up = self._fleet.ready(None)
         if not up:
-            unsynced_note = f"; not heard yet: {', '.join(unsynced)}" if unsynced else ""
+            unsynced_note = f"; no answer yet from: {', '.join(unsynced)}" if unsynced else ""
             return Readiness(False, f"no engine answers yet{unsynced_note}")
         if not any(status.engine.answers for status in up):
             return Readiness(False, "only prefill engines are up; a decode engine must give the answers")
         if not any(status.up for status in up):
-            return Readiness(True, "no engine answers polls in time; requests go on to those that time out")
+            return Readiness(True, "no engine answers polls in time; requests go to those that timed out")
         if unsynced and not waited and not self._warmed_up:
-            return Readiness(False, f"sources of engines not heard yet: {', '.join(unsynced)}")
+            return Readiness(False, f"sources of engines without an answer yet: {', '.join(unsynced)}")
         problem = self._index_problem()
         notes = [f"without the shared index: {problem}"] if problem else []
         unusable = [s.engine_id for s in up if s.unusable_events]

@@ -28,7 +28,7 @@ from router.prompts.origin.hub import download_command, has_tokenizer, parse_sou
 from router.proxy.aliases import Aliases
 
 _SECONDS_MAX = 1e8
-"""Three years: beyond it, timers of event loops and of ZMQ overflow."""
+"""Three years: longer times overflow timers of event loops and of ZMQ."""
 _COUNT_MAX = (1 << 31) - 1  # a C int, as ZMQ's limits and HTTP/2's settings are
 _SIZE_MAX = 1 << 48
 _WINDOW_MAX = (1 << 31) - 1  # RFC 9113, section 6.9.1
@@ -87,7 +87,7 @@ def _check_ops(config: Config) -> None:
         raise ConfigError("server.ops_open: with it no token is needed; leave out server.ops_token_file")
     if not is_loopback(server.ops_host) and config.ops_tokens is None and not server.ops_open:
         raise ConfigError(
-            f"server.ops_host = {server.ops_host!r}: everybody who reaches it could read what others send; "
+            f"server.ops_host = {server.ops_host!r}: anyone who reaches it could read what others send; "
             "give server.ops_token_file, or set server.ops_open where a network policy or firewall guards it"
         )
 
@@ -107,17 +107,17 @@ def _check_usage(settings: UsageSettings) -> None:
 
 
 def _can_be_written(path: Path) -> bool:
-    """As far as can be told without writing."""
+    """Whether it seems writable, without writing."""
     try:
         if path.exists():
             return not path.is_dir() and os.access(path, os.W_OK)
         return path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
-    except (OSError, ValueError):  # a folder that may not be searched, a name that cannot be one
+    except (OSError, ValueError):  # a folder without search permission, or an invalid name
         return False
 
 
 def check_config(config: Config) -> None:
-    """Every rule that no single field can check. Raises ``ConfigError``."""
+    """Check every rule that involves several fields. Raises ``ConfigError``."""
     ids = [engine.engine_id for engine in config.engines]
     for engine in config.engines:
         check_engine(engine)
@@ -167,7 +167,7 @@ def check_config(config: Config) -> None:
 
 
 def _check_roles(config: Config) -> None:
-    """Engines that come by themselves may have the roles that are missing."""
+    """Check that the roles complete each other, unless discovered engines may have the missing ones."""
     engines = config.engines
     if config.fleet.discovers or not any(engine.role for engine in engines):
         return
@@ -236,7 +236,7 @@ def _check_epp(config: Config) -> None:
 
 
 def _check_facts(name: str, model: ModelConfig) -> None:
-    """Sizes in tokens are more than 0, group numbers 0 or more."""
+    """Check that sizes in tokens are positive and group numbers are not negative."""
     sizes = {"attention_chunk_size": [model.attention_chunk_size]}
     sizes |= {key: list(getattr(model, key).values()) for key in ("attention_chunk_sizes", "windows")}
     for key, tokens in sizes.items():
@@ -272,7 +272,7 @@ def _check_shadow(name: str, model: ModelConfig) -> None:
 
 
 def _check_numbers(section: str, settings: msgspec.Struct) -> None:
-    """Limits, counts and durations: finite, and above 0 unless 0 plainly says "none" or "at once"."""
+    """Check limits, counts and durations: finite, and positive unless 0 means "none" or "immediately"."""
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -288,7 +288,7 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
 
 
 def check_engine(engine: EngineAddress) -> None:
-    """Addresses that can be used. Raises ``ConfigError``."""
+    """Check the addresses of an engine. Raises ``ConfigError``."""
     try:
         check_address(engine)
     except ValueError as error:

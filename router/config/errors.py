@@ -1,4 +1,4 @@
-"""The error of a configuration that cannot be used."""
+"""The error of an unusable configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import msgspec
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the key and the remedy."""
+    """An unusable setting; the message names the key and the remedy."""
 
 
-# Words of messages about a configuration: near names for unknown ones, and types in plain words.
+# Texts of configuration errors: similar names for unknown ones, and descriptions of types.
 
 
 _NEAR = 0.75
@@ -35,7 +35,7 @@ _WORDS = {
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that were probably meant, the likeliest first.
+    """Return the known names that were probably meant, the most likely first.
 
     Case and separators do not count (``ops-port``, ``server__port``), and the section may be missing or
     another one (``port``, ``tls.cert_file``).
@@ -60,20 +60,20 @@ def _alike(left: str, right: str) -> float:
 
 
 def meant(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """``; did you mean ...?``, or nothing where no known name is near. What all names begin with does not
-    make them alike."""
+    """Return ``; did you mean ...?``, or "" if no known name is similar. A prefix common to all names does
+    not count as similarity."""
     names = near_names(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
     return f"; did you mean {' or '.join(f'{prefix}{each}' for each in names)}?" if names else ""
 
 
 def misfit(value: Any, kind: Any) -> str:
-    """Name the expected values where one does not fit its type: the choices where there are some."""
+    """Describe the expected values for one of the wrong type, with the choices if there are some."""
     hint = meant(value, _choices(kind)) if isinstance(value, str) else ""
     return f"expected {expected(kind)}{hint}"
 
 
 def expected(kind: Any) -> str:
-    """A type of a setting in words."""
+    """Describe the type of a setting."""
     if choices := tuple(_choices(kind)):
         others = [
             word for part in _parts(kind) if get_origin(part) is not Literal and (word := expected(part))
@@ -98,7 +98,7 @@ def _plural(kind: Any) -> str:
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; a type that is none is its own."""
+    """Return the alternatives of a union, or the type itself."""
     return get_args(kind) if get_origin(kind) in {Union, types.UnionType} else (kind,)
 
 

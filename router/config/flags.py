@@ -1,4 +1,4 @@
-"""The flags that several commands share, and what of a configuration a command line says."""
+"""Flags shared by several commands, and the settings that a command line gives."""
 
 from __future__ import annotations
 
@@ -62,17 +62,18 @@ IndexFileFlag = Annotated[
 
 
 def given(flags: Mapping[str, object], assignments: list[str] | None) -> dict[str, object]:
-    """The settings that the command line names; ``--set`` wins."""
+    """Return the settings given on the command line; ``--set`` takes precedence."""
     return {key: value for key, value in flags.items() if value is not None} | _assignments(assignments or [])
 
 
 def any_model(tokenizer: str | None) -> dict[str, dict[str, object]]:
-    """``models`` of a configuration with ``--tokenizer``: it is for every model not named."""
+    """Return ``models`` for ``--tokenizer``, which applies to every model not named."""
     return {} if tokenizer is None else {ANY_MODEL: {"tokenizer": tokenizer}}
 
 
 def index_settings(url: str | None, path: Path | None, namespace: str | None = None) -> IndexSettings:
-    """Where the index is, from flags and environment. Raises ``ConfigError``, for a password in a flag."""
+    """Return the location of the index, from flags and environment. Raises ``ConfigError`` for a password in
+    a flag."""
     flags = given({"index.url": url, "index.namespace": namespace}, None)
     return load(flags=flags, index_file=path).config.index
 
@@ -85,7 +86,7 @@ def start(
     print_config: bool,
     check_config: bool,
 ) -> int:
-    """Run what is configured, which can read the configuration again, or say what would run."""
+    """Run a command with a configuration that it can read again, or print what would run."""
     loaded = read()
     if print_config:
         print(describe(loaded), end="")
@@ -98,7 +99,7 @@ def start(
 
 
 def _assignments(texts: list[str]) -> dict[str, object]:
-    """``KEY=VALUE`` pairs of ``--set``."""
+    """Parse the ``KEY=VALUE`` pairs of ``--set``."""
     pairs: dict[str, object] = {}
     for text in texts:
         key, separator, value = text.partition("=")

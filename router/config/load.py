@@ -1,8 +1,8 @@
-"""Reads the configuration from its four sources, and says where each value came from.
+"""Reads the configuration from its four sources, and records the source of each value.
 
-The later one wins: defaults, the TOML file, environment variables (``KVATLAS_<SECTION>_<KEY>``, e.g.
-``KVATLAS_POLICY_BETA``), command-line flags. Every value is checked at start; a fault names the key, the
-value and what would be right (``ConfigError``).
+In ascending precedence: defaults, the TOML file, environment variables (``KVATLAS_<SECTION>_<KEY>``, e.g.
+``KVATLAS_POLICY_BETA``), command-line flags. Every value is checked at start; an error names the key, the
+value and the remedy (``ConfigError``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TABLES = {
     "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer is for any',
     "aliases": "aliases are given in the --config file, under [aliases]",
 }
-"""Sections that are not made of plain keys, and where they are set."""
+"""Sections that do not consist of plain keys, and where to set them."""
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -74,17 +74,17 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 
 
 def variable(section: str, key: str = "") -> str:
-    """The environment variable of a setting; without ``key`` what all of its section begin with."""
+    """Return the environment variable of a setting; without ``key``, the prefix of its section."""
     return f"{ENV_PREFIX}{section}_{key}".replace(".", "_").upper()
 
 
 def plain_keys(section: str) -> list[str]:
-    """Keys of a section that are values, not sections themselves."""
+    """Return the keys of a section that are values, not sections."""
     return [key for key in SECTIONS[section].__struct_fields__ if f"{section}.{key}" not in SECTIONS]
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A configuration, and where every value that is not a default came from (``section.key`` -> source)."""
+    """A configuration, and the source of every value that is not a default (``section.key`` -> source)."""
 
     config: Config
     sources: dict[str, str]
@@ -101,7 +101,7 @@ def load(
     models: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Loaded:
     """Merge all sources. ``flags`` and a command's own ``defaults`` map ``section.key`` to a value;
-    ``index_file`` holds ``index.url``.
+    ``index_file`` contains ``index.url``.
 
     Raises ``ConfigError``, also for a password among the flags, which every user of the machine can read.
     """
@@ -136,8 +136,8 @@ def load(
 
 
 def parse_engine(text: str) -> EngineAddress:
-    """``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]``, as ``--engine`` is
-    given."""
+    """Parse ``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]``, the value of
+    ``--engine``."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
     kinds = {field.name: field.type for field in msgspec.structs.fields(EngineAddress)}
@@ -175,7 +175,7 @@ def _read_url(path: Path) -> str:
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(key, text, variable) of every variable that names a setting. An unknown one is refused."""
+    """Return (key, text, variable) of every variable that sets a setting. An unknown one is an error."""
     known = {variable(*key.rsplit(".", 1)): key for key in _all_keys()}
     found = []
     for name, text in environ.items():
@@ -189,7 +189,7 @@ def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def _of_kubernetes(name: str, text: str) -> bool:
-    """Kubernetes sets these in every pod for each service whose name begins with ``kvatlas``."""
+    """Whether Kubernetes set this variable: it does so in every pod for each service named ``kvatlas...``."""
     return _SERVICE_LINK.search(name) is not None or (name.endswith("_PORT") and "://" in text)
 
 
@@ -206,7 +206,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _elsewhere(key: str) -> str:
-    """Where a setting that is not known by this name is set, as far as can be guessed."""
+    """Describe where a setting that is unknown by this name is probably set."""
     if key.partition(".")[0] in _TABLES:
         return f": {_TABLES[key.partition('.')[0]]}"
     return f"{meant(key, _all_keys())}{_REFERENCE}"
@@ -224,7 +224,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _build(tree: Any, struct: type[_S], prefix: str) -> _S:
-    """``tree`` as ``struct``, key by key. Raises ``ConfigError`` that names the key and the value."""
+    """Build ``struct`` from ``tree``, key by key. Raises ``ConfigError`` that names the key and the value."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{prefix.rstrip('.')}: expected a table of settings, got {tree!r}")
     types = {field.name: field.type for field in msgspec.structs.fields(struct)}
@@ -265,11 +265,11 @@ def _engine(fields: Any, prefix: str) -> EngineAddress:
     return msgspec.structs.replace(engine, base_url=engine.base_url.rstrip("/"))
 
 
-# What of another configuration a running router can take, and what waits for its next start.
+# Changes of the configuration that a running router can apply, and those that need a restart.
 #
-# Pure. ``LIVE`` says it; all that follows from a key that is not there (sockets, the shared index, memory
-# that was laid out) stays as it is. Always true: the configuration that comes out is one that
-# ``check_config`` accepts; keys are named as users write them.
+# Pure. ``LIVE`` lists the former; everything else (sockets, the shared index, preallocated memory) stays as
+# it is. Invariants: the resulting configuration passes ``check_config``; keys have the names that users
+# write.
 
 
 LIVE = frozenset(
@@ -281,12 +281,12 @@ LIVE = frozenset(
         *("fleet.polls_missed_max", "fleet.gauge_interval_s", "fleet.answer_bytes_max"),
     }
 )
-"""Whole sections, and keys of others. Two exceptions are in ``_stays``."""
+"""Whole sections, and keys of others. ``_stays`` has two exceptions."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """``config`` is the running one with all that it can take; ``taken`` are the keys in which it differs,
-    ``waiting`` those that need a new start."""
+    """``config``: the running configuration with all applicable changes; ``taken``: changed keys that are
+    applied; ``waiting``: changed keys that need a restart."""
 
     config: Config
     taken: tuple[str, ...]
@@ -294,7 +294,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def changes(running: Config, wanted: Config) -> Change:
-    """From one to the other. Raises ``ConfigError`` where what can be taken does not go with what stays."""
+    """Compare two configurations. Raises ``ConfigError`` if applicable changes contradict what stays."""
     taken: list[str] = []
     waiting: list[str] = []
     values: dict[str, Any] = {}
@@ -337,8 +337,8 @@ def _section(
 
 
 def _stays(key: str, running: Config, wanted: Config) -> bool:
-    """Keys are asked for everywhere or nowhere, and caches isolated or not, from the first request on; and
-    what replicas share about models was written as they were."""
+    """Whether a change needs a restart after all: keys are required for all requests or none, and caches are
+    isolated for all or none; replicas share facts of models as they were written."""
     if key.startswith("keys.isolate") or key == "keys.client_salts":
         return True
     if key == "keys.file":
@@ -347,7 +347,7 @@ def _stays(key: str, running: Config, wanted: Config) -> bool:
 
 
 def _entries(section: str, old: Any, new: Any) -> Iterator[str]:
-    """Of a table by name, the entries that differ; else the whole."""
+    """Return the changed entries of a table by name, or else the whole."""
     if not isinstance(old, dict):
         yield section
         return
@@ -365,11 +365,12 @@ def _changed_leaves(key: str, old: Any, new: Any) -> Iterator[str]:
             yield from _changed_leaves(f"{key}.{name}", getattr(old, name), getattr(new, name))
 
 
-# The merged configuration as lines to read, each with where it came from.
+# The merged configuration as text, with the source of each value.
 
 
 def describe(loaded: Loaded) -> str:
-    """The merged configuration, one ``key = value`` line each, with the source of what is not a default."""
+    """Return the merged configuration, one ``key = value`` line each, with the source unless it is a
+    default."""
     lines = []
     for key, value in _flatten(msgspec.to_builtins(loaded.config)):
         shown = redacted(value) if key == "index.url" else value

@@ -1,6 +1,6 @@
-"""The router's configuration: one frozen tree whose defaults are the only defaults.
+"""The router's configuration: one frozen tree that contains all defaults.
 
-The texts below the fields are the reference that users read (docs/configuration.md).
+The docstrings of the fields are the users' reference (docs/configuration.md).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
 WORKERS_MAX = 32
-"""Every worker hears of every request of the others."""
+"""Every worker receives every request event of the others."""
 EPP_LISTEN = "0.0.0.0:9002"
-"""Of `kvatlas epp`, where ``epp.listen`` is not set: as other endpoint pickers."""
+"""Default of ``epp.listen`` for `kvatlas epp`: the port of other endpoint pickers."""
 OPS_PORT = 9001
-"""Where ``server.ops_port`` is not set."""
+"""Default of ``server.ops_port``."""
 
 
 class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Size of the block pool of engines that publish no events; assumed where not set."""
+    """Size of the block pool of engines without events."""
 
     num_blocks: int | None = None
     """Blocks of the engine's KV cache, all groups together; vLLM logs it at start."""
@@ -51,25 +51,24 @@ class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One served model: how its prompts become tokens, and the facts about its KV cache that no event
-    carries.
+    """One served model: how its prompts become tokens, and facts about its KV cache that no event carries.
 
-    Which of them a model needs: [README](../README.md#with-vllm); why: [exactness.md](exactness.md).
+    Facts that a model needs: [README](../README.md#with-vllm); reasons: [exactness.md](exactness.md).
     """
 
     tokenizer: str = AUTO
-    """``auto``: what the engines say they serve (`root` of their `/v1/models`): a directory that is readable
-    here, or a repository of the hub, of which the tokenizer is fetched. Or a directory with `tokenizer.json`
-    (Hugging Face layout), a repository `ORG/NAME[@REVISION]`, or ``off``: an engine is asked for the tokens
-    of each prompt. All are compared with the engines' own tokens: what ``auto`` found before it is used; a
-    configured one that differs stays in use, and the log, `/ready` and the doctor say so."""
+    """``auto``: the `root` that the engines' `/v1/models` reports: a directory that is readable here, or a
+    repository of the hub, whose tokenizer is downloaded. Or a directory with `tokenizer.json` (Hugging Face
+    layout), a repository `ORG/NAME[@REVISION]`, or ``off``: the engines tokenize each prompt. All are
+    compared with the engines' own tokens: one found by ``auto`` before it is used; a configured one that
+    differs stays in use, and the log, `/ready` and the doctor report it."""
     chat_template: str | None = None
     """Chat template as a file or as text; set it if the engines were started with ``--chat-template``."""
     chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
     """The engines' ``--chat-template-content-format``."""
     tokenizer_mode: Literal["auto", "cohere"] = "auto"
-    """``cohere`` where the engines were started with ``--tokenizer-mode cohere``; all other modes follow from
-    the directory."""
+    """``cohere`` if the engines were started with ``--tokenizer-mode cohere``; all other modes are detected
+    from the directory."""
     default_chat_template_kwargs: dict[str, Any] = {}
     """The engines' ``--default-chat-template-kwargs``."""
     exclude_tools_when_tool_choice_none: bool = False
@@ -77,35 +76,35 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     anthropic_disabled_thinking_effort: Literal["auto", "none", "low", "medium", "high", "xhigh", "max"] = (
         "auto"
     )
-    """The engines' ``--anthropic-disabled-thinking-effort``: what ``thinking: {"type": "disabled"}`` means on
-    ``/v1/messages``."""
+    """The engines' ``--anthropic-disabled-thinking-effort``: how they handle ``thinking: {"type":
+    "disabled"}`` on ``/v1/messages``."""
     time_zone: str | None = None
-    """The engines' time zone (``UTC``, ``Europe/Berlin``), for models whose prompts contain the date: theirs
-    is the engines' local one. Not set: the router's own."""
+    """The engines' time zone (``UTC``, ``Europe/Berlin``), for models whose prompts contain the date, which
+    engines take from their local time. Not set: the router's own."""
     lora_paths: dict[str, str] = {}
     """Adapter name -> the path it was loaded from, which enters the block hashes. Adapters not listed here
     use the path that the engine's ``/v1/models`` reports."""
     attention_chunk_size: int | None = None
-    """Chunk of chunked local attention, in tokens, for such models (e.g. Llama 4). Not set: what the model's
-    `config.json` beside the tokenizer says; else required."""
+    """Chunk of chunked local attention in tokens, for models that have it (e.g. Llama 4). Not set: taken from
+    the model's `config.json` beside the tokenizer; required if that is missing."""
     attention_chunk_sizes: dict[str, int] = {}
     """Group number -> chunk of chunked local attention in tokens, where the groups' chunks differ."""
     mamba_cache_mode: Literal["align", "all"] | None = None
-    """The engines' Mamba cache mode, ``align`` or ``all``, for models with Mamba layers. Not set: what the
-    engine's metrics or `/server_info` say."""
+    """The engines' Mamba cache mode, ``align`` or ``all``, for models with Mamba layers. Not set: taken from
+    the engine's metrics or `/server_info`."""
     eagle_groups: tuple[int, ...] | Literal["all"] | None = None
-    """Numbers of the KV cache groups whose look-up drops the last block, in vLLM before 0.33, and in later
-    ones with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash, of
-    which vLLM marks all groups; for MTP that of the last layer. Not set: found out from the engine's own
+    """Numbers of the KV cache groups whose lookup drops the last block, in vLLM before 0.33, and in later
+    versions with a KV connector or ``disable_lookahead_block_hashes``: ``all`` for EAGLE, EAGLE3 and DFlash,
+    where vLLM marks all groups; for MTP the group of the last layer. Not set: detected from the engine's own
     statements, the model's `config.json` and receipts ([exactness.md](exactness.md#settings))."""
     eagle_groups_apart: bool = False
     """Set if the layers of ``eagle_groups`` have other heads than the model's own layers of the same kind,
-    window and block size: vLLM then looks their groups up by themselves, which no event shows."""
+    window and block size: vLLM then looks up their groups separately, which no event shows."""
     partial_hash_hits: bool | None = None
     """Whether a hit may end inside a block. Not set: derived from the groups as vLLM does."""
     report_mode_full: bool = False
     """Set if clients send ``kv_cache_report_mode=full``: repeated store events are then not counted as new
-    copies. Predictions are less exact with it; better keep clients from sending the field
+    copies. Predictions are less exact with it; preferably keep clients from sending the field
     (``proxy.kv_cache_report_mode``)."""
     retention_interval: int | Literal["dense"] = 0
     """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense`` (0 is vLLM's default
@@ -114,33 +113,33 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
     seeds that are not numbers from 0 to 65535."""
     kinds: dict[str, str] = {}
-    """Group number -> kind of attention, for vLLM 0.20 and 0.21, whose events do not carry it. Not set: by
-    the layers in the model's `config.json`, where these make as many groups as the events show; else full
+    """Group number -> kind of attention, for vLLM 0.20 and 0.21, whose events lack it. Not set: taken from
+    the layers in the model's `config.json` if these form as many groups as the events show; otherwise full
     attention."""
     windows: dict[str, int] = {}
-    """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21, whose events do not carry it. Not
-    set: as with ``kinds``."""
+    """Group number -> sliding window in tokens, for vLLM 0.20 and 0.21, whose events lack it. Not set: as
+    with ``kinds``."""
     shared_stores: tuple[str, ...] = ()
-    """Stores that every engine of the model loads from, named by the ``ownership`` field of KV events. An
-    engine that writes to a store is known to load from it without this."""
+    """Stores that every engine of the model loads from, by the ``ownership`` field of KV events. An engine
+    that writes to a store is known to load from it without this."""
     shared_store_ttl_s: float = 1800.0
-    """How long a block that was reported as written to a shared store is counted on (stores do not report
-    evictions). A block may be dropped after half of this time. Set it to the age at which the store
-    evicts."""
+    """How long a block is considered present after it was reported as written to a shared store (stores do
+    not report evictions). A block may be dropped after half of this time. Set it to the age at which the
+    store evicts."""
     hidden_groups: bool = False
     """Set if the engines have KV cache groups that publish nothing and whose numbers come after all others
     (ring buffers): with EAGLE, vLLM then looks one block further. Gaps in the numbers are noticed."""
     replay_tokens: int = 0
-    """Sliding window in tokens of layers with bounded replay (DeepSeek V4.1 with ``swa_bounded_replay``): so
-    much of a hit is computed again, and a hit of no more is none. 0: no such layers."""
+    """Sliding window in tokens of layers with bounded replay (DeepSeek V4.1 with ``swa_bounded_replay``):
+    this many tokens of a hit are recomputed, and a shorter hit does not count. 0: no such layers."""
     first_connector_loads: bool = False
     """Set if the engines combine connectors with vLLM's MultiConnector: the first connector that has
     anything loads. Unset, the connector with the most tokens loads, as in ``HybridMultiConnector``."""
     shadow: ShadowConfig = ShadowConfig()
-    """Block pool assumed for engines that publish no events."""
+    """Block pool assumed for engines without events."""
 
     def facts(self) -> ModelFacts:
-        """The part the index needs."""
+        """Return the facts that the index needs."""
         return ModelFacts(
             attention_chunk_size=self.attention_chunk_size,
             attention_chunk_sizes={int(idx): tokens for idx, tokens in self.attention_chunk_sizes.items()},
@@ -161,7 +160,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def prompts(self) -> ModelPrompts:
-        """The part the prompt reader needs; a directory that is still to be found is not in it."""
+        """Return the settings of the prompt reader; without a directory that has yet to be found."""
         source = parse_source(self.tokenizer)
         return ModelPrompts(
             tokenizer_dir=source.name if source.kind == "directory" else None,
@@ -176,11 +175,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def retention(self) -> int | None:
-        """The retention interval in tokens; None for dense."""
+        """Return the retention interval in tokens; None for dense."""
         return None if self.retention_interval == "dense" else self.retention_interval
 
     def shadow_spec(self) -> ShadowSpec:
-        """The pool assumed for engines of this model that publish no events. Raises ``ValueError``."""
+        """Return the pool assumed for engines of this model without events. Raises ``ValueError``."""
         given = self.shadow
         size = 16 if given.block_size is None else given.block_size
         groups = [GroupSpec(0, "full_attention", size)]
@@ -196,46 +195,46 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the router listens, and what it logs."""
+    """Addresses on which the router listens, and logging."""
 
     host: str = "127.0.0.1"
     """Address to listen on; `0.0.0.0` for all addresses of the machine."""
     port: int = 8000
-    """TCP port to listen on; 0 takes a free one, which the log then names. It answers `/v1/*`, `/health`,
-    `/ready` and `/version`."""
+    """TCP port to listen on; 0 takes a free one, which is logged. It serves `/v1/*`, `/health`, `/ready` and
+    `/version`."""
     workers: int | Literal["auto"] = 1
-    """Processes that share the port, up to 32; `auto`: one per core that this process may use. Bounds of
-    memory and connections hold for each of them ([scale.md](scale.md#workers)). Linux only."""
+    """Processes that share the port, up to 32; `auto`: one per core that this process may use. Limits of
+    memory and connections apply to each of them ([scale.md](scale.md#workers)). Linux only."""
     ops_host: str = "127.0.0.1"
-    """Address of the ops port: `/metrics` and `/kvatlas/*`, which tell what others send. On a loopback
-    address everybody on this machine may ask; for any other address give tokens, or `ops_open`."""
+    """Address of the ops port: `/metrics` and `/kvatlas/*`, which contain data of all clients. On a loopback
+    address every process of this machine has access; any other address needs tokens, or `ops_open`."""
     ops_names: tuple[str, ...] = ()
-    """Names, without a port, by which the ops port is asked where it wants no token, e.g. that of a Service.
-    IP addresses, `localhost`, the machine's own name and `ops_host` always do; by any other name it answers
-    421, since a page in a browser may have been made to lead here (DNS rebinding)."""
+    """Host names, without a port, that clients of the ops port may use if it needs no token, e.g. that of a
+    Service. IP addresses, `localhost`, the machine's own name and `ops_host` are always allowed; requests
+    under any other name get 421, since DNS rebinding can make a browser send them."""
     ops_port: int | Literal["off", "public"] | None = None
-    """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one where `port` is 0. 0 takes a free
-    one, `off` answers nowhere, `public` answers everybody on the router's own port."""
+    """TCP port of `/metrics` and `/kvatlas/*`. Not set: 9001, or a free one if `port` is 0. 0 takes a free
+    one, `off` disables it, `public` serves them to everyone on the router's own port."""
     ops_token_file: str | None = None
-    """File with the tokens of which one is needed on the ops port (`Authorization: Bearer`), in the format of
-    `admin.token_file`; that file is used where this is not set and `ops_host` is not a loopback address."""
+    """File with tokens for the ops port (`Authorization: Bearer`), in the format of `admin.token_file`; that
+    file is used if this is not set and `ops_host` is not a loopback address."""
     ops_open: bool = False
-    """Answer everybody who reaches the ops port, on any address: for where a firewall guards it."""
+    """Serve the ops port to everyone who reaches it, on any address; only behind a firewall."""
     tls_cert_file: str | None = None
-    """Certificate chain of `port`, PEM: clients then speak HTTPS. Read again when it changes, as its key."""
+    """Certificate chain of `port`, PEM: clients then use HTTPS. Reloaded when it changes, like its key."""
     tls_key_file: str | None = None
     """Private key of that certificate, PEM."""
     client_ca_file: str | None = None
     """Certificate authority of clients, PEM: each client must present a certificate it signed (mTLS)."""
     expose_decision: bool = False
-    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every answer."""
+    """Add `x-kvatlas-engine`, `x-kvatlas-hit-tokens` and `x-kvatlas-predicted-ttft-ms` to every response."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is logged: `debug`, `info`, `warning` or `error`."""
+    """Lowest level that is logged: `debug`, `info`, `warning` or `error`."""
     log_format: Literal["console", "json"] = "console"
     """`console` for people, `json` for log collectors (one object per line)."""
     log_requests: bool = False
     """Log one line `request` per proxied request at level info: method, path, model, engine, status, bytes,
-    times, tokens, request id. Never text of a prompt or an answer."""
+    times, tokens, request id. Never any text of a prompt or an answer."""
     check_every: int = 0
     """Self-check: recount the index, the load accounts and the prompts in flight after this many decisions,
     and log an error for each contradiction. 0: never. One check blocks everything else for about 0.1 s per
@@ -248,27 +247,27 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tls(self) -> TlsFiles:
-        """Of the public port; none given: it speaks plain HTTP."""
+        """TLS settings of the public port; without any, it uses plain HTTP."""
         return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
 
     @property
     def ops_listens_on(self) -> int | None:
-        """The port number of the ops listener (0: a free one); None where there is no such listener."""
+        """Return the port number of the ops listener (0: a free one); None without such a listener."""
         if self.ops_port is None:
             return OPS_PORT if self.port else 0
         return self.ops_port if isinstance(self.ops_port, int) else None
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything ``kvatlas serve`` can be told."""
+    """All settings of ``kvatlas serve``."""
 
     server: ServerConfig = ServerConfig()
     engines: tuple[EngineAddress, ...] = ()
     models: dict[str, ModelConfig] = {}
     """By served model name; ``*`` is for any model not named."""
     aliases: dict[str, str | dict[str, float]] = {}
-    """Name that clients may use for a model -> the served model, or several with the shares of requests that
-    they get. Requests of one session ([tenants.md](tenants.md#sessions)) go to the same one."""
+    """Name that clients may use for a model -> the served model, or several with their shares of requests.
+    Requests of one session ([tenants.md](tenants.md#sessions)) go to the same one."""
     fleet: FleetSettings = FleetSettings()
     policy: PolicySettings = PolicySettings()
     proxy: ProxySettings = ProxySettings()
@@ -287,20 +286,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     usage: UsageSettings = UsageSettings()
 
     def model(self, name: str) -> ModelConfig:
-        """The configuration of a served model."""
+        """Return the configuration of a served model."""
         return self.models.get(name) or self.models.get(ANY_MODEL) or ModelConfig()
 
     def adapters(self) -> dict[str, dict[str, str]]:
-        """LoRA paths by configured model; ``*`` is always among them."""
+        """Return LoRA paths by configured model; always includes ``*``."""
         return {name: self.model(name).lora_paths for name in (*self.models, ANY_MODEL)}
 
     def alias_shares(self) -> dict[str, dict[str, float]]:
-        """``aliases``, each with shares."""
+        """Return ``aliases``, each with shares."""
         return {n: {to: 1.0} if isinstance(to, str) else to for n, to in self.aliases.items()}
 
     @property
     def ops_tokens(self) -> tuple[str, str] | None:
-        """Setting and path of the file with the tokens that the ops port wants; None where it wants none."""
+        """Return setting and path of the ops port's token file; None if it needs no token."""
         server = self.server
         if server.ops_listens_on is None or server.ops_open:
             return None

@@ -1,8 +1,8 @@
-"""Syntax of the texts in a configuration: a rule for every setting that is a text or a list of texts.
+"""Syntax of texts in a configuration: a rule for every setting that is a text or a list of texts.
 
-A rule looks at the syntax alone; files and servers are tried later (``router/serve/reload.py``). Settings
-with a fixed set of values are ``Literal`` in their struct and need no rule. Always true: every setting has
-one of both (a test walks the whole tree).
+A rule checks the syntax only; files and servers are tried later (``router/serve/reload.py``). Settings with a
+fixed set of values are ``Literal`` in their struct and need no rule. Invariant: every setting has one of both
+(a test walks the whole tree).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.placement.policies import POLICIES
 from router.prompts.settings import zone_of
 
 Rule = Callable[[str], str]
-"""Returns the fault of a text with its remedy; "" where it fits."""
+"""Returns the fault of a text with its remedy; "" if it is valid."""
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 _LABEL_KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -107,7 +107,7 @@ def _token(text: str) -> str:
 
 
 def _hash_seed(text: str) -> str:
-    """Python ends at once with any other value of PYTHONHASHSEED; vLLM hashes the text as it stands."""
+    """Check a value of PYTHONHASHSEED: Python exits on any other one; vLLM hashes the text itself."""
     fits = text == "random" or (text.isascii() and text.isdecimal() and int(text) <= _HASH_SEED_MAX)
     return "" if fits else f"PYTHONHASHSEED is a whole number from 0 to {_HASH_SEED_MAX}, or random"
 
@@ -121,7 +121,7 @@ def _time_zone(text: str) -> str:
 
 
 def _elsewhere(text: str) -> str:
-    """The struct itself, or what is built of it, has the rule: it needs more than the text."""
+    """Accept any text: the struct itself, or its user, has the rule, which needs more than the text."""
     return ""
 
 
@@ -187,11 +187,11 @@ RULES: dict[str, Rule] = {
     "models.kinds": _elsewhere,
     "models.shared_stores": _name,
 }
-"""By section and key, whatever the model. A default always fits: "" stands for none."""
+"""Rules by section and key, for any model. Defaults are always valid: "" means none."""
 
 
 def check_texts(config: Config) -> None:
-    """Raises ``ConfigError`` for the first text that breaks its rule."""
+    """Raise ``ConfigError`` for the first text that breaks its rule."""
     for key, text in _texts(config):
         if fault := RULES[key](text):
             raise ConfigError(f"{key} = {text!r}: {fault}")
@@ -209,7 +209,7 @@ def _texts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _leaves(section: str, settings: msgspec.Struct, defaults: msgspec.Struct) -> Iterator[tuple[str, str]]:
-    """Every text that has a rule and is not the default, with its key."""
+    """Yield every text that has a rule and is not the default, with its key."""
     for name in settings.__struct_fields__:
         key, value = f"{section}.{name}", getattr(settings, name)
         if isinstance(value, msgspec.Struct):

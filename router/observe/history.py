@@ -111,7 +111,7 @@ class HistoryLog:
         return EVERY_S - now % EVERY_S
 
     def at(self, now: float, counts: Mapping[str, Counts], gauges: Gauges, *, unix_s: float) -> RecentHistory:
-        """The history at ``now``, which is ``unix_s`` in Unix time."""
+        """Return the history at ``now``, which is ``unix_s`` in Unix time."""
         oldest = int(now // EVERY_S) - INTERVALS_MAX
         kept = [interval for interval in self._ring if interval.slot >= oldest]
         return RecentHistory(unix_s, EVERY_S, [*kept, self._present(now, counts, gauges)])
@@ -152,7 +152,7 @@ class HotPrefix(msgspec.Struct, gc=False):
     seen_s: float
 
     def at(self, now: float) -> float:
-        """Current rate, in prompts of the last minutes."""
+        """Return the current rate, in prompts of the last minutes."""
         return self.rate * math.exp2((self.seen_s - now) / HALF_LIFE_S)
 
 
@@ -188,7 +188,7 @@ class HotPrefixes:
     def longest(self, hashes: Sequence[BlockHash], block_tokens: int, above_tokens: int = 0) -> int:
         """Return the tokens of the longest prefix in the tree that a prompt of these block hashes has.
 
-        0 where it is no longer than ``above_tokens``.
+        Returns 0 if it is not longer than ``above_tokens``.
         """
         found, blocks = 0, max(1, FIRST_TOKENS // block_tokens)
         while blocks * block_tokens <= above_tokens:
@@ -198,7 +198,7 @@ class HotPrefixes:
         return found
 
     def hottest(self, count: int, now: float) -> list[tuple[BlockHash, HotPrefix]]:
-        """The ``count`` prefixes with the highest rates and their ancestors; parents first."""
+        """Return the ``count`` prefixes with the highest rates and their ancestors; parents first."""
         ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].at(now))[:count]
         wanted: dict[BlockHash, HotPrefix] = {}
         for key in ranked:

@@ -23,7 +23,7 @@ import msgspec
 
 from publisher.events import MEDIA
 
-# A histogram that is cheap to feed: a list of counts, read when scraped.
+# A histogram that is cheap to update: a list of counts, evaluated when scraped.
 
 
 class Histogram:
@@ -43,7 +43,7 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound as text, values up to it), as Prometheus expects."""
+        """Return (upper bound as text, values up to it), as Prometheus expects."""
         found, running = [], 0
         for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             running += count
@@ -195,8 +195,8 @@ Leg = Literal["", "prefill", "decode"]
 COMPARED = ("exact", "over", "under")
 """Outcomes of predictions that can be compared with the engine's report."""
 Missed = Literal["", "load", "pages", "choice", "slo"]
-"""Why a prompt went to another engine than the one that holds most of it: its queue was longer; prompts wait
-there for KV cache pages; other parts of the cost; or it was predicted to miss the service level."""
+"""Why a prompt went to another engine than the one that holds most of it: its queue was longer; it lacked
+free KV cache pages; other parts of the cost; or it was predicted to miss the service level."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -221,8 +221,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     storage_tokens: int = 0
     shared_prefix_tokens: int = 0
     evicted_tokens: int = 0
-    """Tokens present or coming when the request was sent, but expected to be evicted for prompts ahead of it;
-    not part of ``predicted_tokens``."""
+    """Tokens present or in transit when the request was sent, but expected to be evicted for prompts ahead of
+    it; not part of ``predicted_tokens``."""
     actual_tokens: int | None = None
     reported_prompt_tokens: int | None = None
     api: str = ""
@@ -253,7 +253,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Seconds that the request waited in the router before an engine was asked."""
     tenant: str = ""
     held_tokens: int = 0
-    """Most tokens of the prompt that any eligible engine would have had in its caches."""
+    """Most tokens of the prompt that any eligible engine had in its caches."""
     missed: Missed = ""
     """Why the request did not go to that engine."""
     elsewhere_s: float = 0.0

@@ -23,7 +23,7 @@ from router.observe.receipts import Histogram
 from router.observe.traces import RequestTrace, Traces
 from router.openai.request import Session, Usage
 
-# Throttles log lines that clients can cause: at most one per key and interval. Pure; clock injected.
+# Limits log lines that clients can cause: at most one per key and interval. Pure; the clock is injected.
 
 
 _KEYS_MAX = 1024
@@ -341,7 +341,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         }
 
 
-# Texts below the fields of a stats struct: HELP of the metric, and its row in the reference.
+# Docstrings of the fields of a stats struct: HELP of the metric, and its row in the reference.
 
 
 @cache

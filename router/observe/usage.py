@@ -120,29 +120,29 @@ _WORKER = re.compile(r"\.worker(\d{1,4})")
 
 
 class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A line for every request: who sent it, which engine answered, tokens by tier, times. No text.
+    """Writes a line for every request: client, engine, tokens by tier, times. No text.
 
-    Files are ``path`` and the older ``path.1``, ``path.2`` and so on. Every router needs a ``path`` of its
-    own; files of routers with the same ``key_file`` can be read as one. Of several workers each writes its
-    own files, from the second on with ``.worker1``, ``.worker2`` and so on appended to ``path``.
+    Files are ``path`` and the older ``path.1``, ``path.2`` and so on. Every router needs its own ``path``;
+    files of routers with the same ``key_file`` can be read together. Each of several workers writes its own
+    files: from the second worker on, ``.worker1``, ``.worker2`` and so on is appended to ``path``.
     """
 
     path: str = ""
     """File to append to; empty: no usage record."""
     file_bytes_max: int = 64 << 20
-    """Size at which a file is rotated, of all workers' files together; a line takes about 600 bytes and 17
+    """Size at which a file is rotated, of all workers' files together; a line takes about 600 bytes, and 17
     more per 512 tokens of its prompt."""
     files_max: int = 16
     """Most files kept, the current one included; the oldest is removed by a rotation, and counted."""
     fsync_interval_s: float = 1.0
-    """Most seconds between a line's write and its `fsync`: what a machine that loses power may lose. A killed
-    process loses what was queued, 0.2 s of requests."""
+    """Longest time between writing a line and its `fsync`, in seconds: the loss if the machine loses power. A
+    killed process loses its queue, 0.2 s of requests."""
     key_file: str = ""
     """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended."""
     queue_len_max: int = 8192
-    """Most requests waiting to be written; further ones get no line, and are counted."""
+    """Most requests waiting to be written; further ones are not recorded, and counted."""
     queue_tokens_max: int = 8 << 20
-    """Most prompt tokens waiting to be written; further requests get no line, and are counted."""
+    """Most prompt tokens waiting to be written; further requests are not recorded, and counted."""
 
 
 class UsageStats(msgspec.Struct):
@@ -153,22 +153,22 @@ class UsageStats(msgspec.Struct):
     dropped: Annotated[dict[str, int], "kvatlas_usage_dropped_total{reason}"] = msgspec.field(
         default_factory=lambda: {"queue_full": 0, "not_writable": 0}
     )
-    """Requests without a line: too many waited to be written; the same while the disk refused, or at exit."""
+    """Requests without a line: the queue was full, or the disk failed, or they were left at exit."""
     write_failures: Annotated[int, "kvatlas_usage_write_failures_total"] = 0
     """Attempts to write that failed (disk full, no permission); the lines are kept and tried again."""
     fsync_failures: Annotated[int, "kvatlas_usage_fsync_failures_total"] = 0
     """Calls of fsync that failed."""
     rotations: Annotated[int, "kvatlas_usage_rotations_total"] = 0
-    """Times the file reached its size and a new one was begun."""
+    """Times the file reached its size and a new one was started."""
     files_removed: Annotated[int, "kvatlas_usage_files_removed_total"] = 0
-    """Oldest files removed, since there were `usage.files_max`."""
+    """Oldest files removed because there were `usage.files_max`."""
     queued: Annotated[int, "kvatlas_usage_queued"] = 0
-    """Requests that wait to be written."""
+    """Requests waiting to be written."""
 
 
 class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Facts known when a request was placed, in tokens. ``tokens`` and ``extras`` are the prompt where it was
-    tokenized here and is the only one of its request."""
+    """Facts known when a request was placed, in tokens. ``tokens`` and ``extras`` describe the prompt if it
+    was tokenized here and is the only one of its request."""
 
     tokens: array[int] | None = None
     extras: PromptExtras | None = None
@@ -182,63 +182,63 @@ class PlacementFacts(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class UsageLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line as it is written. Seconds after ``arrived_s``; None: not known, or it did not happen."""
+    """A line as written. Seconds after ``arrived_s``; None: unknown, or it did not happen."""
 
     arrived_s: float
-    """Wall clock."""
+    """Time of arrival, by the wall clock."""
     request_id: str
     key: str
     """First digits of the SHA-256 of the client's key, as ``kvatlas keys list`` shows them."""
     tenant: str
     session: str = ""
-    """As its client names it; "": it does not."""
+    """Session as named by the client; "" without one."""
     agent: str = ""
-    """The sub-agent within it."""
+    """Sub-agent within the session."""
     model: str
     method: str
     path: str
     engine: str
-    """The engine that answered, or was asked last."""
+    """The engine that answered, or that got the last attempt."""
     prefill_engine: str
     """The engine that computed the prompt for it, if another one did."""
     attempts: int
-    """Engines asked."""
+    """Number of attempts."""
     status: int
-    """Of the answer; 0: the client left before there was one, or a gateway did not show it."""
+    """HTTP status; 0: the client left before there was one, or a gateway did not show it."""
     outcome: str
     """The status, or ``client_gone``, ``broken_stream``, ``unseen``."""
     stream: bool
     prompt_tokens: int | None
-    """As the engine reported."""
+    """Prompt tokens as reported by the engine."""
     cached_tokens: int | None
-    """As the engine reported: the sum of the next three."""
+    """Cached tokens as reported by the engine: the sum of the next three."""
     device_tokens: int | None
     host_tokens: int | None
     store_tokens: int | None
     computed_tokens: int | None
-    """Of the prompt. With keys, what the tenant was charged."""
+    """Prompt tokens. With keys, those charged to the tenant."""
     generated_tokens: int | None
     predicted_tokens: int | None
-    """``cached_tokens`` as the index predicted it."""
+    """Prediction of ``cached_tokens`` by the index."""
     mode: str
-    """How that was predicted."""
+    """Mode of the prediction."""
     verified: bool | None
     """Whether both are equal."""
     waited_s: float
-    """In the router's queue."""
+    """Time in the router's queue."""
     asked_s: float | None
-    """When the engine was asked."""
+    """Time at which the request was sent to the engine."""
     first_token_s: float | None
-    """Of streams."""
+    """Time of the first token; streams only."""
     duration_s: float
     queue_s: float | None
-    """The engine's queue, as predicted when it was asked."""
+    """Predicted wait in the engine's queue at that time."""
     predicted_ttft_s: float | None
-    """Seconds from ``asked_s`` to the first token, as predicted."""
+    """Predicted seconds from ``asked_s`` to the first token."""
     hashed_tokens: int | None
     """Prompt tokens that ``hash_ids`` stand for."""
     hash_ids: list[int] | None
-    """One per 512 tokens, where the prompt was tokenized here."""
+    """One id per 512 tokens, if the prompt was tokenized here."""
 
 
 class UsageLog:
@@ -248,7 +248,7 @@ class UsageLog:
         self.stats = UsageStats()
         self.export_stats = UsageExportStats()
         self._traces = traces if traces is not None and traces.endpoint else None
-        """Where lines go too, over OTLP."""
+        """Also receives lines, over OTLP."""
         self._export: UsageExport | None = None
         self.worker_paths: list[Path] = []
         """Files of other workers, which ``read_back`` includes."""
@@ -257,21 +257,21 @@ class UsageLog:
         self._key_path = Path(settings.key_file or f"{settings.path}.key")
         self._key = b""
         self._queue: deque[tuple[RequestRecord, PlacementFacts | None, float, float]] = deque()
-        self._tokens_in = 0  # put into the queue so far: written by the event loop's thread alone
-        self._tokens_out = 0  # taken out so far: by the writer's thread alone
+        self._tokens_in = 0  # total put into the queue; written only by the event loop's thread
+        self._tokens_out = 0  # total taken out; written only by the writer's thread
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: FileIO | None = None
         self._failing = False
         self._batch: list[bytes] = []
-        """Encoded lines that are not written yet."""
+        """Encoded lines not written yet."""
         self._synced_s = 0.0
         self._unsynced = False
         self._complaints = LogThrottle(COMPLAIN_INTERVAL_S)
         self._encoder = msgspec.json.Encoder()
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start to write."""
         self._closing.clear()
         if self._traces is not None:
             self._export = UsageExport(self._traces, self.export_stats)
@@ -279,7 +279,7 @@ class UsageLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, sync, and end; wait for a disk that hangs for ``CLOSE_S_MAX`` at most."""
+        """Write the queue, sync and stop; waits for a hanging disk for at most ``CLOSE_S_MAX``."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S_MAX)
@@ -289,7 +289,7 @@ class UsageLog:
             export.close()
 
     def add(self, record: RequestRecord, now: float) -> None:
-        """Queue the record of a request that ended. Never waits."""
+        """Queue the record of an ended request. Never waits."""
         facts = record.placement_facts()
         weight = _weight(facts)
         waiting, settings = self._tokens_in - self._tokens_out, self._settings
@@ -302,7 +302,7 @@ class UsageLog:
         self.stats.queued = len(self._queue)
 
     def read_back(self) -> Iterator[bytes]:
-        """The files as they are now, oldest first, piece by piece. Reads from the disk."""
+        """Yield the content of the files, oldest first, in pieces. Reads from disk."""
         for path in [file for log in (self._path, *self.worker_paths) for file in rotated_files(log)]:
             try:
                 with path.open("rb") as file:
@@ -316,7 +316,8 @@ class UsageLog:
     def _run(self) -> None:
         closing = False
         while not closing:
-            closing = self._closing.wait(WRITE_INTERVAL_S)  # first, so that all that came before is written
+            # first, so that everything queued before is written
+            closing = self._closing.wait(WRITE_INTERVAL_S)
             try:
                 self._write_all()
                 self._failing = False
@@ -334,7 +335,7 @@ class UsageLog:
         self.stats.queued = 0
 
     def _write_all(self) -> None:
-        """Raises ``OSError``; the batch is kept then."""
+        """Write the batch. Raises ``OSError`` and keeps the batch then."""
         if not self._key and (self._queue or self._batch):
             self._key = read_key(self._key_path)
         while self._batch or self._queue:
@@ -367,7 +368,7 @@ class UsageLog:
             taken += len(line)
             count += 1
         if self._file.write(b"".join(self._batch[:count])) != taken:
-            self._file.truncate(size)  # half a line would spoil the next one
+            self._file.truncate(size)  # a partial line would corrupt the next one
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self._unsynced = True
         self.stats.written += count
@@ -414,7 +415,7 @@ class UsageLog:
 def usage_line(
     record: RequestRecord, facts: PlacementFacts | None, arrived_s: float, duration_s: float, key: bytes
 ) -> UsageLine:
-    """The line of a request that ended."""
+    """Return the line of an ended request."""
     facts = _NO_FACTS if facts is None else facts
     usage, tokens = record.usage, facts.tokens
     prompt, cached, predicted = None, None, facts.predicted_tokens
@@ -464,7 +465,7 @@ def usage_line(
 
 
 def rotated_files(path: Path) -> list[Path]:
-    """A record's files, oldest first; ``path`` itself last, whether or not it is there."""
+    """Return a record's files, oldest first; ``path`` itself last, even if it does not exist."""
     found: list[tuple[int, Path]] = []
     if path.parent.is_dir():
         for other in path.parent.iterdir():
@@ -476,7 +477,7 @@ def rotated_files(path: Path) -> list[Path]:
 
 
 def all_files(path: Path) -> list[Path]:
-    """The files of a router and of its workers that exist, each record's oldest first."""
+    """Return the existing files of a router and its workers, each record's oldest first."""
     records = [path]
     if path.parent.is_dir():
         names = {other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}.")}
@@ -497,9 +498,9 @@ def _since(moment_s: float | None, arrived_s: float) -> float | None:
 
 
 def _by_tier(cached: int | None, facts: PlacementFacts) -> tuple[int | None, int | None, int | None]:
-    """Engines report one sum. A hit is taken from the device first, then from host memory, then from a store
-    (vLLM v1/core/sched/scheduler.py: the connector is asked for what follows the local hit), so a smaller
-    sum than predicted lacks the farthest tier, and what exceeds a prediction counts as the device's."""
+    """Split the reported sum by tier. A hit is taken from the device first, then from host memory, then from
+    a store (vLLM v1/core/sched/scheduler.py queries the connector for what follows the local hit). So a sum
+    below the prediction lacks the farthest tier, and an excess counts as the device's."""
     if cached is None:
         return None, None, None
     device = (facts.predicted_tokens or 0) - facts.host_tokens - facts.store_tokens
@@ -509,7 +510,7 @@ def _by_tier(cached: int | None, facts: PlacementFacts) -> tuple[int | None, int
 
 
 def _weight(facts: PlacementFacts | None) -> int:
-    """Its size in tokens, of four bytes each: clients choose their cache salts."""
+    """Return its size in tokens of four bytes each: the length of cache salts is up to clients."""
     if facts is None or facts.tokens is None:
         return 0
     extras = facts.extras
@@ -528,7 +529,7 @@ def _for_its_owner(path: str, flags: int) -> int:
 
 
 def _open_whole(path: Path) -> FileIO:
-    """Open to append, without the half line that a crash may have left."""
+    """Open to append, without a partial line left by a crash."""
     file = FileIO(path, "a+", opener=_for_its_owner)
     end = size = file.seek(0, os.SEEK_END)
     while end:

@@ -1,1 +1,1 @@
-"""A router as a process: start, reload, end."""
+"""The router as a process: start, reload, shutdown."""

@@ -1,4 +1,4 @@
-"""``kvatlas serve`` and ``kvatlas epp``: from a configuration to a listening process, and back at SIGTERM."""
+"""``kvatlas serve`` and ``kvatlas epp``: from a configuration to a listening process, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from router.serve.server import ShutdownGuard, ends_within_s, make_server, run_s
 from router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
 from router.workers.supervisor import Supervisor
 
-# Where log lines go, and in what form.
+# Destination and format of log lines.
 
 
 _CHARS_MAX = 1000
@@ -50,7 +50,7 @@ _DEPTH_MAX = 3
 
 
 class LogSink(io.TextIOBase):
-    """Destination of log lines. A reader that disappears costs lines, never the work that is logged."""
+    """Destination of log lines. If its reader disappears, lines are lost, but the process continues."""
 
     def __init__(self, out: TextIO) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class LogSink(io.TextIOBase):
 
 
 def cut_values(_logger: Any, _method: str, line: Any) -> Any:
-    """Shorten the values of a line: names and errors come from clients, engines, gateways and Redis, in any
-    length."""
+    """Shorten the values of a line: names and errors from clients, engines, gateways and Redis are
+    unbounded."""
     for key, value in line.items():
         chars_max = _TRACE_CHARS_MAX if key in ("traceback", "exception") else _CHARS_MAX
         line[key] = _cut(value, chars_max, _DEPTH_MAX)
@@ -98,8 +98,8 @@ def _cut(value: Any, chars_max: int, depth: int) -> Any:
 
 
 def configure_logging(level: str, log_format: str, worker: int | None = None) -> None:
-    """Log lines to stderr: coloured for people on a terminal, JSON for machines. ``worker``: its number is in
-    every line."""
+    """Configure logging to stderr: coloured text on a terminal, JSON for log collectors. ``worker``: a number
+    added to every line."""
 
     def by_worker(_logger: Any, _method: str, line: Any) -> Any:
         return line if worker is None else {**line, "worker": worker}
@@ -121,17 +121,17 @@ def configure_logging(level: str, log_format: str, worker: int | None = None) ->
     )
 
 
-# ``kvatlas serve`` with several workers: what the parent does, and one worker in its own process.
+# ``kvatlas serve`` with several workers: the parent, and one worker in its own process.
 
 
 _log = structlog.get_logger()
-# How long it waits for workers beyond their drain. The chart's grace period is as much longer than the drain,
-# so what is said of it is said before the pod is killed.
+# Time after the workers' drain before they are killed. The chart's grace period is longer than both, so the
+# log line about it is written before the pod is killed.
 _STOP_S = 10.0
 
 
 class Parent:
-    """Of several workers. Those that it starts have the configuration that holds then."""
+    """Parent of several workers. New workers get the current configuration."""
 
     def __init__(self, config: Config, load: Callable[[], Config], workers: int) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class Parent:
         self._workers = workers
 
     def run(self) -> int:
-        """Until all workers have ended; returns the exit status."""
+        """Run until all workers have ended; returns the exit status."""
         config, listen = self._config, self._config.listen
         server = config.server
         ops = None if server.ops_listens_on is None else (server.ops_host, server.ops_listens_on)
@@ -163,7 +163,7 @@ class Parent:
         ).run()
 
     def _reload(self, folder: Path) -> None:
-        """Everything that a worker could stumble over is tried here first, as at the start."""
+        """Reload; everything that could fail in a worker is tried here first, as at the start."""
         decided = decide(self._config, self._load)
         try:
             if decided.config is not None:
@@ -176,7 +176,7 @@ class Parent:
 
 
 def _work(config: Config, worker: WorkerContext) -> int:
-    """One worker, in its own process; returns its exit status."""
+    """Run one worker in its own process; returns its exit status."""
     configure_logging(config.server.log_level, config.server.log_format, worker=worker.slot)
     router = Router(worker_config(config, worker), worker=worker)
     if router.usage is not None:
@@ -201,7 +201,7 @@ def _inherited(worker: WorkerContext) -> Decided:
 
 
 def worker_config(config: Config, worker: WorkerContext) -> Config:
-    """Settings that differ at one worker: names of its own, and its part of the usage record."""
+    """Adapt the settings to one worker: its own names, and its part of the usage record."""
     index, usage = config.index, config.usage
     if index.replica:
         index = msgspec.structs.replace(index, replica=f"{index.replica}/{worker.slot}")
@@ -223,16 +223,16 @@ def _key_file(config: Config) -> str:
     return config.usage.key_file or f"{config.usage.path}.key"
 
 
-# What a process that serves asks of its Python interpreter.
+# Interpreter settings of a serving process.
 
 
 def tame_garbage_collection() -> None:
-    """Leave what was loaded out of every collection, and collect the rest less often.
+    """Exclude loaded objects from garbage collection, and collect the rest less often.
 
     A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
-    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). What stays open is
-    looked through twice: 50,000 objects at a time, those of 500 streams, hold the loop for 30 ms; a million
-    would for 120 (benchmarks/streams.py).
+    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). Open objects are
+    examined twice: 50,000 at a time, those of 500 streams, block the loop for 30 ms; a million would for 120
+    (benchmarks/streams.py).
     """
     gc.collect()
     gc.freeze()
@@ -240,7 +240,7 @@ def tame_garbage_collection() -> None:
 
 
 def share_the_interpreter() -> None:
-    """Worker threads give way to the event loop after 1 ms, not 5."""
+    """Make worker threads yield to the event loop after 1 ms, not 5."""
     sys.setswitchinterval(0.001)
 
 
@@ -257,7 +257,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
 
 
 def pick(config: Config, load: Callable[[], Config]) -> int:
-    """The endpoint picker alone, until SIGTERM or SIGINT; returns the exit status."""
+    """Run the endpoint picker alone until SIGTERM or SIGINT; returns the exit status."""
     hold_back()
     router = _prepared(config)
     reloads_of(router, lambda running: decide(running, load), on_log=configure_logging)
@@ -282,7 +282,7 @@ async def _picking(router: Router) -> int:
             started = True
             await stop.wait()
             router.retire()
-    except OSError as error:  # a port cannot be had
+    except OSError as error:  # a port cannot be bound
         if started:
             raise
         _log.error("not started", problem=str(error))
@@ -291,7 +291,7 @@ async def _picking(router: Router) -> int:
 
 
 def _prepared(config: Config) -> Router:
-    """The router of a checked configuration, in a process that is ready for it. Raises ``ConfigError``."""
+    """Make the router of a checked configuration, and prepare the process. Raises ``ConfigError``."""
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
     check_shared_index(config)

@@ -1,9 +1,9 @@
-"""SIGHUP: the configuration is read again, and what a running router can take of it holds from then on.
+"""SIGHUP: reads the configuration again and applies the changes that a running router supports.
 
-``decide`` reads and judges, in the process that reads the file (the parent of workers, if there are some);
-``Reloads`` applies, in each process that serves. Keys and certificates are read again too, as if their files
-had changed. Always true: an unusable configuration changes nothing, and is logged; what needs a new
-start is named in the log and stays; one reload is over before the next one begins.
+``decide`` reads and checks, in the process that reads the file (the parent, if there are workers);
+``Reloads`` applies, in each serving process. Keys and certificates are read again too, as if their files had
+changed. Invariants: an unusable configuration changes nothing and is logged; changes that need a restart are
+logged and not applied; reloads do not overlap.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from router.proxy.aliases import Aliases
 from router.replication.redis.settings import SettingsError, redacted
 from router.serve.server import TLS_KEYS
 
-# Everything of a configuration that can be wrong, tried before anything listens.
+# Tries everything of a configuration that can fail, before anything listens.
 
 
 _log = structlog.get_logger()
 
 
 def check(config: Config) -> Router:
-    """Build everything that can be wrong before listening. Raises ``ConfigError`` naming the key."""
+    """Build everything that can fail before listening. Raises ``ConfigError`` naming the key."""
     try_usage_record(config)
     try:
         router = Router(config)
@@ -58,7 +58,7 @@ def check(config: Config) -> Router:
 
 
 def check_engines(config: Config) -> None:
-    """There are some, or a way to find some. Raises ``ConfigError``."""
+    """Check that engines are configured or can be discovered. Raises ``ConfigError``."""
     if not config.engines and not config.fleet.discovers and not config.admin.enabled:
         raise ConfigError(
             "no engine configured: give --engine URL (repeatable), e.g. kvatlas serve --engine "
@@ -69,7 +69,7 @@ def check_engines(config: Config) -> None:
 
 
 def try_usage_record(config: Config) -> None:
-    """Permissions do not tell of file systems that take no files, so one is made, and is gone at once.
+    """Create and remove a file: permissions do not show whether the file system accepts files.
 
     Raises ``ConfigError`` naming the key.
     """
@@ -86,7 +86,7 @@ def try_usage_record(config: Config) -> None:
 
 
 def check_shared_index(config: Config) -> None:
-    """Refuse an index of another schema. One that cannot be reached is no reason not to start.
+    """Refuse an index of another schema. An unreachable one does not prevent the start.
 
     Raises ``ConfigError``.
     """
@@ -116,7 +116,7 @@ class Decided(msgspec.Struct, frozen=True):
 
 
 def usable(config: Config) -> None:
-    """Raises ``ConfigError`` or ``ValueError`` where a router cannot run with it."""
+    """Raise ``ConfigError`` or ``ValueError`` if a router cannot run with this configuration."""
     check_engines(config)
     policy(config.policy.policy)
 
@@ -124,7 +124,7 @@ def usable(config: Config) -> None:
 def decide(
     running: Config, load: Callable[[], Config], check: Callable[[Config], object] = usable
 ) -> Decided:
-    """Read the configuration again, and say in the log what comes of it. ``check``: as ``usable``."""
+    """Read the configuration again and log the result. ``check``: as ``usable``."""
     try:
         change = changes(running, load())
         check(change.config)
@@ -137,7 +137,7 @@ def decide(
 
 
 def refused(error: Exception) -> Decided:
-    """The new configuration cannot be used."""
+    """Log an unusable configuration."""
     _log.error("configuration not reloaded, the old one stays", problem=str(error))
     return Decided("refused")
 
@@ -145,11 +145,11 @@ def refused(error: Exception) -> Decided:
 def _tell(change: Change) -> None:
     _log.info("configuration read again", changed=list(change.taken))
     if change.waiting:
-        _log.warning("settings that need a new start stay as they are", keys=list(change.waiting))
+        _log.warning("settings that need a restart were not changed", keys=list(change.waiting))
 
 
 def hand_over(folder: Path, decided: Decided) -> None:
-    """For the workers, which share this folder."""
+    """Save the decision for the workers, which share this folder."""
     part = folder / f"{_PENDING_NAME}.part"
     part.write_bytes(msgspec.msgpack.encode(decided))
     part.replace(folder / _PENDING_NAME)
@@ -161,13 +161,13 @@ def inherited(folder: Path) -> Decided:
 
 
 def hold_back() -> None:
-    """From now on SIGHUP waits until ``Reloads`` listens; it never ends the process."""
+    """Defer SIGHUP until ``Reloads`` handles it; by default it would end the process."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
 
 
 class Reloads:
-    """Of one serving process, whose configuration is ``running`` and which has another one hold by ``take``;
-    ``renew`` has it look at its files again. ``on_log`` hears of a level and a format."""
+    """Reloads of one serving process. ``running``: its configuration; ``take`` applies another one; ``renew``
+    reads its files again; ``on_log`` is called with a level and a format."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Reloads:
         self.stats = ReloadStats()
 
     async def run(self) -> None:
-        """Reload at each SIGHUP, until cancelled. Call in the main thread."""
+        """Reload at each SIGHUP, until cancelled. Call it in the main thread."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGHUP, self._asked.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
@@ -197,11 +197,11 @@ class Reloads:
                 self._asked.clear()
                 await self.once()
         finally:
-            hold_back()  # the process ends already
+            hold_back()  # the process is already ending
             loop.remove_signal_handler(signal.SIGHUP)
 
     async def once(self) -> None:
-        """One reload."""
+        """Reload once."""
         try:
             running = self._running()
             decided = await asyncio.to_thread(self._decide, running)
@@ -210,7 +210,7 @@ class Reloads:
                 self._on_log(decided.config.server.log_level, decided.config.server.log_format)
         except (KeyFileError, ModelDirError) as error:
             decided = refused(error)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the router goes on
+        except Exception as error:  # noqa: BLE001  # the router continues after any error
             decided = refused(error)
             _log.exception("fault in a reload")
         self._renew()
@@ -223,7 +223,7 @@ class Reloads:
 def reloads_of(
     router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
 ) -> Reloads:
-    """Those of a router, which does them from now on; ``counts``: this process counts them (of workers, the
+    """Make and install the reloads of a router; ``counts``: this process counts them (of workers, the
     lead)."""
 
     def renew() -> None:
@@ -239,8 +239,8 @@ def reloads_of(
 
 
 async def apply(router: Router, config: Config) -> None:
-    """Everything that ``LIVE`` names holds from now on. Raises ``KeyFileError`` or ``ModelDirError``, and
-    then has changed nothing."""
+    """Apply everything that ``LIVE`` names. Raises ``KeyFileError`` or ``ModelDirError`` before any
+    change."""
     before = router.config
     keys, gate = config.keys, router.gate
     file = None if gate is None else gate.keys
@@ -249,7 +249,7 @@ async def apply(router: Router, config: Config) -> None:
     aliases = Aliases.of(config.alias_shares())
     if config.models != before.models:
         await router.reader.set_models(router.lifecycle.prompts_of(config))
-    # Nothing fails and nothing waits from here on.
+    # From here on nothing fails and nothing waits.
     if gate is not None and file is not None:
         priorities = keys.engine_priorities and not config.policy.engine_priority
         gate.configure(file, forward=keys.forward, engine_priorities=priorities)

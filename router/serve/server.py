@@ -1,4 +1,4 @@
-"""The listening server of one process: how it starts, says where it listens, and ends."""
+"""The listening server of one process: start, address, shutdown."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from router.http.sockets import connections_held
 from router.http.tls import Certificates, server_context
 from router.workers.context import WorkerContext
 
-# The last bound of a process that is to end: after it the process ends, and says what did not.
+# Last time limit of a shutdown: after it the process is ended, and what did not end is logged.
 #
-# Every step of a shutdown has a bound of its own; this one is for unforeseen cases: a task that
-# swallows its cancellation, a thread that hangs, a loop that does not come round. So it runs in a thread of
-# its own. Always true: nothing happens before ``begin``, and a process that ends by itself does not wait
-# for this.
+# Every step of a shutdown has its own time limit; this one is for unforeseen cases: a task that swallows its
+# cancellation, a thread that hangs, a blocked event loop. So it runs in its own thread. Invariants: it does
+# nothing before ``begin``, and a process that ends by itself does not wait for it.
 
 
 _log = structlog.get_logger()
@@ -40,7 +39,7 @@ _NAMED_MAX = 20
 
 
 class ShutdownGuard:
-    """``limit_s`` is asked once, when the shutdown begins; ``end`` ends the process with a status."""
+    """``limit_s`` is called once, when the shutdown begins; ``end`` ends the process with a status."""
 
     def __init__(self, limit_s: Callable[[], float], *, end: Callable[[int], object] = os._exit) -> None:
         self._limit_s = limit_s
@@ -48,7 +47,7 @@ class ShutdownGuard:
         self._begun = False
 
     def begin(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """The process is to end; idempotent. Tasks of ``loop`` are named if they do not."""
+        """Start the time limit; idempotent. Tasks of ``loop`` that do not end are logged."""
         if not self._begun:
             self._begun = True
             limit_s = self._limit_s()
@@ -68,7 +67,7 @@ class ShutdownGuard:
 
 
 def _named(task: asyncio.Task[Any]) -> str:
-    """Its name, what it runs, and the line that it waits at."""
+    """Return the task's name, its coroutine, and the line that it waits at."""
     outer = inner = task.get_coro()
     while isinstance(inner, CoroutineType) and isinstance(inner.cr_await, CoroutineType):
         inner = inner.cr_await
@@ -78,7 +77,7 @@ def _named(task: asyncio.Task[Any]) -> str:
 
 
 def _threads() -> Iterator[str]:
-    """Threads that a process waits for, with the line that each is at."""
+    """Return the threads that the process waits for, each with its current line."""
     frames = sys._current_frames()  # noqa: SLF001  # the only way to see another thread
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
@@ -86,20 +85,20 @@ def _threads() -> Iterator[str]:
             yield f"{thread.name} at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-# How long a process may take to end beyond its drain.
+# Time that a process may take to end beyond its drain.
 STOP_S = 8.0
 TLS_KEYS = "server.tls_cert_file, tls_key_file or client_ca_file"
 
 
 class RouterServer(ProxyServer):
-    """Says where it listens, once it does: port 0 takes a free one. ``worker``: it is a worker, whose parent
-    says so; it drains when that ends. ``guard`` ends the process where a signal does not."""
+    """Logs its address once it listens: port 0 takes a free one. ``worker``: the parent logs instead, and the
+    worker drains when the parent exits. ``guard`` ends the process if a signal does not."""
 
     worker: WorkerContext | None = None
     guard: ShutdownGuard | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Handle a signal."""
         self._guarded()
         super().handle_exit(sig, frame)
 
@@ -108,13 +107,13 @@ class RouterServer(ProxyServer):
             self.guard.begin(self._loop)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Raises ``ListenError``."""
+        """Start to listen. Raises ``ListenError``."""
         await super().startup(sockets)
         if self.started:
             self.on_listening()
 
     def on_listening(self) -> None:
-        """It listens."""
+        """Log the address, or report to the parent."""
         if self.worker is None:
             _log.info("listening", url=self.base_url)
         else:
@@ -130,12 +129,12 @@ class RouterServer(ProxyServer):
 
     @property
     def base_url(self) -> str:
-        """Where clients reach this server from its own machine. Only once it is ``started``."""
+        """Return the server's URL on its own machine; only once it is ``started``."""
         return url_of(self)
 
 
 def make_server(router: Router) -> RouterServer:
-    """The server of this router, not started yet."""
+    """Make the server of this router, not started yet."""
     router.listen_stats = ListenStats()
     server = server_of(router, router.config, router.certificates, router.listen_stats)
     router.draining = lambda: server.draining
@@ -145,8 +144,7 @@ def make_server(router: Router) -> RouterServer:
 
 
 def server_of(app: Any, config: Config, certificates: Certificates, stats: ListenStats) -> RouterServer:
-    """A server of this application, on the port and by the limits of the configuration. Raises
-    ``TlsError``."""
+    """Make a server of this application, with the configured port and limits. Raises ``TlsError``."""
     context, files = None, config.server.tls
     if files.given:
         context = certificates.hold(server_context(files, TLS_KEYS), files, TLS_KEYS)
@@ -164,7 +162,7 @@ def server_of(app: Any, config: Config, certificates: Certificates, stats: Liste
 
 
 def configure(server: RouterServer, listen: ListenSettings) -> None:
-    """These limits hold from now on."""
+    """Apply changed limits."""
     server.configure(_within_descriptors(listen))
 
 
@@ -176,52 +174,50 @@ def _within_descriptors(listen: ListenSettings) -> ListenSettings:
 def run_server(
     server: RouterServer, ends_within_s: Callable[[], float], sockets: list[socket.socket] | None = None
 ) -> int:
-    """Serve until a signal; returns the exit status. ``ends_within_s``: how long after it the process has
-    ended."""
+    """Serve until a signal; returns the exit status. ``ends_within_s``: time limit of the shutdown."""
     server.guard = ShutdownGuard(ends_within_s)
     try:
         server.run(sockets)
     except ListenError as error:
-        if not server.lifespan.should_exit:  # else the application has said why
+        if not server.lifespan.should_exit:  # else the application has logged the reason
             _log.error("not started", problem=f"server.port: {error}")
         return 1
     return 0 if server.started else 1
 
 
 def ends_within_s(router: Router) -> float:
-    """How long after a signal the process has ended."""
+    """Return the time limit of a router's shutdown after a signal."""
     picker = router.config.epp
     drain_s = 0.0 if router.picker is None else picker.drain_delay_s + picker.drain_s_max
     return max(server_ends_within_s(router.config.listen), drain_s + STOP_S)
 
 
 def server_ends_within_s(listen: ListenSettings) -> float:
-    """The same of a process that has no more than its port."""
+    """Return the time limit of a shutdown that only closes the port."""
     return listen.drain_delay_s + listen.drain_s_max + STOP_S
 
 
-# Whether the process of this container lives: ``python -m router.serve.server``, for Docker's HEALTHCHECK.
+# Health check of this container's process: ``python -m router.serve.server``, for Docker's HEALTHCHECK.
 #
-# ``serve``, ``epp`` and ``sidecar`` answer ``/health`` on the ops port, the first and the last also on the
-# public one, by TLS where that is set up. Which ports these are is read from the arguments of process 1,
-# its environment and its configuration file, the sources of ``router/config/load.py``; light, since it runs
-# often.
+# ``serve``, ``epp`` and ``sidecar`` serve ``/health`` on the ops port; the first and the last also on the
+# public one, over TLS if configured. The ports are read from the arguments of process 1, its environment and
+# its configuration file, the sources of ``router/config/load.py``. Light, since it runs often.
 
 
 _DEFAULTS = {"host": "127.0.0.1", "port": "8000", "ops_host": "127.0.0.1", "ops_port": "9001"}
 _KEYS = (*_DEFAULTS, "tls_cert_file")
 _TIMEOUT_S = 2.0
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # listened on, asked at loopback
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  # wildcard addresses are checked on loopback
 
 
 def main() -> int:
-    """0 where it answers, 1 where it does not."""
+    """Return 0 if ``/health`` answers, 1 if not."""
     words = Path("/proc/1/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
     return 0 if any(map(_answers, urls(words, os.environ))) else 1
 
 
 def urls(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Where ``/health`` is asked, in order."""
+    """Return the URLs of ``/health`` to try, in order."""
     found = {**_DEFAULTS, **_of_file(words), **_of_environment(environ), **dict(_flags(words))}
     ops, scheme = found["ops_port"], "https" if found.get("tls_cert_file") else "http"
     asked = [] if ops in {"off", "public"} else [f"http://{_at(found['ops_host'])}:{ops}/health"]
@@ -253,7 +249,7 @@ def _of_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_file(words: Sequence[str]) -> dict[str, str]:
-    """The settings of the file; none where it cannot be read: the process says why."""
+    """Read the settings of the file; none if it is unreadable, which the process itself reports."""
     path = ""
     for number, word in enumerate(words):
         if word == "--config" and number + 1 < len(words):
@@ -269,7 +265,7 @@ def _of_file(words: Sequence[str]) -> dict[str, str]:
 
 def _answers(url: str) -> bool:
     context = ssl.create_default_context()
-    context.check_hostname = False  # asked at loopback, whatever name the certificate is for
+    context.check_hostname = False  # connects to loopback, whatever name the certificate has
     context.verify_mode = ssl.CERT_NONE
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S, context=context) as answer:  # noqa: S310

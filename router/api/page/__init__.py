@@ -13,7 +13,7 @@ from fastapi import Response
 
 @cache
 def page() -> Response:
-    """The page, and what browsers may do with it."""
+    """Return the page and its headers, which restrict what it may do in a browser."""
     html = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     headers = {
         "content-security-policy": _policy(html),
@@ -25,8 +25,8 @@ def page() -> Response:
 
 
 def _policy(html: str) -> str:
-    """The page's own style and script run and no others, by their hashes (CSP 3, 6.7.3.3); texts cannot
-    become markup (``require-trusted-types-for``)."""
+    """Allow only the page's own style and script, by their hashes (CSP 3, 6.7.3.3); texts cannot become
+    markup (``require-trusted-types-for``)."""
     return (
         f"default-src 'none'; style-src {_hash_of('style', html)}; script-src {_hash_of('script', html)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

@@ -92,7 +92,7 @@ def test_ready_waits_for_sources_to_be_heard_but_not_for_ever(tmp_path: Path) ->
                 await until(lambda: "no such file" in rig.router.readiness().reason, "why it waits")
                 status, body = await rig.ask("GET", "/ready")
                 assert status == 503
-                assert body["reason"].startswith("sources of engines not heard yet: file (")
+                assert body["reason"].startswith("sources of engines without an answer yet: file (")
                 listed(path, *engines)
                 await until(lambda: rig.router.readiness().ready, "ready")
                 path.unlink()
