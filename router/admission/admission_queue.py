@@ -82,9 +82,11 @@ class AdmissionQueue:
         lane: Lane,
         engines: int,
         tokens_per_s: float,
+        session: str = "",
     ) -> Ticket:
         """Wait for this request's turn; ``leave`` when it has been placed, or will not be. ``engines`` share
-        the work of the pool, and compute ``tokens_per_s`` prompt tokens together. Raises ``ApiError`` (429,
+        the work of the pool, and compute ``tokens_per_s`` prompt tokens together. ``session``: sessions of a
+        tenant take turns; "": the request is alone. Raises ``ApiError`` (429,
         503)."""
         now = self._clock()
         ticket: Ticket = Waiting(
@@ -98,6 +100,7 @@ class AdmissionQueue:
             pool=pool,
             lane=lane,
             credit_tokens=self.settings.credit_s * tokens_per_s,
+            session=session,
         )
         self._enter(ticket, engines)
         limit_s, why = self.settings.wait_s_max, "wait_s_max"

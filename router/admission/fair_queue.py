@@ -8,8 +8,11 @@ its ``credit_tokens``: a tenant that asks for less than its share is thus ahead 
 not only with the first of several requests that come together, but none saves up more. Tenants compete for
 the engines of one ``pool`` only; a ``lane`` is a set of engines within a pool that a request fits.
 
-Within a tenant the order is that of arrival, or with ``ageing`` of arrival plus ``ageing`` times the
-request's own work, so that short work overtakes and nothing waits for ever.
+Within a tenant sessions take turns: a request's round is one after that of its session's latest request, at
+least the round that is served now (start-time fair queueing with equal costs), so a session with many waiting
+requests delays another by one of them. A request without a session is a session of its own. Within a round
+the order is that of arrival, or with ``ageing`` of arrival plus ``ageing`` times the request's own work, so
+that short work overtakes and nothing waits for ever.
 
 Full, the queue lets go of the newest request of the tenant with the most requests waiting, by weight, in the
 lowest class that is not above the newcomer's: that may be the newcomer. Always true: at most ``requests_max``
@@ -27,6 +30,8 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+_SESSIONS_IDLE_MAX = 64
+"""Sessions of a tenant remembered without a waiting request."""
 Lane = Hashable
 GENERATED_WORTH = 2
 """A generated token is charged as this number of computed prompt tokens, as in the paper and in most price
@@ -58,6 +63,7 @@ class Waiting(Generic[T]):
         "lane",
         "pool",
         "priority",
+        "session",
         "tenant",
         "weight",
         "work_s",
@@ -75,6 +81,7 @@ class Waiting(Generic[T]):
         pool: str = "",
         lane: Lane = None,
         credit_tokens: float = 0.0,
+        session: str = "",
     ) -> None:
         self.item = item
         self.arrived_s = arrived_s
@@ -85,21 +92,34 @@ class Waiting(Generic[T]):
         self.pool = pool
         self.lane = lane
         self.credit_tokens = credit_tokens
-        self.key = (0.0, 0)
-        """Its place among the requests of its tenant."""
+        self.session = session
+        self.key = (0, 0.0, 0)
+        """Its place among the requests of its tenant: round, arrival with ageing, number."""
 
 
 class _Line(Generic[T]):
     """Waiting requests of a tenant in one band, by lane, each in order."""
 
-    __slots__ = ("lanes", "waiting", "weight")
+    __slots__ = ("lanes", "round", "turns", "waiting", "weight")
 
     def __init__(self) -> None:
         self.lanes: dict[Lane, list[Waiting[T]]] = {}
         self.waiting = 0
         self.weight = 1.0
+        self.round = 0
+        """Of the request served last."""
+        self.turns: dict[str, tuple[int, int]] = {}
+        """Session -> the round of its latest request, and how many of its requests wait."""
 
     def add(self, one: Waiting[T]) -> None:
+        own = self.round
+        if one.session:
+            latest, waiting = self.turns.get(one.session, (self.round - 1, 0))
+            own = max(self.round, latest + 1)
+            self.turns[one.session] = own, waiting + 1
+            if len(self.turns) > 2 * self.waiting + _SESSIONS_IDLE_MAX:
+                self.turns = {name: turn for name, turn in self.turns.items() if turn[1]}
+        one.key = (own, *one.key[1:])
         insort(self.lanes.setdefault(one.lane, []), one, key=_key)
         self.waiting += 1
         self.weight = one.weight
@@ -113,10 +133,16 @@ class _Line(Generic[T]):
         if not lane:
             del self.lanes[one.lane]
         self.waiting -= 1
+        if one.session:
+            latest, waiting = self.turns[one.session]
+            if waiting > 1 or one.key[0] <= self.round:
+                self.turns[one.session] = latest, waiting - 1
+            else:  # it left without having been served: its session owes nothing
+                del self.turns[one.session]
         return True
 
     def newest(self) -> Waiting[T]:
-        return max((one for lane in self.lanes.values() for one in lane), key=lambda one: one.key[1])
+        return max((one for lane in self.lanes.values() for one in lane), key=lambda one: one.key[-1])
 
 
 class _Band(Generic[T]):
@@ -165,7 +191,7 @@ class _Band(Generic[T]):
             self.served[tenant] = max(served - tokens, min(served, self._least))
 
     def next(self, fits: Callable[[Lane], bool]) -> Waiting[T] | None:
-        def least(tenant: str) -> tuple[float, tuple[float, int]]:
+        def least(tenant: str) -> tuple[float, tuple[int, float, int]]:
             return self.served[tenant], min(lane[0].key for lane in self.lines[tenant].lanes.values())
 
         for tenant in sorted(self.lines, key=least):
@@ -223,7 +249,7 @@ class FairQueue(Generic[T]):
 
     def add(self, one: Waiting[T]) -> Waiting[T] | None:
         """Let it wait. Returns the one that has to go instead, which may be this one."""
-        one.key = (one.arrived_s + self._ageing * one.work_s, next(self._numbers))
+        one.key = (0, one.arrived_s + self._ageing * one.work_s, next(self._numbers))
         gone = self._victim(one) if self._waiting >= self._max else None
         if gone is one:
             return one
@@ -260,6 +286,8 @@ class FairQueue(Generic[T]):
             if one is None:
                 continue
             band.time = max(band.time, band.served[one.tenant])
+            line = band.lines[one.tenant]
+            line.round = max(line.round, one.key[0])
             del self._bands[key]
             self._bands[key] = band  # pools take turns
             self.remove(one)
@@ -310,8 +338,8 @@ class FairQueue(Generic[T]):
             for (priority, _), band in self._bands.items()
             if priority == lowest and longest in band.lines
         ]
-        return max((line.newest() for line in lines), key=lambda one: one.key[1])
+        return max((line.newest() for line in lines), key=lambda one: one.key[-1])
 
 
-def _key(one: Waiting[T]) -> tuple[float, int]:
+def _key(one: Waiting[T]) -> tuple[int, float, int]:
     return one.key

@@ -304,8 +304,10 @@ def _add_insight(
             )
         headers = list(request.scope["headers"])
         inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        if planner.reads_claims:
-            inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=time.monotonic())
+        targets = planner.slo_targets
+        if planner.reads_claims or targets is not None:
+            now = time.monotonic()
+            inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=now, targets=targets)
         return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
 
 

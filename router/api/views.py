@@ -26,7 +26,7 @@ from router.openai.members import run_cooperatively
 from router.placement.candidate import Candidate, Hit
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
-from router.placement.placement import Decision, Split
+from router.placement.placement import Decision, SloForecast, Split
 from router.prompts.affinity import TextAffinity
 from router.prompts.prompt import Prompt
 
@@ -152,8 +152,21 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         "index_problem": decision.index_problem,
         "waits": decision.waits,
         "refused": None if decision.long_wait is None else msgspec.to_builtins(decision.long_wait),
+        **({} if decision.slo_forecast is None else {"slo": _slo(decision.slo_forecast)}),
         **({} if decision.split is None else {"split": _split(decision.split)}),
         "engines": _engines(decision),
+    }
+
+
+def _slo(forecast: SloForecast) -> dict[str, Any]:
+    """Predicted first token of each engine, against the time left until the request's target."""
+    left_s = forecast.left_s
+    return {
+        "left_s": left_s,
+        "engines": [
+            {"engine": name, "first_token_s": predicted_s, "late_s": max(0.0, predicted_s - left_s)}
+            for name, predicted_s in forecast.predicted_s.items()
+        ],
     }
 
 

@@ -219,6 +219,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
     `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that
     are predicted to miss it are skipped while others are not."""
+    slo_refuse: Literal["off", "wait", "first-token"] = "off"
+    """With `service_levels`, requests are refused (429 `predicted_wait`): `wait` those that every engine is
+    predicted to let wait beyond their target, `first-token` also those whose own prefill then ends after it,
+    which serves more requests in time and refuses long prompts first."""
     slo_ttft_ms_high: float | None = None
     """Target of the class `high`; not set: none."""
     slo_ttft_ms_normal: float | None = None
@@ -258,18 +262,11 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.slo_ttft_ms_high, self.slo_ttft_ms_normal, self.slo_ttft_ms_low
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta must lie in 0..1, got {self.beta}")
-        if not 0 <= self.eviction_premium <= EVICTION_PREMIUM_MAX:
-            raise ValueError(
-                f"eviction_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.eviction_premium}"
-            )
-        if not 0 <= self.scarcity_premium <= EVICTION_PREMIUM_MAX:
-            raise ValueError(
-                f"scarcity_premium must lie in 0..{EVICTION_PREMIUM_MAX:g}, got {self.scarcity_premium}"
-            )
-        if not 0 <= self.room_share <= 1:
-            raise ValueError(f"room_share must lie in 0..1, got {self.room_share}")
+        if self.slo_refuse != "off" and not self.service_levels:
+            raise ValueError("slo_refuse needs service_levels = true: without it requests have no targets")
+        for name, most in _SHARES.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must lie in 0..{most:g}, got {getattr(self, name)}")
         for name in ("slo_ttft_ms_high", "slo_ttft_ms_normal", "slo_ttft_ms_low"):
             target_ms = getattr(self, name)
             if target_ms is not None and not 0 < target_ms < float("inf"):
@@ -280,17 +277,18 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"bounded_load_factor must exceed 1, got {self.bounded_load_factor}")
         if self.prefix_blocks < 1:
             raise ValueError(f"prefix_blocks must be at least 1, got {self.prefix_blocks}")
-        for name in (
-            "load_s_per_token",
-            "storage_load_s_per_token",
-            "sequence_s",
-            "spread",
-            "crowding",
-            "engine_priority",
-            "queue_gap_s",
-            "tie_s",
-            "tie_fraction",
-            "cold_fraction",
-        ):
+        for name in _NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+
+
+_SHARES = {
+    "beta": 1.0,
+    "eviction_premium": EVICTION_PREMIUM_MAX,
+    "scarcity_premium": EVICTION_PREMIUM_MAX,
+    "room_share": 1.0,
+}
+_NOT_NEGATIVE = (
+    *("load_s_per_token", "storage_load_s_per_token", "sequence_s", "spread", "crowding", "engine_priority"),
+    *("queue_gap_s", "tie_s", "tie_fraction", "cold_fraction"),
+)

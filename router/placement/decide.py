@@ -40,11 +40,11 @@ from router.placement.engine import (
     order_of,
 )
 from router.placement.hold import Hold
-from router.placement.placement import Decision, Placement, Split, read_by
+from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
 from router.placement.policies import ArmState, policy
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
-from router.placement.wait import LongWait, long_wait
+from router.placement.wait import LongWait, late_first_token, long_wait
 from router.prompts.affinity import CHUNK_BYTES, TextAffinity
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
@@ -233,10 +233,21 @@ class Planner:
         target_s = claim.wait_target_s
         if target_s is None:
             target_s = self._queue.wait_target(claim.priority)
+        refuses = "off" if claim.due_s is None else self._settings.slo_refuse
+        left_s = 0.0 if claim.due_s is None else max(0.0, claim.due_s - self._accounts.now())
+        if refuses != "off":
+            target_s = left_s if target_s is None else min(target_s, left_s)
         if target_s is None:
             return None
         queued_s = self.hold.queued_s(request, decision) if waits and self.hold is not None else 0.0
-        return long_wait(queued_s + decision.wait_s(), target_s)
+        wait_s = queued_s + decision.wait_s()
+        refused = long_wait(wait_s, target_s)
+        if refused is not None or refuses != "first-token" or decision.split is not None:
+            return refused
+        parts = decision.first_token()
+        if parts is None:
+            return None
+        return late_first_token(queued_s + parts.total_s, queued_s + parts.queue_s + parts.pages_s, left_s)
 
     def _refusal(self, request: InboundRequest, long: LongWait) -> ApiError:
         """Count and log a refusal; no account has the request yet."""
@@ -256,6 +267,11 @@ class Planner:
                 unlogged=unlogged,
             )
         return predicted_wait(long.wait_s, long.target_s)
+
+    @property
+    def slo_targets(self) -> tuple[float | None, float | None, float | None] | None:
+        """Service levels by class; None without."""
+        return self._settings.targets
 
     @property
     def reads_claims(self) -> bool:
@@ -337,14 +353,20 @@ class Planner:
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            due_s, skipped = request.claim.due_s, _NONE_SKIPPED
+            due_s, skipped, forecast = request.claim.due_s, _NONE_SKIPPED, None
             if due_s is not None:
                 level = self._within_level(engines, found, choice, due_s - now)
+                forecast = _forecast(engines, choice, due_s - now) if rehearsal else None
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
             read, tokens = _read_by(read, asked.tokens, engines[choice.index])
-            return Decision(read, tokens, engines, found, choice, look.problem, order=order, skipped=skipped)
+            return Decision(
+                *(read, tokens, engines, found, choice, look.problem),
+                order=order,
+                skipped=skipped,
+                slo_forecast=forecast,
+            )
         able = DecodeCandidates(read, engines, found, look.problem)
         choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
         read, tokens = _read_by(read, asked.tokens, engines[choice.index])
@@ -478,6 +500,14 @@ def _read_by(
     """Return the prompt as this engine's frontend makes it, and its length in tokens."""
     read = read_by(read, engine)
     return read, read.num_tokens if isinstance(read, Prompt) else tokens
+
+
+def _forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
+    predicted = {
+        engine.engine_id: choice.scored.first_token_s(index) + _own_s(engine)
+        for index, engine in enumerate(engines)
+    }
+    return SloForecast(left_s, predicted)
 
 
 def _own_s(engine: Engine) -> float:

@@ -113,6 +113,7 @@ class Hold:
             lane=(request.model, only),
             engines=len(engines),
             tokens_per_s=self._tokens_per_s(request.model),
+            session="" if request.session is None else request.session.id,
         )
 
     def _tokens_per_s(self, model: str | None) -> float:

@@ -16,6 +16,7 @@ from publisher.events import Family
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
+from router.fleet.identity import EngineId
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX
@@ -75,6 +76,14 @@ def read_by(read: Prompt | TextAffinity | None, engine: Engine) -> Prompt | Text
 _NOTHING_HELD = MostHeld(0, "", None, 0.0)
 
 
+class SloForecast(msgspec.Struct, frozen=True):
+    """Explained: seconds left until the request's target, and each engine's predicted first token with its
+    margin."""
+
+    left_s: float
+    predicted_s: dict[EngineId, float]
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice with its inputs; ``candidates`` in the order of ``engines``."""
 
@@ -94,6 +103,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """In fleets with roles: whether the prompt is computed on another engine."""
     skipped: Sequence[Candidate] = ()
     """Engines left out, because they are predicted to miss the request's service level."""
+    slo_forecast: SloForecast | None = None
+    """Explained, of a request with a service level."""
     order: EngineOrder | None = None
     """Place of the request in the engine's own order, if it has one."""
 

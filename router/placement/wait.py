@@ -45,6 +45,17 @@ def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
     )
 
 
+def late_first_token(first_token_s: float, wait_s: float, left_s: float) -> LongWait | None:
+    """Return the refusal of a request whose first token is predicted after the ``left_s`` until its target.
+
+    ``wait_s`` is the part of ``first_token_s`` before the engine begins with the prompt. Without a wait a
+    request is never refused: a prompt too long for its target would be refused for ever.
+    """
+    if first_token_s <= left_s or wait_s <= 0:
+        return None
+    return LongWait(wait_s, max(0.0, left_s - (first_token_s - wait_s)))
+
+
 def long_wait(wait_s: float, target_s: float | None) -> LongWait | None:
     """Return the refusal of a request with this wait; None: it is admitted."""
     return LongWait(wait_s, target_s) if target_s is not None and wait_s > target_s else None

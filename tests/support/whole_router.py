@@ -49,10 +49,12 @@ class Rig:
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=client
         )
 
-    async def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+    async def ask(
+        self, method: str, path: str, body: Any = None, fields: dict[str, str] | None = None, **options: Any
+    ) -> tuple[int, Any]:
         """One exchange: status, and the body decoded if it is JSON."""
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
-        headers = {"content-type": "application/json"} if data is not None else {}
+        headers = {**({} if data is None else {"content-type": "application/json"}), **(fields or {})}
         ops = path.startswith(("/kvatlas/", "/metrics"))
         url = self.ops_url if ops else self.url
         async with self.session.request(method, url + path, data=data, headers=headers, **options) as answer:

@@ -16,6 +16,7 @@ import msgspec
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX
 
+REGRESSION = "ttft-regression"
 ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
@@ -51,6 +52,11 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
     admit_s: float = math.inf
     """Requests that every engine is predicted to let wait longer are refused."""
+    slo_s: float = math.inf
+    """Target for the first token: engines predicted to miss it are skipped while others are not."""
+    refuses: int = 0
+    """1: requests predicted to miss ``slo_s`` by their wait are refused, 2: and those that miss it with their
+    own prefill (``policy.slo_refuse``)."""
     what: str
 
 
@@ -66,7 +72,7 @@ _KNOBS = {
     "priority": ("engine_priority", 100.0),
 }
 _COUNTS = {"prefill": 1023.0, "pull": 1.0}
-_ADMIT = {"admit": 600.0}
+_ADMIT = {"admit": 600.0, "slo": 600.0, "refuse": 2.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
 ARMS: dict[str, Arm] = {
@@ -122,6 +128,13 @@ ARMS: dict[str, Arm] = {
     "cache-aware": Arm(
         policy="exact", view="blind", in_flight=False, peer="cache-aware", what="smg's cache_aware"
     ),
+    REGRESSION: Arm(
+        policy="exact",
+        view="truth",
+        in_flight=False,
+        peer=REGRESSION,
+        what="lowest first token by a regression on prompt, hit and queue",
+    ),
     "vllm-router": Arm(
         policy="exact", view="blind", in_flight=False, peer="vllm-router", what="vllm-router's cache_aware"
     ),
@@ -139,7 +152,7 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
         arm = ARMS.get(base)
         if arm is None:
             raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
-        if knob and arm.peer is not None:
+        if knob and arm.peer is not None and not (arm.peer == REGRESSION and knob.startswith("slo=")):
             raise ValueError(f"{name}: {base} is another router with its own defaults; nothing can be set")
         if knob:
             arm = _set(arm, name, knob)
@@ -167,8 +180,14 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
         if not arm.pulls:
             raise ValueError(f"{name}: only kvatlas pulls prefixes, so only it takes pull=")
         arm = msgspec.structs.replace(arm, pulls=values.pop("pull") > 0)
-    if "admit" in values:
-        arm = msgspec.structs.replace(arm, admit_s=values.pop("admit"))
+    if "refuse" in values and "slo" not in values:
+        raise ValueError(f"{name}: refuse= needs slo=SECONDS beside")
+    arm = msgspec.structs.replace(
+        arm,
+        admit_s=values.pop("admit", arm.admit_s),
+        slo_s=values.pop("slo", arm.slo_s),
+        refuses=int(values.pop("refuse", 0.0)),
+    )
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
     if held and "hold" not in held:
         raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")

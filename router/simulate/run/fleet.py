@@ -18,7 +18,7 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
-from router.placement.cost import Choice, chosen, score
+from router.placement.cost import Choice, chosen, score, within_level
 from router.placement.engine import EngineOrder, order_of
 from router.placement.hold import gap_s, joins_sibling
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
@@ -27,7 +27,7 @@ from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
 from router.placement.pull import PullLinks, PullSources, with_pull
-from router.placement.wait import long_wait, predicted_wait_s
+from router.placement.wait import late_first_token, long_wait, predicted_wait_s
 from router.simulate.run.arms import Arm, HoldSetup
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
@@ -120,6 +120,7 @@ class Holding:
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256
 _NORMAL = 1  # class of every request
+_BY_FIRST_TOKEN = 2  # ``Arm.refuses``
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -258,11 +259,17 @@ class FleetSim:
         hashes = whole[: tokens // unit]
         order = order_of(_NORMAL, now, self._knobs.engine_priority)
         candidates = self._candidates(tokens, hashes, now, order)
-        if long_wait(predicted_wait_s(candidates), self._arm.admit_s) is not None:
-            self._rows[index] = Row(index, self._arrivals.arrived_s(index), 0, tokens, 0, 0, -1.0, 0.0, 0)
+        arrived_s = self._arrivals.arrived_s(index)
+        left_s = arrived_s + self._arm.slo_s - now
+        seen = [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
+        question = self._ask(request, hashes)
+        place, choice, helper = 0, None, None
+        if not self._waits_too_long(tokens, hashes, candidates, seen, left_s):
+            place, choice, helper = self._choose(index, candidates, question, hashes, seen, left_s)
+        if choice is None or self._is_late(choice, left_s):
+            self._rows[index] = Row(index, arrived_s, 0, tokens, 0, 0, -1.0, 0.0, 0)
             self._arrivals.ended(index, now)
             return
-        place, choice, helper = self._choose(index, candidates, self._ask(request, hashes), hashes)
         leg = None
         if helper is not None:
             leg = self._leg(index, request, hashes, candidates[helper], helper, choice)
@@ -275,7 +282,6 @@ class FleetSim:
         if leg is None or self._all_full:
             prefix = self._in_flight(candidates[place], tokens, hashes)
         predicted = max(0, tokens - choice.uncached_tokens)
-        arrived_s = self._arrivals.arrived_s(index)
         self._open[index] = _Open(
             place, ticket, prefix, tokens, hashes, predicted, arrived_s, request.tenant, leg
         )
@@ -296,6 +302,28 @@ class FleetSim:
             )
             self._send(place, run)
 
+    def _waits_too_long(
+        self,
+        tokens: int,
+        hashes: Sequence[BlockHash],
+        candidates: list[Candidate],
+        seen: Sequence[PrefixHit],
+        left_s: float,
+    ) -> bool:
+        """Whether the request is refused by what every engine is predicted to take."""
+        arm = self._arm
+        if self._peer is not None:
+            return arm.refuses > 0 and self._peer.misses(tokens, hashes, seen, left_s)
+        admit_s = min(arm.admit_s, max(0.0, left_s)) if arm.refuses else arm.admit_s
+        return long_wait(predicted_wait_s(candidates), admit_s) is not None
+
+    def _is_late(self, choice: Choice, left_s: float) -> bool:
+        """Whether the request is refused by its first token at the chosen engine."""
+        if self._arm.refuses != _BY_FIRST_TOKEN or self._peer is not None or self._roles is not None:
+            return False
+        wait_s = predicted_wait_s([choice.scored.candidates[choice.index]])
+        return late_first_token(choice.scored.first_token_s(choice.index), wait_s, left_s) is not None
+
     def _admit(self, place: int, choice: Choice, tokens: int, rank_s: float = 0.0) -> Ticket:
         cost = choice.cost
         return self._loads[place].admit(
@@ -308,19 +336,31 @@ class FleetSim:
         )
 
     def _choose(
-        self, index: int, candidates: list[Candidate], question: PlacementRequest, hashes: Sequence[BlockHash]
+        self,
+        index: int,
+        candidates: list[Candidate],
+        question: PlacementRequest,
+        hashes: Sequence[BlockHash],
+        seen: Sequence[PrefixHit],
+        left_s: float,
     ) -> tuple[int, Choice, int | None]:
         """The engine that answers, the choice of the one that computes, and which that is if another."""
         if self._peer is not None:
             tokens = question.prompt_tokens
-            seen = [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
-            place, cached = self._peer.place(index, tokens, hashes, seen)
+            place, cached = self._peer.place(index, tokens, hashes, seen, self._now)
             choice = chosen(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
         roles = self._roles
         if roles is None:
             choice = self._policy(candidates, question, self._knobs, self._state)
+            if left_s < math.inf and choice.scored.first_token_s(choice.index) > left_s:
+                met = within_level(choice.scored, [0.0] * len(candidates), left_s)
+                if any(met):
+                    places = [place for place, good in enumerate(met) if good]
+                    some = [candidates[place] for place in places]
+                    choice = self._policy(some, question, self._knobs, self._state)
+                    return places[choice.index], choice, None
             if self._pull_s_per_token:
                 choice = with_pull(choice, self._sources())
             return choice.index, choice, None
@@ -479,7 +519,7 @@ class FleetSim:
             self._inflight.prefilled(work.prefix, self._now)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
         if self._peer is not None:
-            self._peer.first_token(visit.index)
+            self._peer.first_token(visit.index, now)
 
     def _ended(self, visit: RequestRun, now: float) -> None:
         opened = self._open[visit.index]

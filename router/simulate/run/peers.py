@@ -16,8 +16,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from publisher.events import BlockHash
+from router.simulate.run.arms import REGRESSION
 from router.simulate.run.router_view import History, PrefixHit
 
 NO_HIT_NEUTRAL = 0.5
@@ -125,6 +128,55 @@ def vllm_router(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int
     return _lowest(view.tree_tokens for view in views)
 
 
+class FirstTokenRegression:
+    """Linear regression of the time to first token on what a gateway sees, trained on every first token.
+
+    The kind of model that llm-d's latency predictor and others train (prompt length, prefix share, queue,
+    running requests, KV usage); least squares over all samples with weights that halve every ``MEMORY``
+    samples. Before ``SAMPLES_MIN`` samples it predicts by the uncached tokens alone.
+    """
+
+    MEMORY, SAMPLES_MIN, REFIT_EVERY = 500, 20, 8
+
+    def __init__(self) -> None:
+        self._xtx = np.eye(6) * 1e-6
+        self._xty = np.zeros(6)
+        self._weights: npt.NDArray[np.float64] | None = None
+        self._samples = 0
+
+    @property
+    def trained(self) -> bool:
+        """Whether it predicts by its samples."""
+        return self._weights is not None
+
+    @staticmethod
+    def features(view: PeerView, prompt_tokens: int) -> tuple[float, ...]:
+        """In thousands of tokens where they are tokens."""
+        uncached = max(0, prompt_tokens - view.prefix_tokens)
+        ahead = view.prefilling_tokens
+        return 1.0, uncached / 1e3, ahead / 1e3, float(view.requests), float(view.waiting), view.usage
+
+    def predict(self, view: PeerView, prompt_tokens: int) -> float:
+        """Seconds to the first token."""
+        found = self.features(view, prompt_tokens)
+        if self._weights is None:
+            return found[1] + found[2]
+        return float(self._weights @ np.array(found))
+
+    def shortest(self, views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
+        """Implement ``Formula``: lowest predicted time to first token."""
+        return _lowest(self.predict(view, prompt_tokens) for view in views)
+
+    def learn(self, found: Sequence[float], seconds: float) -> None:
+        """Add a sample."""
+        decay, row = 0.5 ** (1 / self.MEMORY), np.array(found)
+        self._xtx = decay * self._xtx + np.outer(row, row)
+        self._xty = decay * self._xty + seconds * row
+        self._samples += 1
+        if self._samples >= self.SAMPLES_MIN and self._samples % self.REFIT_EVERY == 0:
+            self._weights = np.asarray(np.linalg.solve(self._xtx, self._xty), np.float64)
+
+
 FORMULAS: Mapping[str, Formula] = MappingProxyType(
     {"dynamo": dynamo, "llm-d": llm_d, "cache-aware": cache_aware, "vllm-router": vllm_router}
 )
@@ -151,6 +203,8 @@ class _Sent(msgspec.Struct, eq=False):
     engine: int
     hashes: Sequence[BlockHash]
     prefilling_tokens: int
+    features: tuple[float, ...] = ()
+    asked_s: float = 0.0
 
 
 class _Engine(msgspec.Struct, eq=False):
@@ -167,7 +221,8 @@ class PeerRouter:
     """The memory of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
 
     def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
-        self._formula = FORMULAS[name]
+        self._regression = FirstTokenRegression() if name == REGRESSION else None
+        self._formula = FORMULAS[name] if self._regression is None else self._regression.shortest
         self._counts_in_flight = name == "llm-d"
         self._block_tokens = block_tokens
         self._rng = rng
@@ -179,7 +234,12 @@ class PeerRouter:
         self._cold = 0
 
     def place(
-        self, index: int, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit]
+        self,
+        index: int,
+        prompt_tokens: int,
+        hashes: Sequence[BlockHash],
+        seen: Sequence[PrefixHit],
+        now: float,
     ) -> tuple[int, int]:
         """The engine that gets the request, and how many prompt tokens are believed cached there.
 
@@ -194,6 +254,8 @@ class PeerRouter:
             self._cold += 1
             engine.cold_turn = self._cold
         sent = _Sent(place, hashes, max(0, prompt_tokens - prefixes[place]))
+        if self._regression is not None:
+            sent.features, sent.asked_s = self._regression.features(views[place], prompt_tokens), now
         self._sent[index] = sent
         engine.requests += 1
         engine.prefilling_tokens += sent.prefilling_tokens
@@ -202,9 +264,25 @@ class PeerRouter:
             self._tree.placed(place, prompt_tokens, hashes)
         return place, prefixes[place]
 
-    def first_token(self, index: int) -> None:
+    def misses(
+        self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit], left_s: float
+    ) -> bool:
+        """Whether every engine is predicted to give the first token later than in ``left_s``.
+
+        Never before the regression is trained, nor with an engine without requests: a fleet that refuses
+        everything would give no samples to correct it.
+        """
+        regression = self._regression
+        if regression is None or not regression.trained:
+            return False
+        views = self._views(self._prefixes(prompt_tokens, hashes, seen), hashes)
+        return all(view.requests and regression.predict(view, prompt_tokens) > left_s for view in views)
+
+    def first_token(self, index: int, now: float | None = None) -> None:
         """The request's prompt is computed."""
         sent = self._sent[index]
+        if self._regression is not None and now is not None:
+            self._regression.learn(sent.features, now - sent.asked_s)
         self._engines[sent.engine].prefilling_tokens -= sent.prefilling_tokens
         sent.prefilling_tokens = 0
 

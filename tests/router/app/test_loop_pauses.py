@@ -66,7 +66,8 @@ def posted(body: bytes) -> bytes:
     )
 
 
-@pytest.mark.parametrize("size", [256 << 10, pytest.param(60 << 20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [256 << 10, 60 << 20])
 def test_no_body_holds_the_loop(size: int) -> None:
     bodies = worst_bodies(size)  # made outside of the loop that is looked at
 
@@ -182,6 +183,7 @@ HTTP2 = {
 }
 
 
+@pytest.mark.long
 def test_no_frames_hold_the_loop() -> None:
     async def main() -> None:
         async with paused_router() as (rig, found):

@@ -11,11 +11,13 @@ import pytest
 
 from router.placement.candidate import PolicySettings
 from router.serve.reload import apply
+from tests.router.app.test_admission import ASKED, queued
 from tests.router.app.test_queue import asks, busy, crowded, ended, waits
 from tests.support.waiting import run, until
 from tests.support.whole_router import TEXT, Rig, configure, routing, running
 
 LEVELS = PolicySettings(service_levels=True)
+REFUSING = PolicySettings(service_levels=True, slo_refuse="wait")
 LONG = TEXT * 800
 """13,600 tokens: 1.7 s of prefill at the rate that is assumed at first."""
 QUEUED_TOKENS = 19_200
@@ -102,3 +104,63 @@ def test_the_queue_goes_by_deadline_within_a_class() -> None:
             assert order == ["high", "sooner", "later", "none"]
 
     run(main())
+
+
+def test_a_request_that_every_engine_lets_wait_beyond_its_target_is_refused_where_that_is_set() -> None:
+    async def main() -> None:
+        async with (
+            running(*[{"groups": "full"}] * 2) as engines,
+            routing(configure(*engines, policy=REFUSING)) as rig,
+        ):
+            await rig.ready()
+            one, two = rig.router.fleet
+            soon = {"x-slo-ttft-ms": "500"}
+            with queued(one, two, wait_s=20.0):
+                with pytest.raises(openai.RateLimitError) as refused:
+                    await rig.chat(TEXT, extra_headers=soon)
+                assert refused.value.code == "predicted_wait"
+                assert 15 <= int(refused.value.response.headers["retry-after"]) <= 20
+                await rig.chat(TEXT, extra_headers={"x-slo-ttft-ms": "60000"})
+                await rig.chat(TEXT)
+            with queued(one, wait_s=20.0):
+                await rig.chat(TEXT, extra_headers=soon)
+            answer = await rig.chat(LONG, extra_headers=soon)
+            assert answer.http_response.status_code == 200, "its own prefill does not count"
+            assert rig.router.accounts.admission_stats.refused == {"normal": 1}
+            await apply(rig.router, configure(*engines, policy=LEVELS))
+            with queued(one, two, wait_s=20.0):
+                await rig.chat(TEXT, extra_headers=soon)
+            whole = PolicySettings(service_levels=True, slo_refuse="first-token")
+            await apply(rig.router, configure(*engines, policy=whole))
+            with queued(one, two, wait_s=0.4):
+                with pytest.raises(openai.RateLimitError):
+                    await rig.chat("another " + LONG, extra_headers=soon)
+                await rig.chat(TEXT, extra_headers=soon)
+
+    run(main())
+
+
+def test_explain_names_the_engines_that_would_miss_the_target_and_by_how_much() -> None:
+    async def main() -> None:
+        async with (
+            running(*[{"groups": "full"}] * 2) as engines,
+            routing(configure(*engines, policy=REFUSING)) as rig,
+        ):
+            await rig.ready()
+            one, two = rig.router.fleet
+            with queued(one, wait_s=20.0):
+                _, without = await rig.ask("POST", "/kvatlas/explain", ASKED)
+                _, told = await rig.ask("POST", "/kvatlas/explain", ASKED, {"x-slo-ttft-ms": "3000"})
+            assert "slo" not in without
+            assert told["slo"]["left_s"] == pytest.approx(3.0, abs=0.5)
+            late_s = {each["engine"]: each["late_s"] for each in told["slo"]["engines"]}
+            assert late_s[one.engine_id] == pytest.approx(17.0, abs=2.0)
+            assert late_s[two.engine_id] == 0.0
+            assert told["choice"]["engine"] == two.engine_id
+
+    run(main())
+
+
+def test_refusing_needs_service_levels() -> None:
+    with pytest.raises(ValueError, match="slo_refuse needs service_levels"):
+        PolicySettings(slo_refuse="wait")

@@ -90,6 +90,7 @@ def test_an_answer_that_begins_after_the_lease_is_made_again(case: tuple[str, st
     run(main())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("front", FRONTS)
 def test_an_answer_that_takes_longer_than_the_lease_is_not_made_again(front: str) -> None:
     """Its prompt was fetched in time: the prefill engine has let no lease end."""

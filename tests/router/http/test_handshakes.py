@@ -154,6 +154,7 @@ def sends(port: int, data: bytes) -> None:
         sock.recv(1)
 
 
+@pytest.mark.long
 def test_no_handshake_holds_the_loop(pki: Path) -> None:
     async def main() -> None:
         async with serving(pki, header_timeout_s=0.3) as (rig, line, _), pauses() as found:

@@ -247,6 +247,7 @@ PIECES = (
 )
 
 
+@pytest.mark.long
 @settings(max_examples=examples(800))
 @given(
     st.one_of(

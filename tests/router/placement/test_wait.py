@@ -10,7 +10,7 @@ from router.admission.key_file import TenantRules
 from router.admission.settings import QueueSettings
 from router.openai.errors import predicted_wait
 from router.placement.candidate import Candidate
-from router.placement.wait import long_wait, predicted_wait_s
+from router.placement.wait import late_first_token, long_wait, predicted_wait_s
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples
 
@@ -87,3 +87,15 @@ def test_a_class_has_its_own_target_or_that_of_all() -> None:
 def test_a_target_of_nothing_is_an_error_that_names_it(value: float) -> None:
     with pytest.raises(ValueError, match="wait_target_low_s"):
         QueueSettings(wait_target_low_s=value)
+
+
+def test_a_prompt_too_long_for_its_target_is_refused_only_where_it_waits() -> None:
+    assert late_first_token(4.0, 0.0, 1.0) is None, "an idle engine takes it"
+    assert late_first_token(0.9, 0.5, 1.0) is None, "it makes it"
+    refused = late_first_token(1.5, 0.7, 1.0)
+    assert refused is not None
+    assert refused.target_s == pytest.approx(0.2)
+    assert refused.excess_s == pytest.approx(0.5), "as late as it would be"
+    hopeless = late_first_token(4.0, 0.5, 1.0)
+    assert hopeless is not None
+    assert hopeless.excess_s == pytest.approx(0.5), "until the engine is idle"

@@ -87,6 +87,7 @@ def members(draw: st.DrawFn) -> str:
     return f'{draw(SPACES)}"{name}"{draw(SPACES)}:{draw(SPACES)}{value}{draw(SPACES)}'
 
 
+@pytest.mark.long
 @settings(max_examples=examples(400), deadline=None)
 @given(st.lists(members(), max_size=8), st.integers(2, 60))
 def test_a_large_body_is_looked_at_as_a_small_one_whatever_its_keys(found: list[str], window: int) -> None:

@@ -23,6 +23,7 @@ def other(made: Fleet, member: Replica) -> Replica:
     return next(m for m in made.members if m is not member)
 
 
+@pytest.mark.long
 def test_two_replicas_share_the_feeds_and_are_exact() -> None:
     async def main(server: Server) -> None:
         async with fleet(server.url, engines=4) as made:

@@ -255,6 +255,7 @@ def test_engines_whose_changes_cannot_be_written_are_not_believed(server: Server
     asyncio.run(body())
 
 
+@pytest.mark.long
 def test_blocks_are_written_again_before_they_expire(server: Server) -> None:
     async def body() -> None:
         settings = make_settings(server.url, block_ttl_s=3.0, lease_s=1.2, renew_s=0.4)
@@ -338,6 +339,7 @@ def test_another_schema_is_refused(server: Server) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.long
 def test_a_cluster_node_that_comes_back_empty() -> None:
     made = Cluster(any_program())
 

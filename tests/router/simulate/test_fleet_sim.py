@@ -93,3 +93,28 @@ def test_a_target_for_the_wait_refuses_by_the_wait_and_not_by_the_prompt() -> No
     later = [request(0.1, 100, 1, 100), request(2.5, 2900, 1, 200)]
     rows = fleet_run(long + later, "kvatlas:admit=1", engines=1).rows
     assert [row.ttft_s >= 0 for row in rows] == [True, False, True]
+
+
+def test_a_target_for_the_first_token_skips_engines_that_would_miss_it() -> None:
+    prompt = request(0.0, 2000, 1, 0)
+    queued = request(0.01, 1900, 1, 5000)
+    again = request(0.05, 2000, 1, 0)
+    plain, aimed = (
+        fleet_run([prompt, queued, again], arm, engines=2).rows for arm in ("kvatlas", "kvatlas:slo=3")
+    )
+    assert plain[2].engine == plain[0].engine, "its prefix is in flight there"
+    assert aimed[2].engine == plain[2].engine, "no engine makes it, so the cost decides"
+
+
+def test_a_target_refuses_only_by_the_wait_and_only_where_that_is_set() -> None:
+    long = [request(0.0, 3000, 1, 0)]
+    later = [request(0.1, 100, 1, 100), request(2.5, 2900, 1, 200)]
+    served = {
+        arm: [row.ttft_s >= 0 for row in fleet_run(long + later, arm, engines=1).rows]
+        for arm in ("kvatlas:slo=1", "kvatlas:slo=1+refuse=1", "kvatlas:slo=1+refuse=2")
+    }
+    assert served == {
+        "kvatlas:slo=1": [True, True, True],
+        "kvatlas:slo=1+refuse=1": [True, False, True],
+        "kvatlas:slo=1+refuse=2": [True, False, False],  # the last one waits, and is too long for its target
+    }

@@ -9,7 +9,16 @@ import pytest
 from publisher.events import BlockHash
 from router.simulate.run import peers as peer_router
 from router.simulate.run.arms import PEERS, arms_of
-from router.simulate.run.peers import FORMULAS, PeerRouter, PeerView, cache_aware, dynamo, llm_d, vllm_router
+from router.simulate.run.peers import (
+    FORMULAS,
+    FirstTokenRegression,
+    PeerRouter,
+    PeerView,
+    cache_aware,
+    dynamo,
+    llm_d,
+    vllm_router,
+)
 from router.simulate.run.router_view import NOTHING, PrefixHit
 from tests.router.simulate.support import FULL, fleet_run, request
 
@@ -72,7 +81,7 @@ def test_a_router_forgets_what_has_ended(name: str) -> None:
     router = PeerRouter(name, 2, 64, random.Random(1))
     hashes = [BlockHash(number) for number in range(5)]
     seen = [NOTHING, NOTHING]
-    places = [router.place(index, 330, hashes, seen)[0] for index in range(4)]
+    places = [router.place(index, 330, hashes, seen, 0.0)[0] for index in range(4)]
     for index in range(4):
         router.first_token(index)
         router.ended(index)
@@ -81,15 +90,15 @@ def test_a_router_forgets_what_has_ended(name: str) -> None:
         assert (engine.requests, engine.prefilling_tokens, len(engine.active)) == (0, 0, 0)
     if name in peer_router.TREES:
         assert len(set(places)) == 1, "its own history says that it is there"
-        assert router.place(9, 330, hashes, seen) == (places[0], 320)
+        assert router.place(9, 330, hashes, seen, 0.0) == (places[0], 320)
     else:
-        assert router.place(9, 330, hashes, seen)[1] == 0, "no event has said that anything is cached"
+        assert router.place(9, 330, hashes, seen, 0.0)[1] == 0, "no event has said that anything is cached"
 
 
 def test_dynamo_counts_shared_blocks_of_one_engine_once() -> None:
     router = PeerRouter("dynamo", 2, 64, random.Random(1))
     hashes = [BlockHash(number) for number in range(5)]
-    first, _ = router.place(0, 320, hashes, [NOTHING, NOTHING])
+    first, _ = router.place(0, 320, hashes, [NOTHING, NOTHING], 0.0)
     router.first_token(0)
     views = router._views([0, 0], hashes)
     assert views[first].active_blocks == views[1 - first].active_blocks == 5
@@ -100,8 +109,8 @@ def test_llm_d_sees_prompts_in_flight_and_dynamo_does_not() -> None:
     hashes = [BlockHash(number) for number in range(5)]
     for name, cached in (("llm-d", 320), ("dynamo", 0)):
         router = PeerRouter(name, 2, 64, random.Random(1))
-        place, _ = router.place(0, 330, hashes, [NOTHING, NOTHING])
-        again, believed = router.place(1, 330, hashes, [NOTHING, NOTHING])
+        place, _ = router.place(0, 330, hashes, [NOTHING, NOTHING], 0.0)
+        again, believed = router.place(1, 330, hashes, [NOTHING, NOTHING], 0.0)
         assert (again == place, believed) == (name == "llm-d", cached)
 
 
@@ -110,7 +119,7 @@ def test_events_tell_and_gauges_are_as_of_the_last_poll() -> None:
     hashes = [BlockHash(number) for number in range(5)]
     router.polled(1, waiting=7, usage=0.5)
     assert [view.waiting for view in router._views([0, 0], hashes)] == [0, 7]
-    place, cached = router.place(0, 330, hashes, [NOTHING, PrefixHit(0, 256)])
+    place, cached = router.place(0, 330, hashes, [NOTHING, PrefixHit(0, 256)], 0.0)
     assert (place, cached) == (0, 0), "3 x 256/330 + 1 + 1 against 2 + 2 + 1"
 
 
@@ -125,3 +134,35 @@ def test_an_idle_fleet_serves_repeats_where_they_are_cached(name: str) -> None:
 def test_other_routers_take_no_settings() -> None:
     with pytest.raises(ValueError, match="llm-d:beta=0: llm-d is another router with its own defaults"):
         arms_of(["llm-d:beta=0"])
+
+
+def test_the_regression_learns_what_its_first_tokens_depend_on() -> None:
+    regression, rng = FirstTokenRegression(), random.Random(1)
+    for _ in range(200):
+        view = PeerView(
+            prefix_tokens=rng.randrange(500), prefilling_tokens=rng.randrange(4000), waiting=rng.randrange(9)
+        )
+        found = regression.features(view, 1000)
+        regression.learn(found, 0.1 + 0.5 * found[1] + 0.4 * found[2] + 0.02 * view.waiting)
+    view = PeerView(prefix_tokens=100, prefilling_tokens=2000, waiting=3)
+    assert regression.predict(view, 1000) == pytest.approx(0.1 + 0.45 + 0.8 + 0.06, rel=0.01)
+    assert regression.shortest([view, PeerView(prefix_tokens=100)], 1000, 16) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("kvatlas:refuse=1", "refuse= needs slo="),
+        ("llm-d:slo=1", "nothing can be set"),
+        ("ttft-regression:hold=1", "nothing can be set"),
+    ],
+)
+def test_what_arms_do_not_take_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        arms_of([name])
+
+
+def test_the_regression_refuses_what_it_predicts_to_be_late_everywhere() -> None:
+    requests = [request(1.0 * index, 3000, 1, 100 * index) for index in range(100)]
+    rows = fleet_run(requests, "ttft-regression:slo=2+refuse=1", engines=2).rows
+    assert 10 < sum(row.ttft_s < 0 for row in rows) < 90

@@ -357,3 +357,67 @@ def test_a_tenant_that_comes_back_begins_at_its_credit_and_not_where_it_left() -
     order = turns(queue, 8)
     assert order[:3] == ["beta"] * 3
     assert order.count("acme") >= 2
+
+
+def test_a_session_with_many_requests_delays_another_one_by_one_of_them() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for item in range(50):
+        queue.add(waiting(item, float(item), session="many"))
+    first = queue.take(anywhere)
+    assert first is not None
+    assert first.item == 0
+    queue.add(waiting(100, 60.0, session="one"))
+    queue.add(waiting(101, 61.0))
+    assert [one.item for one in drained(queue)[:4]] == [100, 101, 1, 2]
+
+
+def test_sessions_take_turns_and_each_keeps_its_order() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    for item in range(6):
+        queue.add(waiting(item, float(item), session="ab"[item // 3]))
+    assert [one.item for one in drained(queue)] == [0, 3, 1, 4, 2, 5]
+
+
+def test_what_left_without_its_turn_is_not_held_against_its_session() -> None:
+    queue: FairQueue[int] = FairQueue(100)
+    gone = [waiting(item, float(item), session="a") for item in range(20)]
+    for one in gone:
+        queue.add(one)
+    queue.add(waiting(20, 20.0, session="b"))
+    queue.add(waiting(21, 21.0, session="b"))
+    for one in gone:
+        queue.remove(one)
+    queue.add(waiting(30, 30.0, session="a"))
+    assert [one.item for one in drained(queue)] == [20, 30, 21]
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
+def test_no_session_waits_for_two_requests_of_another(steps: list[tuple[str, bool]]) -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    inside: dict[int, str] = {}
+    since: dict[str, dict[str, int]] = {}
+    for number, (session, takes) in enumerate(steps):
+        if takes:
+            one = queue.take(anywhere)
+            if one is None:
+                continue
+            served = inside.pop(one.item)
+            since.pop(served, None)
+            for waits in {*inside.values()} - {served}:
+                counts = since.setdefault(waits, {})
+                counts[served] = counts.get(served, 0) + 1
+                assert counts[served] <= 2, "one of them, and one that was in its turn already"
+        else:
+            queue.add(waiting(number, float(number), session=session))
+            inside[number] = session
+
+
+def test_sessions_remembered_are_bounded() -> None:
+    queue: FairQueue[int] = FairQueue(1000)
+    queue.add(waiting(0, 0.0, session="stays", lane="full"))
+    for item in range(1, 500):
+        queue.add(waiting(item, float(item), session=f"s{item}", lane="free"))
+        assert queue.take(lambda lane: lane == "free") is not None
+    (band,) = queue._bands.values()
+    assert len(band.lines[""].turns) < 100

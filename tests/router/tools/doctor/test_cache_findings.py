@@ -378,6 +378,7 @@ def test_a_hit_that_was_not_foreseen() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_nothing_reused() -> None:
     async def main() -> None:
         limits = {"groups": "full", "block_size": 512, "max_model_len": 400}

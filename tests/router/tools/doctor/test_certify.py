@@ -103,6 +103,7 @@ def test_an_engine_in_good_health_is_certified(groups: str) -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_a_pool_that_is_not_filled_shows_no_removal_and_is_certified() -> None:
     async def main() -> None:
         async with running({"groups": "full", "num_blocks": 1 << 16}) as (engine,):
@@ -113,6 +114,7 @@ def test_a_pool_that_is_not_filled_shows_no_removal_and_is_certified() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_batches_that_are_lost_are_a_gap() -> None:
     batches = 0
 
@@ -131,6 +133,7 @@ def test_batches_that_are_lost_are_a_gap() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_stores_that_are_never_published_are_hits_not_predicted() -> None:
     stores = 0
 
@@ -169,6 +172,7 @@ def test_wrong_hashes(all_of_them: bool) -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_blocks_whose_removal_is_not_published_are_phantoms() -> None:
     def keep(event: Event) -> Event | None:
         return None if isinstance(event, BlockRemoved) else event
@@ -183,6 +187,7 @@ def test_blocks_whose_removal_is_not_published_are_phantoms() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_removals_of_blocks_that_were_never_stored() -> None:
     def invent(events: list[Event]) -> list[Event]:
         return [*events, BlockRemoved([4711], "GPU", 0)]
@@ -196,6 +201,7 @@ def test_removals_of_blocks_that_were_never_stored() -> None:
     run(main())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("untrue", [lambda cached: 0, lambda cached: cached + 16], ids=["nothing", "more"])
 def test_untrue_cached_tokens(untrue: Callable[[int], int]) -> None:
     async def main() -> None:
@@ -257,6 +263,7 @@ def test_an_engine_that_is_not_there() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_another_model_than_expected() -> None:
     async def main() -> None:
         async with running(SMALL_POOL) as (engine,):

@@ -67,6 +67,7 @@ def test_event_sockets_that_nobody_has_bound() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_http_ports_given_as_event_sockets() -> None:
     async def main() -> None:
         async with http_server(server()) as url:
@@ -78,6 +79,7 @@ def test_http_ports_given_as_event_sockets() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_events_and_replay_exchanged() -> None:
     async def main() -> None:
         async with http_server(server()) as url:
@@ -151,6 +153,7 @@ def test_history_that_has_left_the_buffer() -> None:
     run(main())
 
 
+@pytest.mark.long
 def test_events_of_another_engine() -> None:
     async def main() -> None:
         async with running({}) as (engine,):
