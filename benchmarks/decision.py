@@ -32,7 +32,7 @@ from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ModelCard
-from router.http.request_cycle import EXTENSION
+from router.http.request_cycle import DISCONNECT_EXTENSION
 from router.openai.request import InboundRequest, Usage
 from router.placement.engine import Engine
 from router.prompts.settings import ANY_MODEL
@@ -60,9 +60,9 @@ class Answered:
 
     status = 200
     headers = ((b"content-type", b"application/json"),)
-    finished = True
+    at_eof = True
 
-    def take(self) -> bytes:
+    def read_nowait(self) -> bytes:
         return ANSWER
 
     def release(self) -> bool:
@@ -79,7 +79,7 @@ class Bench:
         )
         model = ModelConfig(tokenizer=str(DEMO_TOKENIZER_DIR))
         self.router = Router(Config(engines=listed, models={ANY_MODEL: model}))
-        self.router.proxy.client.exchange = self._exchange  # type: ignore[method-assign, assignment]
+        self.router.proxy.client.request = self._exchange  # type: ignore[method-assign, assignment]
 
     async def warm(self) -> None:
         """Engines come up and tell what they hold; the conversation is read once."""
@@ -133,7 +133,7 @@ class Bench:
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(self.body)),
             ],
-            "extensions": {EXTENSION: lambda _: None},
+            "extensions": {DISCONNECT_EXTENSION: lambda _: None},
         }
         await self.router(scope, self._receive, self._send)
 

@@ -38,7 +38,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import ModelCard
 from router.http import h2_codec as h2
-from router.http.h2_codec import FrameReader, literal
+from router.http.h2_codec import FrameReader, encode_literal
 from router.http.settings import ListenSettings
 from router.http.tls import Certificates
 from router.observe.requests import RequestRecord, RequestTracker
@@ -58,7 +58,7 @@ ANSWER = msgspec.json.encode(
     {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}}
 )
 _CALL = b"".join(
-    literal(name, value)
+    encode_literal(name, value)
     for name, value in (
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -152,7 +152,7 @@ class Gateway(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         ours = {h2.SETTINGS_INITIAL_WINDOW_SIZE: _WINDOW, h2.SETTINGS_MAX_FRAME_SIZE: 16384}
-        settings = h2.settings_frame(ours) + h2.window_frame(0, _WINDOW)
+        settings = h2.settings_frame(ours) + h2.window_update_frame(0, _WINDOW)
         self._transport.write(h2.PREFACE + settings)
 
     def data_received(self, data: bytes) -> None:
@@ -165,7 +165,7 @@ class Gateway(asyncio.Protocol):
                     self._waiting[found.stream_id] = waiting[0], []
             elif found.kind == h2.HEADERS and found.flags & h2.END_STREAM:
                 future, owed = self._waiting.pop(found.stream_id)
-                self._transport.write(h2.reset_frame(found.stream_id, h2.NO_ERROR))
+                self._transport.write(h2.rst_stream_frame(found.stream_id, h2.NO_ERROR))
                 if owed:
                     future.set_exception(RuntimeError("the picker chose no engine"))
                 else:

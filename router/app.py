@@ -71,7 +71,7 @@ class Router:
             clock=clock,
             leaving=(
                 lambda engine: self.proxy.requests.forget(engine.engine_id),
-                lambda engine: self.proxy.client.forget(engine.engine.base_url),
+                lambda engine: self.proxy.client.drop_origin(engine.engine.base_url),
             ),
         )
         self.fleet, self.scopes = self.lifecycle.fleet, self.lifecycle.scopes

@@ -456,7 +456,7 @@ def reloads_of(sidecar: Sidecar, load: Callable[[], Config]) -> Reloads:
     def judge(running: Config) -> Decided:
         return decide(running, load, usable)
 
-    renew = sidecar.certificates.renew
+    renew = sidecar.certificates.reload_changed
     made = Reloads(lambda: sidecar.config, judge, sidecar.take, renew, on_log=configure_logging)
     sidecar.reloads = made.stats
     sidecar.works.append(made.run)

@@ -49,7 +49,7 @@ SINGLE_PROTOCOLS = frozenset(
     {
         "EngineRequest",  # vLLM's own request fulfils it
         "SharedView",  # keeps placement below replication
-        "StreamLine",  # keeps a stream below its connection
+        "StreamConnection",  # keeps a stream below its connection
     }
 )
 """Protocols with one fulfilling class."""

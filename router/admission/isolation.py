@@ -22,7 +22,7 @@ import structlog
 
 from router.admission.key_file import KeyFileError, KeyStats, TenantRules
 from router.admission.settings import KeySettings
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.http.tls import WatchedFile
 from router.openai.errors import ApiError, salt_not_accepted
 from router.openai.request import COHERE
@@ -108,7 +108,7 @@ def read_secret(path: Path) -> bytes:
         with path.open("rb") as file:
             secret = file.read(_SECRET_BYTES_MAX + 1).strip()
     except OSError as error:
-        raise KeyFileError(f"{where}: {reason_of(error)}") from None
+        raise KeyFileError(f"{where}: {describe_error(error)}") from None
     if not _SECRET_BYTES_MIN <= len(secret) <= _SECRET_BYTES_MAX:
         raise KeyFileError(
             f"{where}: {len(secret)} bytes, expected {_SECRET_BYTES_MIN} to {_SECRET_BYTES_MAX}; "

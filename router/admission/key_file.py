@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from router.admission.settings import WaitTargets
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.http.tls import WatchedFile
 
 _log = structlog.get_logger()
@@ -145,7 +145,7 @@ def read_key_file(path: Path, setting: str = "keys.file") -> KeyTable:
             raise KeyFileError(f"{where}: larger than {_FILE_BYTES_MAX} bytes")
         table = msgspec.convert(tomllib.loads(data.decode()), KeyTable)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-        why = reason_of(error) if isinstance(error, OSError) else error
+        why = describe_error(error) if isinstance(error, OSError) else error
         raise KeyFileError(f"{where}: {why}") from None
     digests = set()
     for number, entry in enumerate(table.keys):

@@ -21,7 +21,7 @@ from router.fleet.desired import DesiredState, FleetFullError
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address
 from router.fleet.status import Fleet
-from router.http.downstream import ClientConnection
+from router.http.downstream import DownstreamConnection
 from router.http.listener import ListenConfig
 from router.http.server import SIDE_LISTEN, SideServer
 from router.http.tls import Certificates, server_context
@@ -39,7 +39,7 @@ from router.placement.load.others import OthersLoad, others_at
 _KEYS = "admin.tls_cert_file, tls_key_file or client_ca_file"
 
 
-class _Connection(ClientConnection):
+class _Connection(DownstreamConnection):
     def shared_scope(self, transport: asyncio.BaseTransport, app_state: dict[str, Any]) -> dict[str, Any]:
         scope = super().shared_scope(transport, app_state)
         certificate = transport.get_extra_info("peercert")
@@ -55,7 +55,7 @@ def make_admin_server(
     files."""
     context = None
     if settings.tls.given:
-        context = certificates.hold(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
+        context = certificates.add(server_context(settings.tls, _KEYS), settings.tls, _KEYS)
     config = ListenConfig(
         app,
         protocol=_Connection,
@@ -65,7 +65,7 @@ def make_admin_server(
         lifespan="off",
         tls=context,
     )
-    return SideServer(config, name="admin API", key="admin.port", sock=sock)
+    return SideServer(config, name="admin API", setting="admin.port", sock=sock)
 
 
 def common_name(certificate: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from fastapi import Request
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.http.tls import WatchedFile
 from router.openai.errors import ApiError, too_often, unauthorized
 
@@ -77,7 +77,7 @@ def read_tokens(path: Path, key: str = "admin.token_file") -> list[tuple[bytes, 
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise AdminFileError(f"{key}: {path}: {reason_of(error)}") from None
+        raise AdminFileError(f"{key}: {path}: {describe_error(error)}") from None
     found: list[tuple[bytes, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.strip()

@@ -24,7 +24,7 @@ from router.admission.gate import KeyGate
 from router.api.admin_app import AdminApi
 from router.api.admin_auth import Authenticator, TokenFile
 from router.api.app import CONTROL_PREFIX, TENANT, error_answer, is_control
-from router.http.request_cycle import TOLD
+from router.http.request_cycle import HEADERS_BY_NAME
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.http.settings import CorsSettings
 from router.openai.errors import ApiError, on_ops_port, ops_name_unknown
@@ -63,7 +63,7 @@ class OpsPort:
             self.server = SideServer(
                 listen_config(self, host=host, port=port, listen=SIDE_LISTEN, lifespan="off"),
                 name="ops port",
-                key="server.ops_port",
+                setting="server.ops_port",
                 sock=sock,
             )
 
@@ -254,7 +254,7 @@ class Cors(CORSMiddleware):
         """Whether the response to this request depends on its origin."""
         if not self.allow_all_origins:
             return True  # caches must know that the origin matters, also without one
-        return b"origin" in (scope.get(TOLD) or dict(scope["headers"]))
+        return b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:
         """Send without the engine's CORS headers."""

@@ -26,7 +26,7 @@ from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.http.settings import CorsSettings, ListenSettings
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
@@ -164,14 +164,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"configuration file {path}: {reason_of(error)}") from None
+        raise ConfigError(f"configuration file {path}: {describe_error(error)}") from None
 
 
 def _read_url(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--index-file {path}: {reason_of(error)}") from None
+        raise ConfigError(f"--index-file {path}: {describe_error(error)}") from None
 
 
 def _environment(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:

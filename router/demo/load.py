@@ -29,7 +29,7 @@ from publisher.engine import (
     resolve_groups,
 )
 from router.demo.summary import Tally
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
 from router.proxy.sse import read_usage
 
@@ -226,7 +226,7 @@ class ChatLoad:
                 else:
                     outcome = msgspec.structs.replace(outcome, error=f"status {answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            outcome = msgspec.structs.replace(outcome, error=reason_of(error))
+            outcome = msgspec.structs.replace(outcome, error=describe_error(error))
         self._on_done(outcome)
         return outcome
 

@@ -20,10 +20,10 @@ _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream r
 
 
 class GatewayAnswer:
-    """Implement ``router.proxy.attempt.Answer``. ``taken``: no bytes are held; ``changed`` waits for the next
-    state change and raises ``UpstreamError`` if there will be none."""
+    """Implement ``router.proxy.attempt.Answer``. ``taken``: no bytes are held; ``next_event`` waits for the
+    next state change and raises ``UpstreamError`` if there will be none."""
 
-    __slots__ = ("_changed", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
+    __slots__ = ("_next_event", "_pieces", "_taken", "complete", "headers", "held_bytes", "status")
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class GatewayAnswer:
         headers: list[Header],
         *,
         taken: Callable[[], None],
-        changed: Callable[[], Awaitable[None]],
+        next_event: Callable[[], Awaitable[None]],
     ) -> None:
         self.status = status
         self.headers = headers
@@ -40,7 +40,7 @@ class GatewayAnswer:
         self.held_bytes = 0
         self._pieces: list[bytes] = []
         self._taken = taken
-        self._changed = changed
+        self._next_event = next_event
 
     def add(self, piece: bytes) -> None:
         """Append the next bytes of the body."""
@@ -49,11 +49,11 @@ class GatewayAnswer:
             self.held_bytes += len(piece)
 
     @property
-    def finished(self) -> bool:
+    def at_eof(self) -> bool:
         """Implement ``Answer``."""
         return self.complete and not self._pieces
 
-    def take(self) -> bytes | None:
+    def read_nowait(self) -> bytes | None:
         """Implement ``Answer``."""
         pieces = self._pieces
         if not pieces:
@@ -64,14 +64,14 @@ class GatewayAnswer:
         self._taken()
         return data
 
-    def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+    def next_event(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
         """Implement ``Answer``: a task reads the gateway's stream, so ``step`` is not used."""
-        return self._changed()
+        return self._next_event()
 
     async def read(self) -> bytes:
         """Implement ``Answer``."""
-        while (data := self.take()) is None:
-            await self.changed()
+        while (data := self.read_nowait()) is None:
+            await self.next_event()
         return data
 
     async def check_origin(self) -> None:
@@ -79,7 +79,7 @@ class GatewayAnswer:
         if self.status not in (503, 504) or (b"content-type", b"text/plain") not in self.headers:
             return
         while not self._pieces and not self.complete:
-            await self.changed()
+            await self.next_event()
         if self._pieces and self._pieces[0].startswith(_GATEWAYS_OWN):
             raise UpstreamError("timeout" if self.status == 504 else "refused", sent=False)
 

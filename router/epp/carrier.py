@@ -48,7 +48,7 @@ class RequestBody:
 
     def reserve(self, size: int) -> bool:
         """Reserve capacity for received bytes; False if there is none."""
-        if not self._capacity.take(size):
+        if not self._capacity.reserve_body(size):
             return False
         self._held_bytes += size
         return True
@@ -76,7 +76,7 @@ class RequestBody:
         """Release the held bytes and their capacity."""
         self._pieces.clear()
         self.latest = b""
-        self._capacity.give(self._held_bytes)
+        self._capacity.release_body(self._held_bytes)
         self._held_bytes = 0
 
 
@@ -161,14 +161,14 @@ class GatewayCarrier:
 
     def _pay(self) -> None:
         owed, self._owed = self._owed, 0
-        self._stream.taken(owed)
+        self._stream.acknowledge_data(owed)
 
     def on_headers(self, message: m.ProcessingRequest) -> None:
         """Handle the head of the answer."""
         if not self.asked or self.answer is not None:
             raise GrpcError(grpc.INVALID_ARGUMENT, "response_headers out of turn")
         status, headers = status_of(message.headers)
-        answer = GatewayAnswer(status, headers, taken=self._pay, changed=self._changed)
+        answer = GatewayAnswer(status, headers, taken=self._pay, next_event=self._changed)
         answer.complete = message.end_of_stream or self._writer.modes.response_body == m.NONE
         self.answer = answer
         served = m.endpoints(message.metadata, m.LB, SERVED_KEY)
@@ -246,7 +246,7 @@ class GatewayCarrier:
 
     def done(self, answer: Answer) -> None:
         """Implement ``Carrier``."""
-        self.broken = self.broken or not answer.finished
+        self.broken = self.broken or not answer.at_eof
 
     def may_retry(self) -> bool:
         """Implement ``Carrier``: False, since the gateway has already tried another engine, whose answer is

@@ -45,7 +45,7 @@ class ConformanceExchange:
 
     def on_data(self, data: bytes) -> None:
         """Implement ``StreamHandler``."""
-        self._stream.taken(len(data))
+        self._stream.acknowledge_data(len(data))
         if self._writer.over:
             return
         self._timer.wait(self._context.settings.request_timeout_s)

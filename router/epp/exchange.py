@@ -26,7 +26,7 @@ from router.epp.messages import ProtobufError
 from router.epp.response_writer import ResponseWriter
 from router.http.h2_codec import CANCEL, INTERNAL_ERROR
 from router.http.h2_streams import Stream
-from router.http.request_cycle import EXTENSION, Message
+from router.http.request_cycle import DISCONNECT_EXTENSION, Message
 from router.openai.errors import ApiError, internal_error, request_timeout, too_many_bodies
 from router.proxy.app import CARRIER
 
@@ -68,7 +68,7 @@ class GatewayExchange:
     def on_data(self, data: bytes) -> None:
         """Implement ``StreamHandler``."""
         if self._writer.over:
-            self._stream.taken(len(data))
+            self._stream.acknowledge_data(len(data))
             return
         try:
             if not self._take(len(data)):
@@ -132,7 +132,7 @@ class GatewayExchange:
         if self._carrier.answer is not None:
             self._carrier.took(size)
             return True
-        self._stream.taken(size)
+        self._stream.acknowledge_data(size)
         if self._gateways_own:
             return True
         if self._body.reserve(size):
@@ -199,7 +199,7 @@ class GatewayExchange:
         self._carrier.begin(scope["headers"], target, None if subset is None else frozenset(subset))
         if body.expected and writer.buffers:
             writer.resume("request_headers")
-        scope["extensions"] = {EXTENSION: self._on_disconnect, CARRIER: self._carrier}
+        scope["extensions"] = {DISCONNECT_EXTENSION: self._on_disconnect, CARRIER: self._carrier}
         self._task = self._context.start(self._run(scope))
 
     def _on_request_body(self, message: m.ProcessingRequest) -> None:
@@ -273,7 +273,7 @@ class GatewayExchange:
         """Send a piece of an engine's answer, unless the gateway already forwards it."""
         writer, trailers = self._writer, self._carrier.trailers
         if not self._carrier.passes:
-            headers_only = not writer.shown and answer.finished and not body and not trailers
+            headers_only = not writer.shown and answer.at_eof and not body and not trailers
             writer.send_headers(answer.headers, start["headers"])
             if not headers_only:
                 writer.send_body("response_body", body, ends=not more and not trailers)
@@ -282,7 +282,7 @@ class GatewayExchange:
             if not more:
                 self._finish()
         if more and self._stream.queued_bytes > _QUEUED_BYTES_MAX:
-            await self._stream.drained(_QUEUED_BYTES_MAX)
+            await self._stream.drain(_QUEUED_BYTES_MAX)
 
     # End of the stream.
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, Final
 
-from router.http.h2_codec import literal
-from router.http.request_cycle import ASGI, head_problem, request_scope
+from router.http.h2_codec import encode_literal
+from router.http.request_cycle import ASGI, request_head_error, request_scope
 from router.openai.errors import bad_request, head_too_large
 
 _HEAD: Final = struct.Struct(">BI")  # compressed flag and length
@@ -22,7 +22,7 @@ _MESSAGES_MAX: Final = 1024
 OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
 
-HEAD: Final = b"\x88" + literal(b"content-type", b"application/grpc")
+HEAD: Final = b"\x88" + encode_literal(b"content-type", b"application/grpc")
 """Header block that begins every answer."""
 
 
@@ -37,8 +37,8 @@ class GrpcError(Exception):
 @lru_cache(maxsize=64)
 def trailers(status: int, message: str = "") -> bytes:
     """Header block that ends an answer."""
-    block = literal(b"grpc-status", b"%d" % status)
-    return block + literal(b"grpc-message", _percent(message)) if message else block
+    block = encode_literal(b"grpc-status", b"%d" % status)
+    return block + encode_literal(b"grpc-message", _percent(message)) if message else block
 
 
 def only_trailers(status: int, message: str) -> bytes:
@@ -164,7 +164,7 @@ def scope_of(headers: list[Header], header_bytes_max: int) -> dict[str, Any]:
     if size > header_bytes_max:
         raise head_too_large(header_bytes_max)
     method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
-    problem = head_problem("2", path, 0)
+    problem = request_head_error("2", path, 0)
     if problem or not method.isalpha() or not (path.startswith(b"/") or path == b"*"):
         raise bad_request("invalid_http", problem or "The gateway sent no valid method or path.")
     host = pseudo.get(b":authority", b"")

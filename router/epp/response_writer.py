@@ -45,9 +45,9 @@ class ResponseWriter:
 
     def _say(self, *pieces: bytes) -> None:
         stream = self._stream
-        if not stream.begun:
+        if not stream.headers_sent:
             stream.send_headers(grpc.HEAD)
-        stream.send(message_head(sum(map(len, pieces))), *pieces)
+        stream.send_data(message_head(sum(map(len, pieces))), *pieces)
 
     def resume(self, kind: m.Kind) -> None:
         """Acknowledge a message without changes."""
@@ -99,8 +99,8 @@ class ResponseWriter:
     def finish(self, status: int = grpc.OK, text: str = "") -> None:
         """End the stream."""
         self.over = True
-        if self._stream.begun:
-            self._stream.finish(grpc.trailers(status, text))
+        if self._stream.headers_sent:
+            self._stream.send_trailers(grpc.trailers(status, text))
         else:
             self._stream.send_headers(grpc.only_trailers(status, text), end=True)
 

@@ -25,13 +25,13 @@ from router.epp.exchange import GatewayExchange
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen
-from router.http.h2_codec import Field, literal
-from router.http.h2_connection import H2Connection, Opener
+from router.http.h2_codec import Field, encode_literal
+from router.http.h2_connection import H2Connection, StreamOpener
 from router.http.h2_streams import Stream, StreamHandler
 from router.http.listener import Capacity, Handshakes
 from router.http.server import address_url
 from router.http.settings import ListenSettings
-from router.http.sockets import Sweeper, reason_of, tick_for
+from router.http.sockets import Sweeper, describe_error, sweep_interval_s
 from router.http.tls import Certificates, TlsError, TlsFiles, server_context
 from router.proxy.settings import ProxySettings
 
@@ -46,11 +46,11 @@ _LIGHT_PICKER: Final = "inference-extension"
 knows its pool (pkg/lwepp/server/runserver.go)."""
 _SERVING, _NOT_SERVING = 1, 2
 _MESSAGE_BYTES_MAX: Final = 4096
-_NOT_GRPC: Final = literal(b":status", b"415")
-_NOT_POST: Final = literal(b":status", b"405")
+_NOT_GRPC: Final = encode_literal(b":status", b"415")
+_NOT_POST: Final = encode_literal(b":status", b"405")
 
 
-def opener(context: PickerContext, *, health_only: bool = False) -> Opener:
+def opener(context: PickerContext, *, health_only: bool = False) -> StreamOpener:
     """Return the handler of new streams of a port; ``health_only``: only health checks are answered."""
 
     def open_stream(stream: Stream, head: list[Field]) -> StreamHandler | None:
@@ -81,8 +81,8 @@ class HealthCall:
 
     def on_data(self, data: bytes) -> None:
         """Implement ``StreamHandler``."""
-        self._stream.taken(len(data))
-        if self._stream.begun:
+        self._stream.acknowledge_data(len(data))
+        if self._stream.headers_sent:
             return
         try:
             for message in self._reader.feed(data):
@@ -93,7 +93,7 @@ class HealthCall:
 
     def on_end(self) -> None:
         """Implement ``StreamHandler``."""
-        if not self._stream.begun:
+        if not self._stream.headers_sent:
             text = "a check is one message"
             self._stream.send_headers(grpc.only_trailers(grpc.INVALID_ARGUMENT, text), end=True)
 
@@ -115,8 +115,8 @@ class HealthCall:
             self._stream.send_headers(grpc.only_trailers(grpc.NOT_FOUND, "unknown service"), end=True)
             return
         self._stream.send_headers(grpc.HEAD)
-        self._stream.send(message_frame(number_field(1, _SERVING if serves else _NOT_SERVING)))
-        self._stream.finish(grpc.trailers(grpc.OK))
+        self._stream.send_data(message_frame(number_field(1, _SERVING if serves else _NOT_SERVING)))
+        self._stream.send_trailers(grpc.trailers(grpc.OK))
 
 
 # Certificate of a picker without a configured one: made at the start by openssl, valid for ten years, kept in
@@ -184,7 +184,7 @@ class PickerServer:
             listen.header_bytes_max,
             Capacity(listen),
             clock,
-            Sweeper(clock, tick_for(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
+            Sweeper(clock, sweep_interval_s(*times_s, proxy.stream_head_timeout_s, proxy.idle_timeout_s)),
             readiness,
             synced,
             endpoints,
@@ -215,7 +215,7 @@ class PickerServer:
         if settings.files.cert is None:
             context = self_signed()
         else:
-            context = certificates.hold(server_context(settings.files, _KEYS), settings.files, _KEYS)
+            context = certificates.add(server_context(settings.files, _KEYS), settings.files, _KEYS)
         context.set_alpn_protocols(["h2"])
         return context
 
@@ -262,16 +262,16 @@ class PickerServer:
                 stats=self._context.stats,
                 clock=self._clock,
                 sweeper=self._context.sweeper,
-                members=self._members,
+                connections=self._members,
             )
-            return inner if tls is None or self._handshakes is None else self._handshakes.protocol(inner)
+            return inner if tls is None or self._handshakes is None else self._handshakes.wrap(inner)
 
         try:
             server = await asyncio.get_running_loop().create_server(
                 accepted, host or None, port, start_serving=False
             )
         except OSError as error:
-            raise OSError(f"epp.{key}: cannot listen on {host}:{port}: {reason_of(error)}") from None
+            raise OSError(f"epp.{key}: cannot listen on {host}:{port}: {describe_error(error)}") from None
         address = server.sockets[0].getsockname()
         self.addresses[key] = (address[0], address[1])
         url = address_url(address, is_ssl=tls is not None).replace("http", "grpc", 1)

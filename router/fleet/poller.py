@@ -42,7 +42,7 @@ from router.fleet.status import (
     read_statement,
     read_transfers,
 )
-from router.http.sockets import ran_out, reason_of
+from router.http.sockets import describe_error, is_out_of_descriptors
 from router.http.tls import Certificates, TlsFiles, client_context
 from router.observe.requests import LogThrottle
 
@@ -206,7 +206,7 @@ class FleetPoller(Generic[E]):
                     base_url
                 ):  # marked down, so that its next response is reported
                     status.up, status.silent = False, False
-                    status.problem = f"polling failed: {reason_of(error)}"
+                    status.problem = f"polling failed: {describe_error(error)}"
                 models_due = gauges_due = now() + self._settings.poll_interval_s
                 up = False
             wake = min(models_due, gauges_due) if up else models_due
@@ -220,7 +220,7 @@ class FleetPoller(Generic[E]):
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
-            if ran_out(error):
+            if is_out_of_descriptors(error):
                 return False  # the router's own problem: the known state of the engine stays valid
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, aiohttp.ClientConnectorError)
@@ -262,8 +262,8 @@ class FleetPoller(Generic[E]):
         if isinstance(error, _BadAnswerError) and error.status != 200:
             return f"{error.status} from /v1/models"
         if isinstance(error, aiohttp.ClientConnectorError):
-            return reason_of(error)
-        return f"GET /v1/models: {reason_of(error)}"
+            return describe_error(error)
+        return f"GET /v1/models: {describe_error(error)}"
 
     def _note(self, status: E, models: tuple[ModelCard, ...], problem: str, *, moved: bool) -> None:
         was_up, had = status.up, status.models
@@ -429,7 +429,7 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except _BAD_JSON as error:
-        raise _BadAnswerError(reason_of(error)) from None
+        raise _BadAnswerError(describe_error(error)) from None
 
 
 def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
@@ -591,4 +591,4 @@ def hold_engine_tls(certificates: Certificates, files: TlsFiles) -> ssl.SSLConte
     """Yield the SSL context for ``https://`` engines, reloaded when its files change. Raises ``TlsError`` for
     unusable files."""
     keys = "fleet.ca_file, client_cert_file or client_key_file"
-    return certificates.hold(client_context(files, keys), files, keys)
+    return certificates.add(client_context(files, keys), files, keys)

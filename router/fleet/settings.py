@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.http.tls import TlsFiles
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
@@ -235,7 +235,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         try:
             key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"fleet.api_key_file: {self.api_key_file}: {reason_of(error)}") from None
+            raise ValueError(f"fleet.api_key_file: {self.api_key_file}: {describe_error(error)}") from None
         if not key or not key.isprintable():
             raise ValueError(f"fleet.api_key_file: {self.api_key_file} does not hold one line with a key")
         return {"authorization": f"Bearer {key}"}

@@ -25,7 +25,7 @@ from dns.rdatatype import AAAA, SRV, A, RdataType
 
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, parse_server
-from router.http.sockets import base_url_fault, reason_of, split_address
+from router.http.sockets import base_url_fault, describe_error, split_address
 
 PROBLEM_LENGTH_MAX = 300
 
@@ -387,7 +387,7 @@ class FileSource:
                 content = await asyncio.to_thread(self._read)
             except (OSError, ValueError) as error:
                 self._latest = None
-                self._fail("unreadable", f"{self._path}: {reason_of(error)}")
+                self._fail("unreadable", f"{self._path}: {describe_error(error)}")
             else:
                 self._apply(content, publish)
             await asyncio.sleep(self._settings.interval_s)

@@ -44,7 +44,7 @@ _HEAD_BYTES: Final = 9
 
 
 class H2Error(Exception):
-    """The peer broke the protocol or a limit: the connection ends with this code."""
+    """Violation of the protocol or of a limit. ``code`` is the error code (RFC 9113, section 7)."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -52,7 +52,7 @@ class H2Error(Exception):
 
 
 class H2Frame(msgspec.Struct, frozen=True, gc=False):
-    """One frame without its head."""
+    """One frame without its header (section 4.1)."""
 
     kind: int
     flags: int
@@ -61,19 +61,19 @@ class H2Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 class FrameReader:
-    """Bytes in, whole frames out."""
+    """Splits received bytes into frames."""
 
     def __init__(self, frame_bytes_max: int) -> None:
         self._frame_bytes_max = frame_bytes_max
-        self._rest = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[H2Frame]:
-        """The frames that are whole now. Raises ``H2Error`` where the next one is too long."""
-        rest = self._rest
+        """Yield the complete frames. Raises ``H2Error`` if the next one is too long."""
+        rest = self._buffer
         if rest:
             rest += data
             if len(rest) < _HEAD_BYTES or len(rest) < _HEAD_BYTES + int.from_bytes(rest[:3]):
-                self._check(rest, 0)
+                self._check_length(rest, 0)
                 return
             data = bytes(rest)
             rest.clear()
@@ -87,34 +87,35 @@ class FrameReader:
             at = end
             yield H2Frame(kind, flags, stream_id & WINDOW_MAX, data[begin:end])
         if at < size:
-            self._check(data, at)
+            self._check_length(data, at)
             rest += data[at:]
 
-    def _check(self, data: bytes | bytearray, at: int) -> None:
-        """Of a frame that is not whole: is it short enough?"""
+    def _check_length(self, data: bytes | bytearray, at: int) -> None:
+        """Raise ``H2Error`` if an incomplete frame is too long."""
         length = int.from_bytes(data[at : at + 3])
         if len(data) - at >= 3 and length > self._frame_bytes_max:
             raise H2Error(FRAME_SIZE_ERROR, f"a frame of {length} bytes")
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """One frame as bytes."""
-    return frame_head(kind, flags, stream_id, len(payload)) + payload
+    """Encode a frame."""
+    return frame_header(kind, flags, stream_id, len(payload)) + payload
 
 
-def frame_head(kind: int, flags: int, stream_id: int, size: int) -> bytes:
+def frame_header(kind: int, flags: int, stream_id: int, size: int) -> bytes:
     """Return the header of a frame with a payload of this length."""
     return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream_id)
 
 
 def settings_frame(values: dict[int, int]) -> bytes:
-    """Our settings."""
+    """Encode a SETTINGS frame."""
     pairs = (key.to_bytes(2) + value.to_bytes(4) for key, value in values.items())
     return frame(SETTINGS, 0, 0, b"".join(pairs))
 
 
-def read_settings(payload: bytes) -> dict[int, int]:
-    """A peer's settings. Raises ``H2Error``."""
+def parse_settings(payload: bytes) -> dict[int, int]:
+    """Decode the payload of a SETTINGS frame. Raises ``H2Error``."""
+    # Section 6.5.1: each setting has an identifier of 2 bytes and a value of 4.
     if len(payload) % 6:
         raise H2Error(FRAME_SIZE_ERROR, "SETTINGS of an odd size")
     return {
@@ -124,56 +125,57 @@ def read_settings(payload: bytes) -> dict[int, int]:
 
 
 def goaway_frame(last_stream_id: int, code: int, why: str = "") -> bytes:
-    """The last stream that will be answered, and why."""
+    """Encode a GOAWAY frame with the last stream that will be answered."""
     return frame(GOAWAY, 0, 0, last_stream_id.to_bytes(4) + code.to_bytes(4) + why.encode()[:200])
 
 
-def window_frame(stream_id: int, increment: int) -> bytes:
-    """Allow the peer to send this number of further bytes; stream 0: on the connection."""
+def window_update_frame(stream_id: int, increment: int) -> bytes:
+    """Encode a WINDOW_UPDATE frame; stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 
-def reset_frame(stream_id: int, code: int) -> bytes:
-    """The stream ends here."""
+def rst_stream_frame(stream_id: int, code: int) -> bytes:
+    """Encode a RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream_id, code.to_bytes(4))
 
 
-def unpadded(found: H2Frame) -> bytes:
-    """A DATA or HEADERS payload without its padding. Raises ``H2Error``."""
-    if not found.flags & PADDED:
-        return found.payload
-    payload = found.payload
+def strip_padding(received: H2Frame) -> bytes:
+    """Return a DATA or HEADERS payload without its padding. Raises ``H2Error``."""
+    if not received.flags & PADDED:
+        return received.payload
+    payload = received.payload
+    # Section 6.1: padding as long as the payload or longer is an error.
     if not payload or payload[0] > len(payload) - 1:
         raise H2Error(PROTOCOL_ERROR, "padding longer than its frame")
     return payload[1 : len(payload) - payload[0]]
 
 
-def fragment(found: H2Frame) -> bytes:
-    """The header block in a HEADERS frame. Raises ``H2Error``."""
-    block = unpadded(found)
-    if not found.flags & HAS_PRIORITY:
+def header_block_fragment(received: H2Frame) -> bytes:
+    """Return the field block fragment of a HEADERS frame (section 6.2). Raises ``H2Error``."""
+    block = strip_padding(received)
+    if not received.flags & HAS_PRIORITY:
         return block
     if len(block) < 5:
         raise H2Error(FRAME_SIZE_ERROR, "a priority without its five bytes")
-    if int.from_bytes(block[:4]) & WINDOW_MAX == found.stream_id:
+    # Priorities are deprecated (section 5.3.2). A stream must not depend on itself (RFC 7540, section 5.3.1).
+    if int.from_bytes(block[:4]) & WINDOW_MAX == received.stream_id:
         raise H2Error(PROTOCOL_ERROR, "a stream that depends on itself")
     return block[5:]
 
 
-def word(payload: bytes) -> int:
-    """The one number of a WINDOW_UPDATE or RST_STREAM. Raises ``H2Error``."""
+def parse_uint32(payload: bytes) -> int:
+    """Decode the payload of a WINDOW_UPDATE or RST_STREAM frame. Raises ``H2Error``."""
     if len(payload) != 4:
         raise H2Error(FRAME_SIZE_ERROR, "a frame of four bytes has another size")
     return int.from_bytes(payload)
 
 
-# The Huffman code of header strings (RFC 7541, appendix B), decoding only: what we send is short and plain.
+# The Huffman code of strings (RFC 7541, appendix B). Only decoding: what we send is short and not encoded.
 #
-# The code is canonical, so it follows from the lengths of its words alone. Always true: work is linear in
-# the bytes given.
+# The code is canonical, so the lengths of its words define it. Always true: work is linear in the bytes.
 
 
-_LENGTHS: Final = bytes.fromhex(
+_HUFFMAN_LENGTHS: Final = bytes.fromhex(
     "0d171c1c1c1c1c1c1c181e1c1c1e1c1c1c1c1c1c1c1c1e1c1c1c1c1c1c1c1c1c060a0a0c0d06080b0a0a080b08060606"
     "0505050606060606060607080f060c0a0d06070707070707070707070707070707070707070707070807080d130d0e06"
     "0f05060506050606060507070606060506070605050607070707070f0b0e0d1c14161414161616171617171717171817"
@@ -181,51 +183,55 @@ _LENGTHS: Final = bytes.fromhex(
     "1a1a1413161716191a1a1a1b1b1a181913151a1b1b1a1b1815151a1a1c1b1b1b14181415161515171616191918181a17"
     "1a1b1a1a1b1b1b1b1b1c1b1b1b1b1b1a1e"
 )
-"""Bits of each symbol's word; the last one is the end of the string, which must not occur."""
-_END: Final = 256
-_BITS_MAX: Final = 30
+"""Bits of each symbol's word; the last one is EOS, which must not occur (RFC 7541, section 5.2)."""
+_HUFFMAN_EOS: Final = 256
+_HUFFMAN_BITS_MAX: Final = 30
 
 
 class HuffmanError(ValueError):
-    """No word of the code, or the wrong padding."""
+    """Invalid code word or padding."""
 
 
-def _by_length() -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
-    """For each length of words: where its words begin, in ``_BITS_MAX`` bits, and the length, its first word,
-    and its symbols. Words of one length follow those of the next shorter one."""
+def _huffman_rows() -> tuple[list[int], list[tuple[int, int, tuple[int, ...]]]]:
+    """Build the decoding tables: for each length, the first word in ``_HUFFMAN_BITS_MAX`` bits; and the
+    length, the first word, and the symbols. Words of one length follow those of the next shorter one."""
     begins, rows, word, before = [], [], 0, 0
-    for length in sorted(set(_LENGTHS)):
+    for length in sorted(set(_HUFFMAN_LENGTHS)):
         word <<= length - before
-        symbols = tuple(symbol for symbol, bits in enumerate(_LENGTHS) if bits == length)
-        begins.append(word << (_BITS_MAX - length))
+        symbols = tuple(symbol for symbol, bits in enumerate(_HUFFMAN_LENGTHS) if bits == length)
+        begins.append(word << (_HUFFMAN_BITS_MAX - length))
         rows.append((length, word, symbols))
         word, before = word + len(symbols), length
     return begins, rows
 
 
-_BEGINS, _ROWS = _by_length()
+_HUFFMAN_BEGINS, _HUFFMAN_ROWS = _huffman_rows()
 
 
 def huffman_decode(data: bytes) -> bytes:
-    """The string behind these bytes. Raises ``HuffmanError``."""
+    """Decode a string. Raises ``HuffmanError``."""
     out = bytearray()
     held = bits = 0
     for byte in data:
         held = held << 8 | byte
         bits += 8
         while bits >= 5:
-            # Bits that have not come count as 0: the beginning of a longer word lies behind all shorter ones.
-            begin = held << (_BITS_MAX - bits) if bits <= _BITS_MAX else held >> (bits - _BITS_MAX)
-            length, first, symbols = _ROWS[bisect_right(_BEGINS, begin) - 1]
+            # Missing bits count as 0: a longer word is greater than all shorter ones.
+            begin = (
+                held << (_HUFFMAN_BITS_MAX - bits)
+                if bits <= _HUFFMAN_BITS_MAX
+                else held >> (bits - _HUFFMAN_BITS_MAX)
+            )
+            length, first, symbols = _HUFFMAN_ROWS[bisect_right(_HUFFMAN_BEGINS, begin) - 1]
             if length > bits:
                 break
             symbol = symbols[(held >> (bits - length)) - first]
-            if symbol == _END:
+            if symbol == _HUFFMAN_EOS:
                 raise HuffmanError("the end of the string is no part of it")
             out.append(symbol)
             bits -= length
             held &= (1 << bits) - 1
-        if bits > _BITS_MAX:
+        if bits > _HUFFMAN_BITS_MAX:
             raise HuffmanError("no word of the code")
     if bits > 7 or held != (1 << bits) - 1:
         raise HuffmanError("the padding is not of ones")
@@ -235,14 +241,14 @@ def huffman_decode(data: bytes) -> bytes:
 Field = tuple[bytes, bytes]
 
 _TABLE_BYTES_MAX: Final = 4096
-"""The default of every peer; we ask for nothing else."""
+"""The default size (RFC 7541, section 4.2); our settings do not change it."""
 _FIELD_BYTES: Final = 32
-"""Size of a field beyond name and value (RFC 7541, section 4.1)."""
+"""Size of a field in addition to name and value (RFC 7541, section 4.1)."""
 # A block that changes no table and was seen since the table last changed is not decoded again: proxies
 # repeat the same few.
 _CACHED_BLOCKS_MAX: Final = 64
 _CACHED_BYTES_MAX: Final = 1024
-_STATIC_TEXT: Final = (
+_STATIC_TABLE_TEXT: Final = (
     ":authority; :method=GET; :method=POST; :path=/; :path=/index.html; :scheme=http; :scheme=https; "
     ":status=200; :status=204; :status=206; :status=304; :status=400; :status=404; :status=500; "
     "accept-charset; accept-encoding=gzip, deflate; accept-language; accept-ranges; accept; "
@@ -254,16 +260,18 @@ _STATIC_TEXT: Final = (
     "set-cookie; strict-transport-security; transfer-encoding; user-agent; vary; via; "
     "www-authenticate; "
 )
-_STATIC: Final[tuple[Field, ...]] = tuple(
+_STATIC_TABLE: Final[tuple[Field, ...]] = tuple(
     (name.encode(), value.encode())
-    for name, _, value in (item.partition("=") for item in _STATIC_TEXT.rstrip("; ").split("; "))
+    for name, _, value in (item.partition("=") for item in _STATIC_TABLE_TEXT.rstrip("; ").split("; "))
 )
-"""RFC 7541, appendix A; the first one has the index 1."""
+"""Static table (RFC 7541, appendix A); the first entry has the index 1."""
 
 
 class HeaderDecoder:
-    """One direction of one connection. ``list_bytes_max``: most bytes of one block's fields, each with
-    ``_FIELD_BYTES`` more."""
+    """Decoder of one direction of a connection.
+
+    ``list_bytes_max``: largest size of one block's fields, each with ``_FIELD_BYTES`` added.
+    """
 
     def __init__(self, list_bytes_max: int) -> None:
         self._list_bytes_max = list_bytes_max
@@ -273,10 +281,10 @@ class HeaderDecoder:
         self._seen: dict[bytes, list[Field]] = {}
 
     def decode(self, block: bytes) -> list[Field]:
-        """The fields of a block, in order; not to be changed. Raises ``H2Error``."""
-        found = self._seen.get(block)
-        if found is not None:
-            return found
+        """Return the fields of a block, in order; do not change the list. Raises ``H2Error``."""
+        cached = self._seen.get(block)
+        if cached is not None:
+            return cached
         self._changed = False
         try:
             fields = self._fields(block)
@@ -294,44 +302,44 @@ class HeaderDecoder:
         while at < size:
             first = block[at]
             if first & 0x80:
-                index, at = _integer(block, at, 7)
-                field = self._at(index)
+                index, at = _decode_integer(block, at, 7)
+                field = self._lookup(index)
             elif first & 0x60 == 0x20:
                 if fields:
                     raise H2Error(COMPRESSION_ERROR, "a table size within a header block")
-                limit, at = _integer(block, at, 5)
+                limit, at = _decode_integer(block, at, 5)
                 self._resize(limit)
                 continue
             else:
                 keeps = first & 0x40
-                index, at = _integer(block, at, 6 if keeps else 4)
-                name, at = (self._at(index)[0], at) if index else self._string(block, at)
-                value, at = self._string(block, at)
+                index, at = _decode_integer(block, at, 6 if keeps else 4)
+                name, at = (self._lookup(index)[0], at) if index else self._decode_string(block, at)
+                value, at = self._decode_string(block, at)
                 field = (name, value)
                 if keeps:
-                    self._keep(field)
+                    self._insert(field)
             total += len(field[0]) + len(field[1]) + _FIELD_BYTES
             if total > self._list_bytes_max:
                 raise H2Error(ENHANCE_YOUR_CALM, f"more than {self._list_bytes_max} bytes of header fields")
             fields.append(field)
         return fields
 
-    def _at(self, index: int) -> Field:
+    def _lookup(self, index: int) -> Field:
         if not index:
             raise IndexError("no field has the index 0")
-        if index <= len(_STATIC):
-            return _STATIC[index - 1]
-        return self._table[index - len(_STATIC) - 1]
+        if index <= len(_STATIC_TABLE):
+            return _STATIC_TABLE[index - 1]
+        return self._table[index - len(_STATIC_TABLE) - 1]
 
-    def _string(self, block: bytes, at: int) -> tuple[bytes, int]:
+    def _decode_string(self, block: bytes, at: int) -> tuple[bytes, int]:
         coded = block[at] & 0x80
-        length, at = _integer(block, at, 7)
+        length, at = _decode_integer(block, at, 7)
         if length > len(block) - at:
             raise IndexError("a string longer than its block")
         text = block[at : at + length]
         return (huffman_decode(text) if coded else text), at + length
 
-    def _keep(self, field: Field) -> None:
+    def _insert(self, field: Field) -> None:
         self._changed = True
         self._table.appendleft(field)
         self._table_bytes += len(field[0]) + len(field[1]) + _FIELD_BYTES
@@ -350,8 +358,8 @@ class HeaderDecoder:
             self._table_bytes -= len(name) + len(value) + _FIELD_BYTES
 
 
-def _integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:
-    """A number and where the next thing begins (RFC 7541, section 5.1)."""
+def _decode_integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:
+    """Decode an integer; return it and the position after it (RFC 7541, section 5.1)."""
     mask = (1 << prefix_bits) - 1
     value = block[at] & mask
     at += 1
@@ -369,12 +377,12 @@ def _integer(block: bytes, at: int, prefix_bits: int) -> tuple[int, int]:
             raise IndexError("a number of more than 32 bits")
 
 
-def literal(name: bytes, value: bytes) -> bytes:
-    """A field as we send it: never indexed, never Huffman coded."""
-    return b"\0%b%b%b%b" % (_length(len(name)), name, _length(len(value)), value)
+def encode_literal(name: bytes, value: bytes) -> bytes:
+    """Encode a field without indexing and Huffman coding (RFC 7541, section 6.2.2)."""
+    return b"\0%b%b%b%b" % (_encode_length(len(name)), name, _encode_length(len(value)), value)
 
 
-def _length(size: int) -> bytes:
+def _encode_length(size: int) -> bytes:
     if size < 0x7F:
         return bytes((size,))
     size -= 0x7F
@@ -386,40 +394,40 @@ def _length(size: int) -> bytes:
     return bytes(out)
 
 
-# Header blocks out of HEADERS and CONTINUATION frames.
-#
-# Pure. Always true: while a block is not whole nothing else may come; its size and its pieces are bounded.
+# Field blocks of HEADERS and CONTINUATION frames (RFC 9113, section 4.3): size and fragments are bounded.
 
 
-_PIECES_MAX = 64
+_FRAGMENTS_MAX = 64
 
 
-class HeaderBlocks:
-    """``block_bytes_max``: of one block."""
+class HeaderBlockAssembler:
+    """Joins the fragments of one field block. ``block_bytes_max`` limits its size."""
 
     def __init__(self, block_bytes_max: int) -> None:
         self._block_bytes_max = block_bytes_max
-        self.begun = False
-        """A block is not whole."""
-        self._first: H2Frame | None = None
-        self._pieces: list[bytes] = []
+        self.incomplete = False
+        """Whether a block is incomplete: only CONTINUATION may follow (RFC 9113, section 6.10)."""
+        self._first_frame: H2Frame | None = None
+        self._fragments: list[bytes] = []
         self._size = 0
 
-    def add(self, found: H2Frame) -> tuple[H2Frame, bytes] | None:
-        """A HEADERS or CONTINUATION frame. Returns the frame that began the block, and all of it, once it is
-        whole. Raises ``H2Error``."""
-        if found.kind == HEADERS:
-            self._first, self._pieces = found, [fragment(found)]
-            self._size = len(self._pieces[0])
-        elif self._first is None or self._first.stream_id != found.stream_id:
+    def add(self, received: H2Frame) -> tuple[H2Frame, bytes] | None:
+        """Add a HEADERS or CONTINUATION frame. Raises ``H2Error``.
+
+        Returns the HEADERS frame and the block once it is complete.
+        """
+        if received.kind == HEADERS:
+            self._first_frame, self._fragments = received, [header_block_fragment(received)]
+            self._size = len(self._fragments[0])
+        elif self._first_frame is None or self._first_frame.stream_id != received.stream_id:
             raise H2Error(PROTOCOL_ERROR, "a continuation of nothing")
         else:
-            self._size += len(found.payload)
-            self._pieces.append(found.payload)
-        if self._size > self._block_bytes_max or len(self._pieces) > _PIECES_MAX + 1:
+            self._size += len(received.payload)
+            self._fragments.append(received.payload)
+        if self._size > self._block_bytes_max or len(self._fragments) > _FRAGMENTS_MAX + 1:
             raise H2Error(ENHANCE_YOUR_CALM, "a header block that is too long")
-        self.begun = not found.flags & END_HEADERS
-        if self.begun:
+        self.incomplete = not received.flags & END_HEADERS
+        if self.incomplete:
             return None
-        first, self._first = self._first, None
-        return first, b"".join(self._pieces)
+        first, self._first_frame = self._first_frame, None
+        return first, b"".join(self._fragments)

@@ -1,8 +1,8 @@
 """Shared state of the connections of one listener: configuration, capacity, TLS handshakes under way.
 
-``Capacity`` counts connections, by client address too, and the bytes of request bodies. Where it is full a
-connection is a *spare*: it may ask for the server's health and nothing else, so that a probe or a scrape is
-answered however many connections others hold. There are few spares; the newest takes the oldest one's place.
+``Capacity`` counts connections, also by client address, and the bytes of request bodies. A connection beyond
+the limit is *probe-only*: it may request ``PROBE_PATHS`` and nothing else, so that probes and scrapes are
+answered regardless of the number of other connections. There are few of them; a new one replaces the oldest.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from typing import Any, Protocol, cast
 import uvicorn
 
 from router.http.settings import HandshakeStats, ListenSettings, ListenStats
-from router.http.sockets import Sweeper, is_last, tick_for
+from router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
 
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
-"""Share that a spare connection may ask for."""
-_SPARES_MAX = 64
+"""Paths that a probe-only connection may request."""
+_PROBE_ONLY_MAX = 64
 _CLIENT_SHARE_MIN = 64
-"""Connections that one address may hold, however small its share is."""
+"""Connections that one address may have regardless of its share."""
 
 
-class Spare(Protocol):
-    """A connection without a place."""
+class ProbeOnlyConnection(Protocol):
+    """A connection beyond the capacity."""
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close at once."""
 
 
 class Capacity:
-    """Used from the event loop only."""
+    """Connections and body bytes of one server, and their limits; used from the event loop only."""
 
     def __init__(self, settings: ListenSettings) -> None:
         self.configure(settings)
         self._connections = 0
         self._by_client: Counter[str] = Counter()
-        self._spares: OrderedDict[Spare, None] = OrderedDict()
+        self._probe_only: OrderedDict[ProbeOnlyConnection, None] = OrderedDict()
         self.body_bytes = 0
 
     def configure(self, settings: ListenSettings) -> None:
-        """Other bounds, for who comes from now on."""
+        """Set the limits for new connections and bodies."""
         self._connections_max = settings.connections_max
         self._client_max = max(_CLIENT_SHARE_MIN, int(settings.connections_max * settings.client_share_max))
         self._bodies_max = settings.bodies_bytes_max
 
-    def enter(self, client: str) -> bool:
-        """A connection from this address (``client_of``) takes its place; False: there is none."""
+    def add_connection(self, client: str) -> bool:
+        """Count a connection of this address (``client_key``). False: the limit is reached."""
         if self._connections >= self._connections_max:
             return False
         if client and self._by_client[client] >= self._client_max:
@@ -61,38 +61,38 @@ class Capacity:
         self._by_client[client] += 1
         return True
 
-    def leave(self, client: str) -> None:
-        """Its place is free."""
+    def remove_connection(self, client: str) -> None:
+        """Remove a counted connection."""
         self._connections -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:
             del self._by_client[client]
 
-    def add_spare(self, spare: Spare) -> None:
-        """The oldest one goes where there are too many."""
-        self._spares[spare] = None
-        if len(self._spares) > _SPARES_MAX:
-            oldest, _ = self._spares.popitem(last=False)
+    def add_probe_only(self, connection: ProbeOnlyConnection) -> None:
+        """Add a probe-only connection; close the oldest one if there are too many."""
+        self._probe_only[connection] = None
+        if len(self._probe_only) > _PROBE_ONLY_MAX:
+            oldest, _ = self._probe_only.popitem(last=False)
             oldest.abort()
 
-    def drop_spare(self, spare: Spare) -> None:
-        """It is closed."""
-        self._spares.pop(spare, None)
+    def remove_probe_only(self, connection: ProbeOnlyConnection) -> None:
+        """Remove a closed probe-only connection."""
+        self._probe_only.pop(connection, None)
 
-    def take(self, size: int) -> bool:
-        """These bytes of a body are held from now on, until ``give``; False: they would be too many."""
+    def reserve_body(self, size: int) -> bool:
+        """Count body bytes until ``release_body``. False: the limit is reached."""
         if self.body_bytes + size > self._bodies_max:
             return False
         self.body_bytes += size
         return True
 
-    def give(self, size: int) -> None:
-        """They are held no more."""
+    def release_body(self, size: int) -> None:
+        """Subtract body bytes that are no longer buffered."""
         self.body_bytes -= size
 
 
-def client_of(peer: object) -> str:
-    """Whose connection it is: an IPv4 address, the /64 of an IPv6 address, empty where nothing tells."""
+def client_key(peer: object) -> str:
+    """Return the client of an address: IPv4 address, /64 of an IPv6 address, empty if unknown."""
     if not isinstance(peer, tuple):
         return ""
     host = str(peer[0])
@@ -107,16 +107,15 @@ def client_of(peer: object) -> str:
     return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
 
 
-# The TLS handshake of one accepted connection, which counts as a connection from its first byte on.
+# TLS handshakes: an accepted connection counts from its first byte on.
 #
-# asyncio tells a protocol of a connection only after its handshake, so that half-open ones would be bounded
-# by nothing but time. Here the connection is accepted plain, takes its place (``Capacity``; without one it
-# is a spare), and is given to its protocol once TLS stands. Always true: a handshake ends within its
-# time-out.
+# asyncio calls a protocol only after its handshake, so half-open connections would be limited by time alone.
+# Here a connection is accepted without TLS, counted by ``Capacity`` or made probe-only, and passed to its
+# protocol after the handshake, which ends within its time-out.
 
 
 class Handshakes:
-    """Of one listener; ``timeout_s`` is asked for at each. ``close`` ends those that are under way."""
+    """Handshakes of one listener; ``timeout_s`` is called for each."""
 
     def __init__(
         self,
@@ -131,18 +130,18 @@ class Handshakes:
         self.timeout_s = timeout_s
         self.open: set[Handshake] = set()
 
-    def protocol(self, inner: asyncio.Protocol) -> Handshake:
-        """Of an accepted connection, before ``inner``."""
+    def wrap(self, inner: asyncio.Protocol) -> Handshake:
+        """Return the protocol of an accepted connection, which passes it to ``inner``."""
         return Handshake(self, inner)
 
     def close(self) -> None:
-        """No protocol will get what has not shaken hands yet."""
+        """Abort the handshakes under way."""
         for handshake in list(self.open):
             handshake.abort()
 
 
 @types.coroutine
-def _rest(begun: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any, Any]:
+def _await_rest(begun: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any, Any]:
     """Return the result of a coroutine that waits for ``first`` and for nothing else."""
     try:
         yield first
@@ -157,52 +156,56 @@ def _rest(begun: Coroutine[Any, Any, Any], first: Any) -> Generator[Any, Any, An
 
 
 class Handshake(asyncio.Protocol):
-    """See the module."""
+    """The handshake of one connection."""
 
-    def __init__(self, line: Handshakes, inner: asyncio.Protocol) -> None:
-        self._line = line
+    def __init__(self, handshakes: Handshakes, inner: asyncio.Protocol) -> None:
+        self._handshakes = handshakes
         self._inner = inner
         self._transport: asyncio.Transport | None = None
-        self._early: list[bytes] = []  # came in the packet that ended the handshake
-        self._ended = False
+        self._early_data: list[bytes] = []  # received together with the end of the handshake
+        self._closed = False
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        line = self._line
+        handshakes = self._handshakes
         self._transport = cast(asyncio.Transport, transport)
-        self._client = client_of(transport.get_extra_info("peername"))
-        self._spare = not line.capacity.enter(self._client)
-        if self._spare:
-            line.capacity.add_spare(self)
-        line.open.add(self)
-        line.stats.descriptor_shortages += is_last(transport.get_extra_info("socket"))
-        self._task = asyncio.get_running_loop().create_task(self._shake(self._transport), name="handshake")
+        self._client = client_key(transport.get_extra_info("peername"))
+        self._probe_only = not handshakes.capacity.add_connection(self._client)
+        if self._probe_only:
+            handshakes.capacity.add_probe_only(self)
+        handshakes.open.add(self)
+        handshakes.stats.descriptor_shortages += is_last_descriptor(transport.get_extra_info("socket"))
+        self._task = asyncio.get_running_loop().create_task(self._run(self._transport), name="handshake")
 
-    async def _shake(self, transport: asyncio.Transport) -> None:
-        line = self._line
+    async def _run(self, transport: asyncio.Transport) -> None:
+        handshakes = self._handshakes
         tls: Any = None
         try:
             loop = asyncio.get_running_loop()
             begun = loop.start_tls(
-                transport, self, line.context, server_side=True, ssl_handshake_timeout=line.timeout_s()
+                transport,
+                self,
+                handshakes.context,
+                server_side=True,
+                ssl_handshake_timeout=handshakes.timeout_s(),
             )
             first = begun.send(None)
-            loop.call_soon(self._feed, transport)  # behind what ``start_tls`` has put there, before a read
-            tls = await _rest(begun, first)
+            loop.call_soon(self._feed_early_data, transport)  # after start_tls's own callback, before a read
+            tls = await _await_rest(begun, first)
         except (OSError, asyncio.CancelledError):  # ssl.SSLError and TimeoutError are of the former
-            line.stats.handshakes_failed += 1
+            handshakes.stats.handshakes_failed += 1
             transport.abort()
         finally:
-            self._leave()
-        if tls is not None and not self._ended:
+            self._release()
+        if tls is not None and not self._closed:
             tls.set_protocol(self._inner)
             self._inner.connection_made(tls)
-            for data in self._early:
+            for data in self._early_data:
                 self._inner.data_received(data)
 
-    def _feed(self, transport: asyncio.Transport) -> None:
-        """Give TLS what came before it stood there: uvloop reads before it makes another turn."""
-        data, self._early = b"".join(self._early), []
+    def _feed_early_data(self, transport: asyncio.Transport) -> None:
+        """Pass on bytes that arrived before TLS was set up: uvloop reads before its next turn."""
+        data, self._early_data = b"".join(self._early_data), []
         protocol: Any = transport.get_protocol()
         while data and protocol is not self and not transport.is_closing():
             room = protocol.get_buffer(len(data))
@@ -211,21 +214,21 @@ class Handshake(asyncio.Protocol):
             protocol.buffer_updated(size)
             data = data[size:]
 
-    def _leave(self) -> None:
-        line = self._line
-        line.open.discard(self)
-        line.capacity.drop_spare(self)
-        if not self._spare:
-            line.capacity.leave(self._client)
+    def _release(self) -> None:
+        handshakes = self._handshakes
+        handshakes.open.discard(self)
+        handshakes.capacity.remove_probe_only(self)
+        if not self._probe_only:
+            handshakes.capacity.remove_connection(self._client)
 
     def data_received(self, data: bytes) -> None:
-        self._early.append(data)
+        self._early_data.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ended = True
+        self._closed = True
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close at once."""
         if self._task is not None:
             self._task.cancel()
         if self._transport is not None:
@@ -236,8 +239,8 @@ class Handshake(asyncio.Protocol):
 
 
 LINGER_S_MAX = 2.0
-"""How long the rest of a request is read and dropped after an early answer such as 413, before the connection
-closes. A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6)."""
+"""Seconds for which the rest of a request is discarded after an early response such as 413, before the close.
+A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6)."""
 
 
 class ListenConfig(uvicorn.Config):
@@ -275,35 +278,35 @@ class ListenConfig(uvicorn.Config):
         self.capacity = Capacity(listen)
         self._tls = tls
         self.handshakes: Handshakes | None = None
-        self.lame = False
-        """The server is about to end: every connection is closed with its next answer."""
-        self.sweeper = Sweeper(clock, _tick(listen))
+        self.draining = False
+        """The server is shutting down: each connection closes after its next response."""
+        self.sweeper = Sweeper(clock, _sweep_interval_s(listen))
         self.configure(listen)
 
     def configure(self, listen: ListenSettings) -> None:
         """Set limits for new connections; existing ones keep their time-outs."""
         self.listen = listen
         self.capacity.configure(listen)
-        self.sweeper.tick_s = min(self.sweeper.tick_s, _tick(listen))
+        self.sweeper.tick_s = min(self.sweeper.tick_s, _sweep_interval_s(listen))
 
     @property
     def is_ssl(self) -> bool:
-        """Once it is loaded; before, uvicorn would make a context of its own."""
+        """Whether TLS is used. False before ``load``: uvicorn would create a context of its own."""
         return self.loaded and self._tls is not None
 
     def load(self) -> None:
         super().load()
         if self._tls is None:
             return
-        line = self.handshakes = Handshakes(
+        handshakes = self.handshakes = Handshakes(
             self._tls, self.capacity, self.listen_stats, lambda: self.listen.header_timeout_s
         )
         inner: Any = self.http_protocol_class
-        self.http_protocol_class = cast(Any, lambda **given: line.protocol(inner(**given)))
+        self.http_protocol_class = cast(Any, lambda **given: handshakes.wrap(inner(**given)))
 
 
-def _tick(listen: ListenSettings) -> float:
-    return tick_for(
+def _sweep_interval_s(listen: ListenSettings) -> float:
+    return sweep_interval_s(
         listen.header_timeout_s,
         listen.body_timeout_s,
         listen.body_grace_s,

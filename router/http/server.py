@@ -1,9 +1,8 @@
 """The HTTP server: uvicorn's start-up and lifespan, our connections, and a drain on SIGTERM.
 
-SIGTERM (or SIGINT): go on for ``drain_delay_s``, but say in each answer that its connection closes behind
-it; then stop accepting, close idle connections, let running answers finish for up to ``drain_s_max``, and
-cut what is left. Repeating the signal changes nothing, a second SIGINT cuts at once. The process ends with
-status 0.
+SIGTERM (or SIGINT): serve for ``drain_delay_s`` more, with ``connection: close`` in each response; then stop
+accepting, close idle connections, let running responses finish for up to ``drain_s_max``, and close the rest.
+A repeated signal has no effect; a second SIGINT closes at once. The exit status is 0.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from typing import Any
 import structlog
 import uvicorn
 
-from router.http.downstream import ClientConnection
+from router.http.downstream import DownstreamConnection
 from router.http.listener import ListenConfig
 from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 
 _log = structlog.get_logger()
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _TICK_S = 0.1
 """How often uvicorn's own housekeeping (``on_tick``) is due."""
 
@@ -43,25 +42,24 @@ def listen_config(
 ) -> ListenConfig:
     """The configuration of ``ProxyServer``; ``options`` are ``uvicorn.Config``'s."""
     return ListenConfig(
-        app, protocol=ClientConnection, host=host, port=port, listen=listen, stats=stats, **options
+        app, protocol=DownstreamConnection, host=host, port=port, listen=listen, stats=stats, **options
     )
 
 
 class ListenError(OSError):
-    """The server cannot be started: its address cannot be had, or its application has said why in the
-    log."""
+    """The server cannot start: its address is not available, or its application has failed, as logged."""
 
 
-class _NoErrors(logging.Filter):
+class _DropErrors(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop what the caller is about to say itself."""
+        """Drop errors, which the caller reports itself."""
         return record.levelno < logging.ERROR
 
 
 @contextlib.contextmanager
-def _uvicorn_silent() -> Iterator[None]:
-    """Keep uvicorn from writing errors of the start past the log and its format."""
-    logger, silence = logging.getLogger("uvicorn.error"), _NoErrors()
+def _suppress_uvicorn_errors() -> Iterator[None]:
+    """Suppress uvicorn's own messages about errors of the start, which have another format."""
+    logger, silence = logging.getLogger("uvicorn.error"), _DropErrors()
     logger.addFilter(silence)
     try:
         yield
@@ -72,8 +70,8 @@ def _uvicorn_silent() -> Iterator[None]:
 class ProxyServer(uvicorn.Server):
     """Serve with ``run()`` or ``await serve()``; ``drain()`` or a signal ends it."""
 
-    quiet = False
-    """Whether its drain is logged by another one, which it belongs to."""
+    silent = False
+    """Whether its drain is not logged."""
 
     def __init__(self, config: ListenConfig) -> None:
         super().__init__(config)
@@ -85,44 +83,44 @@ class ProxyServer(uvicorn.Server):
         self.on_drain: Callable[[], None] = lambda: None
         """Called once, when the drain begins."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ending = asyncio.Event()
+        self._exit_event = asyncio.Event()
 
     @property
     def draining(self) -> bool:
-        """No new work is wanted: ``/ready`` should say 503."""
+        """Whether the drain has begun: ``/ready`` answers 503."""
         return self._draining
 
     def configure(self, listen: ListenSettings) -> None:
-        """Limits of connections from now on, and of a drain that has not begun."""
+        """Set limits of new connections, and of a drain that has not begun."""
         self._listen = listen
         self._config.configure(listen)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Raises ``ListenError``."""
+        """Start to listen. Raises ``ListenError``."""
         self._loop = asyncio.get_running_loop()
         try:
-            with _uvicorn_silent():
+            with _suppress_uvicorn_errors():
                 await super().startup(sockets)
-        except SystemExit as end:  # uvicorn's way of saying that the address cannot be had
+        except SystemExit as end:  # uvicorn exits if the address is not available
             if self.lifespan.should_exit:
                 raise ListenError("the application could not be started") from None
             why = end.__context__ or OSError("no address")
             where = f"{self.config.host}:{self.config.port}"
-            raise ListenError(f"cannot listen on {where}: {reason_of(why)}") from None
+            raise ListenError(f"cannot listen on {where}: {describe_error(why)}") from None
         if self.should_exit:
             self._stop_listening()
 
     async def main_loop(self) -> None:
-        """Until it is to end: at once then, where uvicorn's own loop would sleep out its tick."""
+        """Run until the exit event, without uvicorn's wait for the end of its tick."""
         ticks = 0
         while not await self.on_tick(ticks):
             ticks += 1
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
-                    await self._ending.wait()
+                    await self._exit_event.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. Not remembered for raising again: a drained server has ended well."""
+        """Drain on a signal. It is not raised again at the end as by uvicorn: the exit status is 0."""
         if self._draining and sig == signal.SIGINT:
             self.force_exit = self.should_exit = True
         if self._loop is not None and not self._loop.is_closed():
@@ -131,27 +129,27 @@ class ProxyServer(uvicorn.Server):
             self.should_exit = True
 
     def drain(self) -> None:
-        """Begin to end; idempotent. Call in the server's loop."""
+        """Start the drain; idempotent. Call in the server's loop."""
         if self._draining:
             return
         self._draining = True
         connections = list(self.server_state.connections)
-        if not self.quiet:
+        if not self.silent:
             _log.info("draining", connections=len(connections), delay_s=self._listen.drain_delay_s)
         self.on_drain()
         if self._loop is None or not self._listen.drain_delay_s:
             self._close()
             return
-        self._config.lame = True
+        self._config.draining = True
         for connection in connections:
-            setattr(connection, "closing_soon", True)  # noqa: B010  # uvicorn's types know its own protocols only
+            setattr(connection, "draining", True)  # noqa: B010  # uvicorn's types know its own protocols only
         self._loop.call_later(self._listen.drain_delay_s, self._close)
 
     def _close(self) -> None:
-        """No new connection, and none that is idle; idempotent."""
+        """Stop accepting, and close idle connections; idempotent."""
         self.should_exit = True
-        self._config.lame = True  # connections accepted in this turn of the loop do not exist yet
-        self._ending.set()
+        self._config.draining = True  # for connections accepted in this turn of the loop
+        self._exit_event.set()
         self._stop_listening()
         for connection in list(self.server_state.connections):
             connection.shutdown()
@@ -163,7 +161,7 @@ class ProxyServer(uvicorn.Server):
             server.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running answers, cut what remains, end the application's lifespan."""
+        """Wait for running responses, close the other connections, end the application's lifespan."""
         self.drain()
         self._close()
         for sock in sockets or []:
@@ -172,8 +170,8 @@ class ProxyServer(uvicorn.Server):
         end = self._clock() + self._listen.drain_s_max
         running = len(self.server_state.tasks)
         while True:
-            await asyncio.sleep(_LOOK_S)
-            self._close()  # again: what was accepted as listening ended becomes known a turn later
+            await asyncio.sleep(_POLL_S)
+            self._close()  # again, for connections that were accepted last
             if not connections or self.force_exit or self._clock() >= end:
                 break
         left = len(connections)
@@ -190,12 +188,14 @@ class ProxyServer(uvicorn.Server):
             await self.lifespan.shutdown()
 
 
-# ASGI's lifespan of an application that works in the background while it is served.
+# ASGI lifespan of an application with background work.
 
 
 async def lifespan(running: AbstractAsyncContextManager[None], receive: Any, send: Any) -> None:
-    """``running`` lasts as long as the server does. An ``OSError`` on entering it (a port beside the main one
-    cannot be had) is logged, and the server does not start."""
+    """Keep ``running`` open as long as the server runs.
+
+    An ``OSError`` on entering it, such as a port in use, is logged, and the server does not start.
+    """
     await receive()
     started = False
     try:
@@ -212,56 +212,55 @@ async def lifespan(running: AbstractAsyncContextManager[None], receive: Any, sen
     await send({"type": "lifespan.shutdown.complete"})
 
 
-# A second port of the same process: served in the router's loop beside the main listener, ends with it.
-#
-# The admin API's port and the ops port are such. Signals and the drain are the main server's business.
+# Side ports of the same process and loop, such as the admin API's and the ops port. The main server handles
+# signals, and ends them with its own drain.
 
 
 SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_timeout_s=10.0)
-"""Limits of a side port: few clients, who may be cut soon after the main server has ended."""
+"""Limits of a side port: few clients, and a short drain after the main server's."""
 
 
 class SideServer(ProxyServer):
-    """``name`` is for the log; ``key`` is the setting that an error names; ``sock`` listens already."""
+    """``name`` is for the log; ``setting`` is the setting that an error names; ``sock`` listens already."""
 
-    quiet = True
+    silent = True
 
     def __init__(
-        self, config: ListenConfig, *, name: str, key: str, sock: socket.socket | None = None
+        self, config: ListenConfig, *, name: str, setting: str, sock: socket.socket | None = None
     ) -> None:
         super().__init__(config)
         self._sock = sock
         self._name = name
-        self._key = key
+        self._setting = setting
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Raises ``OSError``."""
+        """Start to listen. Raises ``OSError``."""
         try:
             await super().startup(sockets)
         except ListenError as error:
-            raise ListenError(f"{self._key}: {error}") from None
+            raise ListenError(f"{self._setting}: {error}") from None
         if self.started:
-            say = _log.debug if self.base_url.startswith("unix:") else _log.info
-            say(f"{self._name} open", url=self.base_url)
+            log = _log.debug if self.base_url.startswith("unix:") else _log.info
+            log(f"{self._name} open", url=self.base_url)
 
     @property
     def base_url(self) -> str:
-        """Where this port is reached from its own machine. Only once it is ``started``."""
-        return url_of(self)
+        """URL of this port from the same machine; only once ``started``."""
+        return server_url(self)
 
     @property
     def port(self) -> int:
-        """The port it listens on. Only once it is ``started``."""
+        """Port number; only once ``started``."""
         number: int = self.servers[0].sockets[0].getsockname()[1]
         return number
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """The port is open for as long as the context lasts. Raises ``OSError`` where it cannot be had."""
+        """Serve as long as the context is open. Raises ``OSError`` if the port is not available."""
         serving = asyncio.create_task(
             self.serve(None if self._sock is None else [self._sock]), name=self._name
         )
@@ -276,13 +275,13 @@ class SideServer(ProxyServer):
             await serving
 
 
-def url_of(server: uvicorn.Server) -> str:
-    """Where clients reach a started server from its own machine."""
+def server_url(server: uvicorn.Server) -> str:
+    """Return the URL of a started server from the same machine."""
     return address_url(server.servers[0].sockets[0].getsockname(), is_ssl=server.config.is_ssl)
 
 
 def address_url(address: Any, *, is_ssl: bool = False) -> str:
-    """Where a socket bound to this address is reached from its own machine."""
+    """Return the URL of a bound socket from the same machine."""
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address[:2]

@@ -1,4 +1,7 @@
-"""Settings and counters of listeners. Names carry units; all defaults live here."""
+"""Settings and counters of listeners and of connections to engines.
+
+Names carry units; all defaults live here.
+"""
 
 from __future__ import annotations
 
@@ -99,3 +102,47 @@ class ListenStats(HandshakeStats):
     """Requests that were still being answered when the drain began and finished in time."""
     drain_closed: Annotated[int, "kvatlas_listen_drain_closed_total"] = 0
     """Connections cut because ``drain_s_max`` was over."""
+
+
+# Connections to engines.
+
+
+class ClientSettings(msgspec.Struct, frozen=True):
+    """Connections to engines: time-outs and bounds."""
+
+    connect_timeout_s: float = 3.0
+    """Time-out of a connection to an engine, in seconds."""
+    stream_head_timeout_s: float = 30.0
+    """Streams: time-out until the engine's status line, in seconds. vLLM sends it before the prefill, so
+    an engine that is silent for longer hangs."""
+    first_byte_timeout_s: float = 600.0
+    """Time-out until the first byte of the answer's body, in seconds: queue and prefill; without
+    streaming, the whole generation."""
+    idle_timeout_s: float = 120.0
+    """Longest pause between two pieces of an answer that has begun, in seconds."""
+    engine_connections_max: int = 4096
+    """Most open connections to one server; requests beyond it try another engine, or get 503."""
+    idle_connections_max: int = 256
+    """Most idle connections kept open to one server."""
+    keepalive_s: float = 4.0
+    """How long an idle connection to an engine is kept. Less than the 5 s after which vLLM closes it, so
+    that reuse rarely meets a closing connection."""
+    head_bytes_max: int = 64 * 1024
+    """Largest answer head of an engine."""
+    read_ahead_bytes_max: int = 256 * 1024
+    """Bytes of an answer held for a slow client; beyond it, reading from the engine pauses."""
+
+
+class ClientStats(msgspec.Struct):
+    """Connections to engines. Monotone."""
+
+    stale_reconnects: Annotated[int, "kvatlas_proxy_stale_reconnects_total"] = 0
+    """Kept-alive connections that died before a response byte and were replaced for free."""
+    engine_connects: Annotated[int, "kvatlas_proxy_engine_connects_total"] = 0
+    """Connections opened to engines."""
+    engine_pool_overflows: Annotated[int, "kvatlas_proxy_engine_pool_overflows_total"] = 0
+    """Requests that found ``engine_connections_max`` connections of an engine in use."""
+    descriptor_shortages: Annotated[int, "kvatlas_proxy_descriptor_shortages_total"] = 0
+    """Connections to engines that this process had no file descriptor for."""
+    read_pauses: Annotated[int, "kvatlas_proxy_read_pauses_total"] = 0
+    """Times reading from an engine paused because the client was slower."""

@@ -28,8 +28,7 @@ _NAME_LENGTH_MAX = 253
 
 
 def is_host(text: str) -> bool:
-    """Whether this is an IP address (IPv6 without brackets) or a host name (RFC 1123, and ``_`` as in names
-    of containers)."""
+    """Return whether this is an IP address (IPv6 without brackets) or a host name (RFC 1123, ``_`` too)."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -39,7 +38,7 @@ def is_host(text: str) -> bool:
 
 
 def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """``HOST:PORT`` taken apart, IPv6 addresses in brackets. Raises ``ValueError``."""
+    """Split ``HOST:PORT``, with IPv6 addresses in brackets. Raises ``ValueError``."""
     host, colon, port = text.rpartition(":")
     if default_port is not None and (not colon or text.endswith("]")):
         host, port = text, str(default_port)
@@ -61,7 +60,7 @@ def base_url_fault(url: str, *schemes: str) -> str:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # the port is none, or the brackets are not closed
+    except ValueError:  # an invalid port, or an open bracket
         return expected
     if parts.scheme not in schemes or not parts.hostname or port == 0:
         return expected
@@ -76,78 +75,80 @@ def base_url_fault(url: str, *schemes: str) -> str:
     return ""
 
 
-# File descriptors: every connection takes one, and their number is limited for a process.
+# File descriptors: every connection needs one, and a process has a limited number.
 #
-# The soft limit is raised as far as needed; what cannot be held is logged at the start. Running out is a
-# failure of this process, never of an engine.
+# The soft limit is raised as needed; a limit that is too low is logged at the start. Running out is a failure
+# of this process, never of an engine.
 
 
 _log = structlog.get_logger()
-_PER_CONNECTION = 2  # the client's and, while it is answered, the engine's
-_OTHERS = 256  # event streams, polls, log files, listening sockets
+_DESCRIPTORS_PER_CONNECTION = 2  # the client's, and the engine's during a request
+_OTHER_DESCRIPTORS = 256  # event streams, polls, log files, listening sockets
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
-_SAY_EVERY_S = 10.0
-_LAST = 16
+_LOG_INTERVAL_S = 10.0
+_LAST_DESCRIPTORS = 16
 _REMEDY = "raise the limit (ulimit -n, LimitNOFILE= of a systemd unit, ulimits of a container)"
 
 
-def needed(connections_max: int) -> int:
-    """File descriptors for this number of client connections."""
-    return connections_max * _PER_CONNECTION + _OTHERS
+def descriptors_needed(connections_max: int) -> int:
+    """Return the file descriptors for this number of client connections."""
+    return connections_max * _DESCRIPTORS_PER_CONNECTION + _OTHER_DESCRIPTORS
 
 
-def connections_held(connections_max: int, *, default: int = 0) -> int:
-    """Raise the soft limit for this many client connections; how many the process can hold then.
+def raise_descriptor_limit(connections_max: int, *, default: int = 0) -> int:
+    """Raise the soft limit for this number of client connections; return how many are possible then.
 
-    Fewer are a warning, except where ``connections_max`` is the ``default``, which was not chosen, and at
-    least half of it can be held.
+    Fewer are logged as a warning, unless ``connections_max`` is the ``default`` and at least half of it is
+    possible.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = needed(connections_max)
+    wanted = descriptors_needed(connections_max)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return connections_max
-    held = max(1, (soft - _OTHERS) // _PER_CONNECTION)
+    held = max(1, (soft - _OTHER_DESCRIPTORS) // _DESCRIPTORS_PER_CONNECTION)
     unasked = connections_max == default and 2 * held >= default
     (_log.debug if unasked else _log.warning)(
         "fewer connections than listen.connections_max: file descriptors are limited",
         connections_max=connections_max,
         held=held,
         limit=soft,
-        needed=wanted,
+        descriptors_needed=wanted,
         remedy=_REMEDY,
     )
     return held
 
 
-def is_last(sock: socket.socket) -> bool:
-    """Whether this socket has one of the last file descriptors, of which the system gives the lowest; told in
-    the log, now and then."""
+def is_last_descriptor(sock: socket.socket) -> bool:
+    """Return whether this socket has one of the last file descriptors; log it at most every 10 s.
+
+    The system assigns the lowest free number.
+    """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft == resource.RLIM_INFINITY or sock.fileno() < soft - _LAST:
+    if soft == resource.RLIM_INFINITY or sock.fileno() < soft - _LAST_DESCRIPTORS:
         return False
-    _tell(soft)
+    _log_shortage(soft)
     return True
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether this error says that there are no more file descriptors; told in the log, now and then."""
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Return whether file descriptors have run out; log it at most every 10 s."""
     if getattr(error, "errno", None) not in _EXHAUSTED:
         return False
-    _tell(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    _log_shortage(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return True
 
 
-def _tell(limit: int) -> None:
+def _log_shortage(limit: int) -> None:
     now = time.monotonic()
-    if now >= _Said.next_at:
-        _Said.next_at = now + _SAY_EVERY_S
+    if now >= _LastLog.next_at:
+        _LastLog.next_at = now + _LOG_INTERVAL_S
         _log.error("out of file descriptors", limit=limit, remedy=_REMEDY)
 
 
-class _Said:
+class _LastLog:
     next_at = 0.0
 
 
@@ -155,8 +156,8 @@ class _Said:
 
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
-_LENGTH_MAX = 300
-_WORDS: tuple[tuple[type[BaseException], str], ...] = (
+_TEXT_LENGTH_MAX = 300
+_TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionRefusedError, "connection refused"),
     (ConnectionResetError, "connection reset"),
     (BrokenPipeError, "connection closed"),
@@ -167,37 +168,37 @@ _WORDS: tuple[tuple[type[BaseException], str], ...] = (
     (RecursionError, "nested too deeply"),
     (MemoryError, "not enough memory"),
 )
-_WORDS_OF_AIOHTTP = {
+_AIOHTTP_TEXTS = {
     "ServerDisconnectedError": "connection closed without an answer",
     "ClientPayloadError": "the answer ended early",
     "ClientResponseError": "not an HTTP answer",
 }
-"""By name: importing aiohttp would take longer than all else that ``--help`` needs."""
-_WITH_DETAIL = (msgspec.ValidationError,)
+"""By name: importing aiohttp would take longer than everything else that ``--help`` needs."""
+_DETAILED = (msgspec.ValidationError,)
 
 
-def reason_of(error: BaseException) -> str:
-    """Why it failed, on one line."""
-    text = _reason(error)
-    return " ".join(text.split())[:_LENGTH_MAX]
+def describe_error(error: BaseException) -> str:
+    """Describe an error on one line."""
+    text = _error_text(error)
+    return " ".join(text.split())[:_TEXT_LENGTH_MAX]
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     for name in ("certificate_error", "os_error"):  # of aiohttp's ClientConnectorError and its kinds
         if isinstance(cause := getattr(error, name, None), Exception):
-            return _reason(cause)
+            return _error_text(cause)
     for kind in type(error).__mro__:
-        if kind.__name__ in _WORDS_OF_AIOHTTP:
-            return _WORDS_OF_AIOHTTP[kind.__name__]
+        if kind.__name__ in _AIOHTTP_TEXTS:
+            return _AIOHTTP_TEXTS[kind.__name__]
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS failed: {getattr(error, 'reason', None) or error.strerror}"
-    for kind, words in _WORDS:
+    for kind, words in _TEXTS:
         if isinstance(error, kind):
-            return f"{words} ({error})" if kind in _WITH_DETAIL else words
+            return f"{words} ({error})" if kind in _DETAILED else words
     if isinstance(error, OSError):
-        return _of_system(error)
+        return _os_error_text(error)
     return _detail(error)
 
 
@@ -209,8 +210,8 @@ def _detail(error: BaseException) -> str:
     return str(error) or "failed without a reason"
 
 
-def _of_system(error: OSError) -> str:
-    """One number of several attempts (IPv4 and IPv6) is the reason of all."""
+def _os_error_text(error: OSError) -> str:
+    """Describe an ``OSError``, also one of several attempts (IPv4 and IPv6) with the same number."""
     numbers = {int(number) for number in _NUMBER.findall(str(error))}
     if error.errno is not None:
         numbers.add(error.errno)
@@ -222,42 +223,42 @@ def _of_system(error: OSError) -> str:
     return error.strerror or str(error) or "failed without a reason"
 
 
-# One timer for all connections: closes what is past its deadline.
+# Deadlines: one timer for all connections.
 #
-# Arming and cancelling a timer per request and per chunk costs more than the chunk. Connections only write
-# their ``deadline``; the sweeper looks at all of them once per tick and calls ``expire`` where it has
-# passed. A time-out so comes at most one tick late. The timer runs only while there is something to watch.
+# Starting and cancelling a timer per request and per chunk costs more than the chunk. Connections only set
+# their ``deadline``; the sweeper checks all of them once per tick and calls ``expire`` after it. A time-out
+# is at most one tick late. The timer runs only while there are connections.
 
 
 NEVER = float("inf")
 
 
-class Watched(Protocol):
-    """Something with a deadline on the sweeper's clock."""
+class HasDeadline(Protocol):
+    """An object with a deadline on the sweeper's clock."""
 
     deadline: float
 
     def expire(self) -> None:
-        """The deadline has passed. Must move it, or discard itself from the sweeper."""
+        """Handle the passed deadline: set another one, or discard this from the sweeper."""
 
 
 class Sweeper:
-    """Watches a set of connections; used from the event loop only."""
+    """Checks the deadlines of a set of connections; used from the event loop only."""
 
     def __init__(self, clock: Callable[[], float], tick_s: float) -> None:
         self._clock = clock
         self.tick_s = tick_s
-        self._watched: set[Watched] = set()
+        self._watched: set[HasDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, item: Watched) -> None:
-        """Watch until ``discard``."""
+    def add(self, item: HasDeadline) -> None:
+        """Check its deadline until ``discard``."""
         self._watched.add(item)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self.tick_s, self._sweep)
 
-    def discard(self, item: Watched) -> None:
-        """Watch no more; unknown items are fine."""
+    def discard(self, item: HasDeadline) -> None:
+        """Stop checking it; unknown items are ignored."""
         self._watched.discard(item)
         if not self._watched and self._timer is not None:
             self._timer.cancel()
@@ -270,6 +271,6 @@ class Sweeper:
             item.expire()
 
 
-def tick_for(*timeouts_s: float) -> float:
-    """A tick that keeps the shortest time-out within a tenth, between 10 ms and 0.5 s."""
+def sweep_interval_s(*timeouts_s: float) -> float:
+    """Return a tenth of the shortest time-out, between 10 ms and 0.5 s."""
     return min(0.5, max(0.01, min(timeouts_s) / 10))

@@ -20,7 +20,15 @@ from router.admission.isolation import Isolation
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
 from router.fleet.status import ResponseHolders
-from router.http.request_cycle import OWN, TOLD, DisconnectWatch, Receive, RequestCycle, Scope, Send
+from router.http.request_cycle import (
+    CYCLE_EXTENSION,
+    HEADERS_BY_NAME,
+    DisconnectWatch,
+    Receive,
+    RequestCycle,
+    Scope,
+    Send,
+)
 from router.http.upstream import UpstreamClient
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.body import Peek, invalid_json, peek_any_size
@@ -146,7 +154,7 @@ class ProxyApp:
             scope = without_trailing_slashes(scope)
         self.stats.requests += 1
         self.stats.requests_active += 1
-        own: RequestCycle | None = scope.get("extensions", _NONE).get(OWN)
+        own: RequestCycle | None = scope.get("extensions", _NONE).get(CYCLE_EXTENSION)
         watch = DisconnectWatch(scope, receive) if own is None else own
         request_id: bytes | None = None
         record = self.requests.begin(scope["method"], scope["path"])
@@ -156,7 +164,9 @@ class ProxyApp:
             sent, scope = scope["headers"], self._cleaned(scope)
             if self.requests.traces is not None:
                 self.requests.trace(record, sent)
-            head = read_request_headers(scope["headers"], client[0] if client else None, scope.get(TOLD))
+            head = read_request_headers(
+                scope["headers"], client[0] if client else None, scope.get(HEADERS_BY_NAME)
+            )
             request_id = head.request_id
             record.request_id, record.session = request_id.decode("latin-1"), head.session
             if self._gate is not None:
@@ -179,7 +189,7 @@ class ProxyApp:
             record.gone = True
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not watch.gone or task is None:
+            if not watch.disconnected or task is None:
                 raise
             task.uncancel()
             self.stats.clients_gone += 1
@@ -196,7 +206,7 @@ class ProxyApp:
         """Without what must not reach engines."""
         if self._gate is None:
             return scope
-        return {**scope, "headers": self._gate.for_engines(scope["headers"]), TOLD: None}
+        return {**scope, "headers": self._gate.for_engines(scope["headers"]), HEADERS_BY_NAME: None}
 
     def _check(self, path: str, method: str, head: RequestHead) -> None:
         """Refuse what can be refused before the body is read."""
@@ -353,7 +363,7 @@ class ProxyApp:
         return found.body
 
     def _whole_body(self, own: RequestCycle) -> bytes | None:
-        body = own.whole_body()
+        body = own.complete_body()
         if body is not None and len(body) > self.settings.body_bytes_max:
             raise self._too_large()
         return body

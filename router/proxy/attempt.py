@@ -263,7 +263,7 @@ class Outbound(msgspec.Struct, gc=False):
 
 
 class Answer(Protocol):
-    """An engine's answer while it comes: status and header fields first, then ``read`` until ``finished``."""
+    """An engine's answer while it comes: status and header fields first, then ``read`` until ``at_eof``."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -271,15 +271,17 @@ class Answer(Protocol):
     """All of it has come."""
 
     @property
-    def finished(self) -> bool:
+    def at_eof(self) -> bool:
         """Everything has been read."""
 
-    def take(self) -> bytes | None:
+    def read_nowait(self) -> bytes | None:
         """All that has come; None: nothing yet."""
 
-    def changed(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
-        """To be awaited where ``take`` gave None; then there may be something. ``step`` may be called instead
-        for each thing that comes, as long as it says True; what it raises, this raises."""
+    def next_event(self, step: Callable[[], bool] | None = None) -> Awaitable[None]:
+        """Return an awaitable of the next event, for use when ``read_nowait`` returned None.
+
+        ``step`` may be called for each event instead, until it returns False or raises.
+        """
 
     async def read(self) -> bytes:
         """At least one byte of the body; ``b""`` at its end. Raises ``UpstreamError``."""
@@ -313,7 +315,7 @@ class OwnConnections:
         once: Callable[[], None] | None = None,
         body: bytes | None = None,
     ) -> Awaitable[Any]:
-        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.exchange``; ``body``: instead of the
+        """Implement ``Carrier``; ``once`` as for ``UpstreamClient.request``; ``body``: instead of the
         client's."""
         request = out.request
         if body is None:
@@ -328,11 +330,11 @@ class OwnConnections:
             own=attempt.engine_headers,
             length=len(body) if has_body else None,
         )
-        return self._client.exchange(origin, request.method, head, body, timeout_s, once=once)
+        return self._client.request(origin, request.method, head, body, timeout_s, once=once)
 
     def done(self, answer: Any) -> None:
         """Implement ``Carrier``."""
-        self._client.done(answer)
+        self._client.release(answer)
 
     def may_retry(self) -> bool:
         """Implement ``Carrier``."""

@@ -255,8 +255,8 @@ class DisaggForwarder:
     async def _read(self, answer: Answer) -> bytes:
         pieces: list[bytes] = []
         left = self.pd.answer_bytes_max
-        while not answer.finished:
-            data = answer.take()
+        while not answer.at_eof:
+            data = answer.read_nowait()
             if data is None:
                 data = await answer.read()
             pieces.append(data)
@@ -546,7 +546,7 @@ class EnginePage:
             "GET", origin.path_prefix + self._path, origin.host_header, [], own=(), length=None
         )
         try:
-            answer = await self._client.exchange(origin, "GET", head, b"", _TIMEOUT_S)
+            answer = await self._client.request(origin, "GET", head, b"", _TIMEOUT_S)
         except UpstreamError as error:
             raise OSError(f"{base_url}: {error.reason}") from None
         try:
@@ -558,7 +558,7 @@ class EnginePage:
         except UpstreamError as error:
             raise OSError(f"{base_url}: {error.reason}") from None
         finally:
-            self._client.done(answer)
+            self._client.release(answer)
         if answer.status != 200:
             raise OSError(f"{base_url}: status {answer.status}")
         return content

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from router.http.request_cycle import Messages, Send
+from router.http.request_cycle import AsgiSink, Send
 from router.http.upstream import REPEATABLE, UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import (
@@ -328,7 +328,7 @@ class Forwarder:
                 placement,
                 out.record,
                 head,
-                out.own if out.own is not None and send == out.own.send else Messages(send),
+                out.own if out.own is not None and send == out.own.send else AsgiSink(send),
                 self._stats,
                 self._settings.usage_bytes_max,
                 carrier is self._own,

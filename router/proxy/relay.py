@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 import msgspec
 
-from router.http.request_cycle import Answering
+from router.http.request_cycle import ResponseSink
 from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
@@ -37,7 +37,7 @@ class StreamRelay(msgspec.Struct, eq=False):
     _attempt: Attempt
     _record: RequestRecord
     _head: AnswerHead
-    _answer: Answering
+    _answer: ResponseSink
     _stats: ProxyStats
     _events: SseRelay
     _success: bool
@@ -62,14 +62,14 @@ class StreamRelay(msgspec.Struct, eq=False):
                 if self._waits is not None:
                     await self._caught_up()
                 if self._go_on():
-                    await self._connection.changed(self._take)
+                    await self._connection.next_event(self._take)
         except UpstreamError as error:
             if not self._started:
                 raise
             if not events.done:
                 await self._break(error)
                 return
-            self._waits = self._answer.piece(events.end(), more=False)
+            self._waits = self._answer.write(events.end(), more=False)
         await self._caught_up()
         self._stats.usage_unreadable += events.unread_usages
         self._record.usage = self._attempt.corrected(events.usage)
@@ -82,7 +82,7 @@ class StreamRelay(msgspec.Struct, eq=False):
 
     def _go_on(self) -> bool:
         """Pass on what has come. Whether to wait for more of it. Raises ``UpstreamError``."""
-        while (data := self._connection.take()) is not None:
+        while (data := self._connection.read_nowait()) is not None:
             self._pass_on(data)
             if not self._more or self._waits is not None:
                 return False
@@ -91,7 +91,7 @@ class StreamRelay(msgspec.Struct, eq=False):
     def _take(self) -> bool:
         """Pass on the next thing that came, all of which is there at once. Whether this may be called for the
         one after it. Raises ``UpstreamError``."""
-        data = self._connection.take()
+        data = self._connection.read_nowait()
         if data is None:
             return True
         self._pass_on(data)
@@ -116,15 +116,15 @@ class StreamRelay(msgspec.Struct, eq=False):
         record.bytes_out += len(out)
         if not self._started:
             self._started = True
-            self._answer.begin(self._connection.status, self._head.fields, self._head.length)
-        self._waits = self._answer.piece(out, more=self._more)
+            self._answer.start(self._connection.status, self._head.fields, self._head.length)
+        self._waits = self._answer.write(out, more=self._more)
 
     def _give_up(self, out: bytes) -> None:
         """End the answer: the engine gave up behind ``out``, which is not needed if another engine
         answers."""
         if self._started and out:
             self._record.bytes_out += len(out)
-            self._waits = self._answer.piece(out, more=True)
+            self._waits = self._answer.write(out, more=True)
         raise UpstreamError("aborted")
 
     def _begin(self, first: bytes) -> None:
@@ -147,7 +147,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         said = "stopped sending" if error.reason == "timeout" else "broke off"
         told = stream_broken(f"The engine {said} before its answer was complete.")
         event = error_event(told, self._attempt.request.path, self._events.passed_on)
-        self._waits = self._answer.piece(self._events.broken(*event), more=False)
+        self._waits = self._answer.write(self._events.broken(*event), more=False)
         await self._caught_up()
 
 
@@ -162,7 +162,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     _attempt: Attempt
     _record: RequestRecord
     _head: AnswerHead
-    _answer: Answering
+    _answer: ResponseSink
     _stats: ProxyStats
     _usage_bytes_max: int
     _replaceable: bool = False
@@ -171,7 +171,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
     def run(self) -> Awaitable[None] | None:
         """Pass everything on, what is left of it by what is to be awaited. Raises ``UpstreamError``,
         ``EventRefusedError`` and ``NotFetchedError`` where nothing has been sent."""
-        first = self._connection.take()
+        first = self._connection.read_nowait()
         return self._pass_later() if first is None else self._pass_on(first)
 
     async def _pass_later(self) -> None:
@@ -184,7 +184,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         self._record.status = connection.status
         if self._head.sse:
             return self._pass_events(first)
-        return self._pass_whole(first) if connection.finished else self._pass_body(first)
+        return self._pass_whole(first) if connection.at_eof else self._pass_body(first)
 
     def _pass_events(self, first: bytes) -> Awaitable[None]:
         events = SseRelay(self._attempt.request.path, replaceable=self._replaceable and self._success)
@@ -208,7 +208,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         self._attempt.first_byte(self._connection.status if data else 0)
         self._start()
         self._record.bytes_out += len(data)
-        if (waits := self._answer.piece(data, more=False)) is not None:
+        if (waits := self._answer.write(data, more=False)) is not None:
             return self._settle_later(waits, data)
         self._settle(data)
         return None
@@ -248,14 +248,14 @@ class AnswerRelay(msgspec.Struct, eq=False):
 
     def _start(self) -> None:
         head = self._head
-        self._answer.begin(self._connection.status, head.fields, head.length)
+        self._answer.start(self._connection.status, head.fields, head.length)
 
     async def _pass_body(self, data: bytes) -> None:
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         if self._replaceable:
             if self._wants_usage and self._head.json:
                 data = await self._gathered(data)
-            if connection.finished:
+            if connection.at_eof:
                 if (waits := self._pass_whole(data)) is not None:
                     await waits
                 return
@@ -273,7 +273,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
                 seen_bytes += len(data)
                 wants_usage = seen_bytes <= self._usage_bytes_max
             record.bytes_out += len(data)
-            if (waits := answer.piece(data, more=more)) is not None:
+            if (waits := answer.write(data, more=more)) is not None:
                 await waits
             if not more:
                 break
@@ -282,7 +282,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             except UpstreamError as error:
                 broke_off(attempt, record, error, self._stats)
                 return
-            more = not connection.finished
+            more = not connection.at_eof
         if wants_usage:
             self._settle(b"".join(seen))
         else:
@@ -292,7 +292,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         """This and what follows, whole unless it is long: its end tells whether it is to be passed on. Raises
         ``UpstreamError``."""
         pieces, size = [data], len(data)
-        while not self._connection.finished and size < _GATHERED_BYTES_MAX:
+        while not self._connection.at_eof and size < _GATHERED_BYTES_MAX:
             pieces.append(await self._connection.read())
             size += len(pieces[-1])
         return b"".join(pieces)

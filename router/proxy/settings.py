@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from router.http.upstream import ClientSettings
+from router.http.settings import ClientSettings
 
 ReportMode = Literal["pass", "strip", "refuse"]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.http.upstream import ClientStats
+from router.http.settings import ClientStats
 
 
 class ProxyStats(ClientStats):

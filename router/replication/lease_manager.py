@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from router.fleet.identity import EngineAddress
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.replication.leases import Leases, Member, Membership, plan_assignment
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.registry import IndexRefused
@@ -161,7 +161,7 @@ class LeaseManager:
             except (IndexUnavailable, TimeoutError) as error:
                 self.stats.failed_ticks += 1
                 if not self._failing:
-                    _log.warning("leases cannot be renewed", problem=reason_of(error))
+                    _log.warning("leases cannot be renewed", problem=describe_error(error))
                 self._failing = True
             except IndexRefused as error:
                 self.stats.failed_ticks += 1

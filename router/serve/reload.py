@@ -227,7 +227,7 @@ def reloads_of(
     lead)."""
 
     def renew() -> None:
-        router.certificates.renew()
+        router.certificates.reload_changed()
         if router.gate is not None:
             router.gate.keys.reload()
 

@@ -21,9 +21,9 @@ import structlog
 
 from router.app import Router
 from router.config.schema import Config
-from router.http.server import ListenError, ProxyServer, listen_config, url_of
+from router.http.server import ListenError, ProxyServer, listen_config, server_url
 from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import connections_held
+from router.http.sockets import raise_descriptor_limit
 from router.http.tls import Certificates, server_context
 from router.workers.context import WorkerContext
 
@@ -130,7 +130,7 @@ class RouterServer(ProxyServer):
     @property
     def base_url(self) -> str:
         """Return the server's URL on its own machine; only once it is ``started``."""
-        return url_of(self)
+        return server_url(self)
 
 
 def make_server(router: Router) -> RouterServer:
@@ -147,7 +147,7 @@ def server_of(app: Any, config: Config, certificates: Certificates, stats: Liste
     """Make a server of this application, with the configured port and limits. Raises ``TlsError``."""
     context, files = None, config.server.tls
     if files.given:
-        context = certificates.hold(server_context(files, TLS_KEYS), files, TLS_KEYS)
+        context = certificates.add(server_context(files, TLS_KEYS), files, TLS_KEYS)
     return RouterServer(
         listen_config(
             app,
@@ -167,7 +167,7 @@ def configure(server: RouterServer, listen: ListenSettings) -> None:
 
 
 def _within_descriptors(listen: ListenSettings) -> ListenSettings:
-    held = connections_held(listen.connections_max, default=ListenSettings().connections_max)
+    held = raise_descriptor_limit(listen.connections_max, default=ListenSettings().connections_max)
     return msgspec.structs.replace(listen, connections_max=held)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 
 # Slot of the worker that serves the ops port and the admin API for all workers.
 LEAD = 0
@@ -145,7 +145,7 @@ class WorkerSockets:
                     sockets.append(sock)
                     port = port or sock.getsockname()[1]
         except OSError as error:
-            raise PortTakenError(f"{key}: cannot listen on {host}:{port}: {reason_of(error)}") from None
+            raise PortTakenError(f"{key}: cannot listen on {host}:{port}: {describe_error(error)}") from None
         return found
 
     def _control_of(self, slot: int) -> socket.socket:

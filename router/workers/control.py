@@ -122,7 +122,7 @@ class ControlPort:
         self._server = SideServer(
             listen_config(self, listen=SIDE_LISTEN, lifespan="off"),
             name="control port",
-            key="workers",
+            setting="workers",
             sock=worker.control,
         )
 

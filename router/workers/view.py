@@ -22,7 +22,7 @@ from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, LocalView
 from router.http.settings import ListenStats
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
 from router.openai.errors import ApiError, worker_unavailable
@@ -235,7 +235,7 @@ class SiblingCalls:
                     raise OSError(f"worker {slot}: {method} {path}: status {answer.status}")
                 return content
         except (aiohttp.ClientError, KeyError, TimeoutError) as error:
-            raise OSError(f"worker {slot}: {method} {path}: {reason_of(error)}") from error
+            raise OSError(f"worker {slot}: {method} {path}: {describe_error(error)}") from error
 
     async def call_all(
         self, path: str, *, method: str = "GET", body: bytes | None = None

@@ -22,7 +22,7 @@ from router.fleet.kubernetes.objects import EndpointSlice, InferencePool, Pod, R
 from router.fleet.kubernetes.transport import AccessError, BadAnswerError, RefusedError, WatchEndedError
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import SourceStats
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 
 # All objects of one list, updated by a watch's events, in whatever order and however often they come. Pure.
 #
@@ -169,7 +169,9 @@ class Reflector(Generic[T]):
                 user = self._client.config.user
                 if user is None or user.exec is None:
                     raise
-                told = AccessError(f"login plug-in {user.exec.command} gave no token: {reason_of(error)}")
+                told = AccessError(
+                    f"login plug-in {user.exec.command} gave no token: {describe_error(error)}"
+                )
                 pause_s = self._failed("access", told)
             except (httpx2.HTTPError, TimeoutError, OSError) as error:
                 pause_s = self._failed("connection", error)
@@ -278,7 +280,7 @@ def _text(error: Exception) -> str:
         return f"{error.status.reason or error.status.code} {error.status.message or ''}".strip()
     if isinstance(error, httpx2.HTTPStatusError):
         return error.response.text
-    return reason_of(error)
+    return describe_error(error)
 
 
 def _reason(status: int) -> str:

@@ -22,7 +22,7 @@ from lightkube.config.models import Cluster, User
 
 from router.fleet.settings import KubernetesSettings
 from router.fleet.sources import CannotStartError
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.openai.errors import retry_after_s
 
 # Address of the API server, trusted CA and credentials: inside a cluster, by kubeconfig, or as configured.
@@ -70,9 +70,9 @@ def read_kubeconfig(path: Path) -> SingleConfig:
     try:
         config = KubeConfig.from_file(path).get()
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise AccessError(f"fleet.kubernetes.kubeconfig: {path}: {reason_of(error)}") from None
+        raise AccessError(f"fleet.kubernetes.kubeconfig: {path}: {describe_error(error)}") from None
     except (ConfigError, msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise AccessError(f"{path}: not a kubeconfig that can be used: {reason_of(error)}") from None
+        raise AccessError(f"{path}: not a kubeconfig that can be used: {describe_error(error)}") from None
     return _checked(config)
 
 
@@ -100,7 +100,7 @@ def _check_token(path: Path) -> None:
         with path.open("rb") as file:
             token = file.read(_TOKEN_BYTES_MAX).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessError(f"token {path}: {reason_of(error)}") from None
+        raise AccessError(f"token {path}: {describe_error(error)}") from None
     if not token.isprintable():
         raise AccessError(f"token {path}: not one line of text")
 

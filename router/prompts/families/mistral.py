@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
 from router.prompts.chat.context import ChatContext
@@ -58,7 +58,7 @@ class Mistral:
         try:
             self._mistral = MistralTokenizer.from_file(str(file), mode=ValidationMode.test)
         except Exception as error:  # noqa: BLE001  # the package checks little before it reads
-            raise Missing(f"{file}: mistral-common cannot read it: {reason_of(error)}") from None
+            raise Missing(f"{file}: mistral-common cannot read it: {describe_error(error)}") from None
         self._tokenizer = self._mistral.instruct_tokenizer.tokenizer
         self.name = f"mistral-common {version('mistral-common')} ({file.name})"
         self.prefix: Ids | None = array("I", [self._tokenizer.bos_id])

@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, Final, Literal, NamedTuple
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.settings import PromptSettings
 
@@ -316,7 +316,7 @@ def _problem_of(error: Exception, source: TokenizerSource, *, downloading: bool)
         )
     return TokenizerProblem(
         "unreachable",
-        f"{source}: {text or reason_of(error)}",
+        f"{source}: {text or describe_error(error)}",
         "let the router reach the hub, name a mirror (prompts.hub_endpoint), or give --tokenizer DIR",
     )
 

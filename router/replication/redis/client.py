@@ -23,7 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, unavailable
 from router.replication.redis.settings import SettingsError, SharedSettings, Target, parse_url
 from router.replication.redis.topology import (
@@ -258,7 +258,7 @@ class Client:
 
     async def _not_reachable(self, error: Exception, pause_s: float) -> None:
         problem = unavailable(error) if isinstance(error, RedisError | OSError) else error
-        shown = reason_of(problem)
+        shown = describe_error(problem)
         if not self.last_error:
             _LOG.warning("shared index not reachable", index=repr(self._target), error=shown)
         self.last_error = shown

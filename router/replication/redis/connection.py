@@ -19,7 +19,7 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import AskError, InvalidResponse, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 
 # Errors of redis-py and sockets, converted to one exception.
 
@@ -46,7 +46,7 @@ def unavailable(error: RedisError | OSError) -> IndexUnavailable:
         return ServerError(code, str(error)) if code else ServerError(word or "ERR", rest)
     if isinstance(error, TimeoutError | RedisTimeoutError):
         return IndexUnavailable("timeout", str(error))
-    return IndexUnavailable("connection", str(error) or reason_of(error))
+    return IndexUnavailable("connection", str(error) or describe_error(error))
 
 
 _WAITING_MAX = 4096

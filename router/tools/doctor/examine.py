@@ -25,7 +25,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.poller import event_sources
 from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
@@ -320,7 +320,7 @@ class _Examination:
             except TimeoutError:
                 engine.load.out_of_time = True
             except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
-                engine.load.problem = reason_of(problem)
+                engine.load.problem = describe_error(problem)
             engine.load.after = await self._gauges_after(engine, engine.load)
             engine.load.replay = await self._replayed(engine)
 
@@ -373,7 +373,7 @@ class _Examination:
         try:
             return await probe(self._prober(engine, _PROBE_QUIET_S))
         except Exception as problem:  # noqa: BLE001  a misbehaving engine must not end the examination
-            return ProbeEvidence(problem=reason_of(problem))
+            return ProbeEvidence(problem=describe_error(problem))
 
     def _prober(self, engine: EngineEvidence, quiet_s: float) -> EngineProber:
         card = next(card for card in engine.server.models if card.id == engine.base_model)

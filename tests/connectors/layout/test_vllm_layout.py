@@ -312,7 +312,7 @@ def test_a_group_on_another_rank_is_empty_here() -> None:
 
 
 def test_rows_of_random_blocks_equal_vllms_pages() -> None:
-    """The row of an unpadded, block-compact group is its layers' pages, one after another."""
+    """The row of an strip_padding, block-compact group is its layers' pages, one after another."""
     config = plan("one full group", "BLHNC")
     tensors = allocate(config, "BLHNC")
     view = view_of_tensors(config, tensors)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from router.admission.settings import QueueSettings
 from router.epp.settings import EppSettings
 from router.http import h2_codec as h2
-from router.http.h2_codec import frame, literal, reset_frame, settings_frame, window_frame
+from router.http.h2_codec import encode_literal, frame, rst_stream_frame, settings_frame, window_update_frame
 from router.http.settings import ListenSettings
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_exchange import POST, PROCESS, REQUEST
@@ -25,7 +25,7 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, number, routing, running
 
 HEAD = b"".join(
-    literal(name, value)
+    encode_literal(name, value)
     for name, value in (
         (b":method", b"POST"),
         (b":path", PROCESS.encode()),
@@ -61,22 +61,22 @@ def both(make: Callable[[int], bytes]) -> bytes:
 
 
 HTTP2: dict[str, Way] = {
-    "streams are reset": both(lambda n: reset_frame(n, h2.CANCEL)),
+    "streams are reset": both(lambda n: rst_stream_frame(n, h2.CANCEL)),
     "streams end": both(lambda n: frame(h2.DATA, h2.END_STREAM, n)),
     "trailers end them": both(
-        lambda n: frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, n, literal(b"a", b"b"))
+        lambda n: frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, n, encode_literal(b"a", b"b"))
     ),
-    "windows of streams beyond the limit": both(lambda n: window_frame(n, h2.WINDOW_MAX)),
-    "the connection's window beyond the limit": window_frame(0, h2.WINDOW_MAX),
+    "windows of streams beyond the limit": both(lambda n: window_update_frame(n, h2.WINDOW_MAX)),
+    "the connection's window beyond the limit": window_update_frame(0, h2.WINDOW_MAX),
     "an initial window beyond the limit": settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 1 << 31}),
     "settings of an odd size": frame(h2.SETTINGS, 0, 0, b"abc"),
-    "a window of nothing": window_frame(QUEUED, 0),
+    "a window of nothing": window_update_frame(QUEUED, 0),
     "a push": frame(h2.PUSH_PROMISE, 0, QUEUED, bytes(4)),
-    "a frame of a stream that was never opened": reset_frame(9, h2.CANCEL),
+    "a frame of a stream that was never opened": rst_stream_frame(9, h2.CANCEL),
     "a frame within a header block": frame(h2.HEADERS, 0, 5, HEAD) + frame(h2.PING, 0, 0, bytes(8)),
     "a header block of nonsense": frame(h2.HEADERS, h2.END_HEADERS, 5, b"\xff\xff"),
     "a header block that is too long": frame(h2.HEADERS, h2.END_HEADERS, 5, b"\x82" * 40_000),
-    "trailers that end nothing": frame(h2.HEADERS, h2.END_HEADERS, QUEUED, literal(b"a", b"b")),
+    "trailers that end nothing": frame(h2.HEADERS, h2.END_HEADERS, QUEUED, encode_literal(b"a", b"b")),
     "padding longer than its frame": frame(h2.DATA, h2.PADDED, QUEUED, b"\xff"),
     "a frame that is too long": b"\xff\xff\xff\x00\x00\x00\x00\x00\x01",
     "too many control frames": frame(h2.PING, 0, 0, bytes(8)) * 25_000,

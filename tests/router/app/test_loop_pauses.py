@@ -16,7 +16,7 @@ import pytest
 from publisher.engine import SimulatedEngine
 from router.epp.settings import EppSettings
 from router.http import h2_codec as h2
-from router.http.h2_codec import frame, literal, settings_frame, window_frame
+from router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame
 from router.proxy.settings import ProxySettings
 from tests.router.epp.test_exchange import POST, PROCESS
 from tests.support.loop_pauses import Pauses, elsewhere, pauses
@@ -115,7 +115,7 @@ def test_no_head_or_chunk_holds_the_loop() -> None:
 
 HELLO = h2.PREFACE + settings_frame({})
 HEAD = b"".join(
-    literal(name, value)
+    encode_literal(name, value)
     for name, value in (
         (b":method", b"POST"),
         (b":path", PROCESS.encode()),
@@ -138,7 +138,9 @@ def heads(value: bytes) -> bytes:
 
 
 STREAMS = range(1, 2 * ALL, 2)
-HEALTH = HEAD.replace(literal(b":path", PROCESS.encode()), literal(b":path", b"/grpc.health.v1.Health/Check"))
+HEALTH = HEAD.replace(
+    encode_literal(b":path", PROCESS.encode()), encode_literal(b":path", b"/grpc.health.v1.Health/Check")
+)
 NO_WINDOW = h2.PREFACE + settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 0})
 BLOCKED = NO_WINDOW + b"".join(
     frame(h2.HEADERS, h2.END_HEADERS, n, HEALTH) + frame(h2.DATA, 0, n, bytes(5)) for n in STREAMS
@@ -155,10 +157,11 @@ HTTP2 = {
     "settings that change windows": BLOCKED + TURNS * 7_000,
     "settings of many values": HELLO + settings_frame(dict.fromkeys(range(100, 10_000), 0)) * 20,
     "bytes of the connection's window": BLOCKED
-    + window_frame(0, 1) * 10_000
+    + window_update_frame(0, 1) * 10_000
     + settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 100}),
-    "bytes of one stream's window": BLOCKED + window_frame(1, 1) * 15_000,
-    "windows beyond the limit": BLOCKED + b"".join(window_frame(n, h2.WINDOW_MAX) * 2 for n in STREAMS),
+    "bytes of one stream's window": BLOCKED + window_update_frame(1, 1) * 15_000,
+    "windows beyond the limit": BLOCKED
+    + b"".join(window_update_frame(n, h2.WINDOW_MAX) * 2 for n in STREAMS),
     "pings": HELLO + frame(h2.PING, 0, 0, bytes(8)) * 19_000,
     "priorities": HELLO + opened(1) + frame(h2.PRIORITY, 0, 1, bytes(5)) * 19_000,
     "unknown frames": HELLO + frame(0xEE, 0, 1) * 19_000,
@@ -179,7 +182,7 @@ HTTP2 = {
         frame(h2.HEADERS, h2.END_HEADERS, n, b"\x82" * 900 + bytes([0x80 | n % 60 + 1])) for n in STREAMS
     ),
     "continuations": HELLO + frame(h2.HEADERS, 0, 1, HEAD) + frame(h2.CONTINUATION, 0, 1) * 60,
-    "resets": HELLO + b"".join(opened(n) + h2.reset_frame(n, h2.CANCEL) for n in STREAMS),
+    "resets": HELLO + b"".join(opened(n) + h2.rst_stream_frame(n, h2.CANCEL) for n in STREAMS),
 }
 
 

@@ -71,10 +71,10 @@ def test_clients_speak_https_and_a_renewed_certificate_is_taken(pki: Path, tmp_p
                 await chat(rig.url, trusting(pki, "other"))
             for kind in ("crt", "key"):
                 shutil.copy(pki / f"next.{kind}", tmp_path / f"server.{kind}")
-            rig.router.certificates.renew()
+            rig.router.certificates.reload_changed()
             assert await chat(rig.url, trusting(pki, "other")) == 200
             (tmp_path / "server.crt").write_text("half a cert")
-            rig.router.certificates.renew()
+            rig.router.certificates.reload_changed()
             assert await chat(rig.url, trusting(pki, "other")) == 200, "the old one stays"
 
     run(main())
@@ -92,7 +92,7 @@ def test_a_pair_is_renewed_when_both_of_it_are_there(
     files = TlsFiles(str(tmp_path / "used.crt"), str(tmp_path / "used.key"), str(pki / "ca.crt"))
     context = server_context(files, "a") if role == "server" else client_context(files, "a")
     certificates = Certificates()
-    certificates.hold(context, files, "a")
+    certificates.add(context, files, "a")
 
     async def main() -> None:
         peer = "server" if role == "client" else "client"
@@ -102,10 +102,10 @@ def test_a_pair_is_renewed_when_both_of_it_are_there(
         assert await shakes_hands(context, make(trust, "b"), role)
         shutil.copy(pki / f"next.{first}", tmp_path / f"used.{first}")
         for _ in range(3):
-            certificates.renew()
+            certificates.reload_changed()
             assert await shakes_hands(context, make(trust, "b"), role)
         shutil.copy(pki / f"next.{other}", tmp_path / f"used.{other}")
-        certificates.renew()
+        certificates.reload_changed()
         assert await shakes_hands(context, make(trust_next, "b"), role)
         assert not await shakes_hands(context, make(trust, "b"), role)
 

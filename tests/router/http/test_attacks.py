@@ -262,6 +262,22 @@ def test_refused_request_leaves_those_before_it_their_answers(bad: bytes, status
     run(main())
 
 
+def test_bytes_after_a_refused_request_are_discarded() -> None:
+    async def main() -> None:
+        async with Engine(GOOD) as engine, routing(engine.url) as rig:
+            reader, writer = await rig.connect()
+            writer.write(b"nonsense\r\n\r\n")
+            assert (await read_answer(reader)).status == 400
+            writer.write(request(b"{}") + b"more nonsense\r\n\r\n")
+            assert await reader.read() == b""
+            writer.close()
+            await until(lambda: not rig.server.server_state.connections, "the connection ends")
+            assert (rig.listen_stats.bad_requests, rig.listen_stats.requests) == (1, 0)
+            assert engine.calls == []
+
+    run(main())
+
+
 def test_body_below_the_least_rate_is_given_up() -> None:
     """A byte now and then keeps ``body_timeout_s`` from passing."""
 

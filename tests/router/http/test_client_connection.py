@@ -18,7 +18,7 @@ def _made(settings: ProxySettings | None = None) -> tuple[UpstreamConnection, Fa
     connection = UpstreamConnection(settings or ProxySettings(), ProxyStats(), time.monotonic, lambda _: None)
     transport = FakeTransport()
     connection.connection_made(transport)
-    connection.start("POST", b"head", b"", 1.0)
+    connection.send_request("POST", b"head", b"", 1.0)
     return connection, transport
 
 
@@ -36,7 +36,7 @@ def test_bytes_behind_an_answer_make_it_unfit_for_reuse(late: bytes) -> None:
         connection.data_received(answer(200, b"right"))
         connection.data_received(late)
         assert await _read(connection) == b"right"
-        assert not connection.release()
+        assert not connection.make_idle()
         assert transport.aborted
 
     run(main())
@@ -50,7 +50,7 @@ def test_bytes_behind_an_answer_that_was_read_are_never_given(late: bytes) -> No
         assert await connection.read() == b"right"
         connection.data_received(late)
         assert await connection.read() == b""
-        assert not connection.release()
+        assert not connection.make_idle()
 
     run(main())
 
@@ -61,9 +61,9 @@ def test_whole_answer_can_be_followed_by_another() -> None:
         for body in (b"one", b"", b"three"):
             connection.data_received(answer(200, body))
             assert await _read(connection) == body
-            assert connection.finished
-            assert connection.release()
-            connection.start("POST", b"head", b"", 1.0)
+            assert connection.at_eof
+            assert connection.make_idle()
+            connection.send_request("POST", b"head", b"", 1.0)
         assert not transport.aborted
 
     run(main())
@@ -74,7 +74,7 @@ def test_engine_that_will_close_is_not_reused(raw: bytes) -> None:
     async def main() -> None:
         connection, transport = _made()
         connection.data_received(raw)
-        assert not connection.release()
+        assert not connection.make_idle()
         assert transport.aborted
 
     run(main())
@@ -86,7 +86,7 @@ def test_answer_before_the_request_was_sent_whole_ends_the_connection() -> None:
         transport.unsent = 5
         connection.data_received(answer(413, b"too large"))
         assert await _read(connection) == b"too large"
-        assert not connection.release()
+        assert not connection.make_idle()
 
     run(main())
 
@@ -95,10 +95,10 @@ def test_unasked_bytes_close_an_idle_connection() -> None:
     async def main() -> None:
         connection, transport = _made()
         connection.data_received(answer(200, b""))
-        assert connection.release()
+        assert connection.make_idle()
         connection.data_received(answer(200, b"surprise"))
         assert transport.aborted
-        assert not connection.usable()
+        assert not connection.is_available()
 
     run(main())
 
@@ -123,11 +123,11 @@ def test_loss_before_the_request_is_told_at_once() -> None:
     async def main() -> None:
         connection, _ = _made()
         connection.data_received(answer(200, b""))
-        assert connection.release()
+        assert connection.make_idle()
         connection.connection_lost(None)
-        connection.start("POST", b"head", b"", 1.0)
+        connection.send_request("POST", b"head", b"", 1.0)
         with pytest.raises(UpstreamError) as caught:
-            connection.has_head()
+            connection.head_received()
         assert caught.value.reason == "reset"
 
     run(main())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from router.http.request_cycle import OWN
+from router.http.request_cycle import CYCLE_EXTENSION
 from router.openai.request import InboundRequest
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import (
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_while_its_body_is_looked_at_is_not_answered() -> N
 
             async def look(scope: Any, *more: Any) -> Any:
                 looked.set()
-                await until(lambda: scope["extensions"][OWN].gone, "the client is gone")
+                await until(lambda: scope["extensions"][CYCLE_EXTENSION].disconnected, "the client is gone")
                 return await outbound(scope, *more)
 
             rig.app._outbound = look  # type: ignore[assignment, method-assign]

@@ -125,8 +125,8 @@ def test_those_of_gateways_are_bounded_too() -> None:
 def test_the_last_file_descriptors_are_counted_and_told(
     pki: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sockets, "_LAST", 1 << 40)  # as if all there are were the last ones
-    monkeypatch.setattr(sockets._Said, "next_at", 0.0)
+    monkeypatch.setattr(sockets, "_LAST_DESCRIPTORS", 1 << 40)  # as if all there are were the last ones
+    monkeypatch.setattr(sockets._LastLog, "next_at", 0.0)
 
     async def main() -> None:
         async with serving(pki) as (rig, _, stats):

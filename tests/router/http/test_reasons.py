@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from tests.support.paths import ROOT
 
 CLASS_NAMES_ALLOWED = {
@@ -52,11 +52,11 @@ def test_a_refused_port_a_silent_one_and_an_unknown_host(silent: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    assert reason_of(failure(f"http://127.0.0.1:{port}/")) == "connection refused"
-    assert reason_of(failure(f"http://localhost:{port}/")) == "connection refused"  # IPv6 and IPv4
-    assert reason_of(failure(silent, timeout_s=0.05)) == "no answer in time"
-    assert reason_of(failure("http://no-such-host.invalid/")) == "host name not known"
-    assert reason_of(failure(silent.replace("http", "https"), timeout_s=0.05)) == "no answer in time"
+    assert describe_error(failure(f"http://127.0.0.1:{port}/")) == "connection refused"
+    assert describe_error(failure(f"http://localhost:{port}/")) == "connection refused"  # IPv6 and IPv4
+    assert describe_error(failure(silent, timeout_s=0.05)) == "no answer in time"
+    assert describe_error(failure("http://no-such-host.invalid/")) == "host name not known"
+    assert describe_error(failure(silent.replace("http", "https"), timeout_s=0.05)) == "no answer in time"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_a_refused_port_a_silent_one_and_an_unknown_host(silent: str) -> None:
     ],
 )
 def test_words_without_a_class_name(error: Exception, words: str) -> None:
-    assert reason_of(error).startswith(words)
-    assert type(error).__name__ not in reason_of(error)
+    assert describe_error(error).startswith(words)
+    assert type(error).__name__ not in describe_error(error)
 
 
 def names_of_classes(path: Path) -> Iterator[str]:

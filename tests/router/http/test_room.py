@@ -12,7 +12,7 @@ import pytest
 import structlog
 
 from router.http import sockets
-from router.http.listener import Capacity, client_of
+from router.http.listener import Capacity, client_key
 from router.http.settings import ListenSettings
 from tests.support.proxy_rig import (
     CHAT,
@@ -77,23 +77,23 @@ def test_probes_get_in_where_others_hold_every_connection() -> None:
 
 def test_one_address_holds_its_share_of_connections() -> None:
     room = Capacity(ListenSettings(connections_max=1000, client_share_max=0.1))
-    assert [room.enter("a") for _ in range(101)] == [True] * 100 + [False]
-    assert room.enter("b")
-    room.leave("a")
-    assert room.enter("a")
-    assert [room.enter(f"{i}") for i in range(900)] == [True] * 899 + [False]
+    assert [room.add_connection("a") for _ in range(101)] == [True] * 100 + [False]
+    assert room.add_connection("b")
+    room.remove_connection("a")
+    assert room.add_connection("a")
+    assert [room.add_connection(f"{i}") for i in range(900)] == [True] * 899 + [False]
     small = Capacity(ListenSettings(connections_max=70, client_share_max=0.1))
-    assert sum(small.enter("a") for _ in range(70)) == 64
+    assert sum(small.add_connection("a") for _ in range(70)) == 64
 
 
 def test_newest_spare_takes_the_oldest_ones_place() -> None:
     room, spares = Capacity(ListenSettings()), [_Spare() for _ in range(66)]
     for spare in spares[:64]:
-        room.add_spare(spare)
-    room.drop_spare(spares[0])
-    room.add_spare(spares[64])
+        room.add_probe_only(spare)
+    room.remove_probe_only(spares[0])
+    room.add_probe_only(spares[64])
     assert not any(spare.aborted for spare in spares)
-    room.add_spare(spares[65])
+    room.add_probe_only(spares[65])
     assert [spare.aborted for spare in spares[:3]] == [False, True, False]
 
 
@@ -110,7 +110,7 @@ def test_newest_spare_takes_the_oldest_ones_place() -> None:
     ],
 )
 def test_whose_connection_it_is(peer: Any, client: str) -> None:
-    assert client_of(peer) == client
+    assert client_key(peer) == client
 
 
 def test_all_bodies_together_are_bounded() -> None:
@@ -182,7 +182,7 @@ def test_running_out_of_descriptors_is_no_engines_fault(capsys: pytest.CaptureFi
             reader, writer = await rig.connect()
             writer.write(request(b"", method="GET", target="/nothing"))
             assert (await read_answer(reader)).status == 404
-            sockets._Said.next_at = 0.0
+            sockets._LastLog.next_at = 0.0
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             taken: list[int] = []
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
@@ -220,18 +220,18 @@ def test_soft_limit_is_raised_and_what_cannot_be_held_is_said(
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
     monkeypatch.setattr(resource, "setrlimit", set_limits)
-    assert sockets.connections_held(100) == 100
+    assert sockets.raise_descriptor_limit(100) == 100
     assert limits == (1024, 4096)
-    assert sockets.connections_held(1000) == 1000
+    assert sockets.raise_descriptor_limit(1000) == 1000
     assert limits == (2256, 4096)
     assert not capsys.readouterr().out
-    assert sockets.connections_held(10_000) == 1920
+    assert sockets.raise_descriptor_limit(10_000) == 1920
     assert limits == (4096, 4096)
     out = capsys.readouterr().out
     assert "listen.connections_max" in out
     assert "4096" in out
     limits = (1024, resource.RLIM_INFINITY)
-    assert sockets.connections_held(10_000) == 10_000
+    assert sockets.raise_descriptor_limit(10_000) == 10_000
 
 
 @pytest.mark.parametrize(
@@ -244,6 +244,6 @@ def test_a_default_that_can_mostly_be_held_is_no_warning(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
     with structlog.testing.capture_logs() as logs:
-        held = sockets.connections_held(asked, default=10_000)
+        held = sockets.raise_descriptor_limit(asked, default=10_000)
     assert [line["log_level"] for line in logs] == [level] * bool(level)
     assert held == min(asked, (hard - 256) // 2)

@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @contextlib.asynccontextmanager
-async def client_of(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client_key(rig: Rig) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=rig.url + "/v1", api_key="k", max_retries=0) as client:
         yield client
 
@@ -38,7 +38,7 @@ async def _error(*scripts: Script, model: str = "m") -> openai.APIStatusError:
         engines = [await stack.enter_async_context(Engine(script)) for script in scripts]
         urls = [engine.url for engine in engines] or [f"http://127.0.0.1:{free_port()}"]
         rig = await stack.enter_async_context(routing(*urls))
-        client = await stack.enter_async_context(client_of(rig))
+        client = await stack.enter_async_context(client_key(rig))
         with pytest.raises(openai.APIStatusError) as caught:
             await client.chat.completions.create(model=model, messages=MESSAGES)  # type: ignore[arg-type]
         return caught.value
@@ -53,7 +53,7 @@ def test_answer_and_stream() -> None:
         async with (
             Engine(says(200, body, "content-type: application/json")) as engine,
             routing(engine.url) as rig,
-            client_of(rig) as client,
+            client_key(rig) as client,
         ):
             raw = await client.chat.completions.with_raw_response.create(
                 model="m",
@@ -98,7 +98,7 @@ def test_error_in_place_of_a_stream() -> None:
         async with (
             Engine(says(404, body, "content-type: application/json")) as engine,
             routing(engine.url) as rig,
-            client_of(rig) as client,
+            client_key(rig) as client,
         ):
             with pytest.raises(openai.NotFoundError):
                 await client.completions.create(model="m", prompt="x", stream=True)

@@ -26,16 +26,16 @@ from tests.support.waiting import run
 
 
 class Client:
-    """An ``Answering`` that can be slow."""
+    """An ``ResponseSink`` that can be slow."""
 
     def __init__(self) -> None:
         self.got = b""
         self.whole = False
         self._slow: asyncio.Future[None] | None = None
 
-    def begin(self, status: int, fields: list[Header], length: bytes) -> None: ...
+    def start(self, status: int, fields: list[Header], length: bytes) -> None: ...
 
-    def piece(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
+    def write(self, data: bytes, *, more: bool) -> Awaitable[None] | None:
         assert not self.whole
         if self._slow is None:
             self._take(data, more)
@@ -62,7 +62,7 @@ class Client:
 def _connection(stats: ProxyStats) -> UpstreamConnection:
     connection = UpstreamConnection(ProxySettings(), stats, time.monotonic, lambda _: None)
     connection.connection_made(FakeTransport())
-    connection.start("POST", b"head", b"", 1.0)
+    connection.send_request("POST", b"head", b"", 1.0)
     connection.data_received(SSE_HEAD)
     return connection
 

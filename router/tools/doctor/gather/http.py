@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from router.fleet.poller import exchange
-from router.http.sockets import reason_of
+from router.http.sockets import describe_error
 from router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20
@@ -90,9 +90,9 @@ class Http:
         except TimeoutError:
             return HttpAnswer(0, problem=f"no response within {timeout_s:g} s")
         except aiohttp.ClientConnectorError as problem:
-            return HttpAnswer(0, problem=f"cannot connect: {reason_of(problem)}"[:_PROBLEM_LENGTH_MAX])
+            return HttpAnswer(0, problem=f"cannot connect: {describe_error(problem)}"[:_PROBLEM_LENGTH_MAX])
         except (aiohttp.ClientError, OSError, ValueError) as problem:
-            return HttpAnswer(0, problem=reason_of(problem)[:_PROBLEM_LENGTH_MAX])
+            return HttpAnswer(0, problem=describe_error(problem)[:_PROBLEM_LENGTH_MAX])
 
 
 def _date_skew_s(date: str | None, now: float) -> float | None:

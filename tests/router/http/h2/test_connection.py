@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from router.http import h2_codec as h2
-from router.http.h2_codec import Field, FrameReader, H2Frame, frame, literal, settings_frame
+from router.http.h2_codec import Field, FrameReader, H2Frame, encode_literal, frame, settings_frame
 from router.http.h2_connection import H2Connection, H2Settings, H2Stats
 from router.http.h2_streams import Stream
 from router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
 from tests.support.waiting import run, until
 
-HEAD = literal(b":method", b"POST") + literal(b":path", b"/")
+HEAD = encode_literal(b":method", b"POST") + encode_literal(b":path", b"/")
 HELLO = h2.PREFACE + settings_frame({})
-ENDS = literal(b"grpc-status", b"0")
+ENDS = encode_literal(b"grpc-status", b"0")
 
 
 class Echo:
@@ -32,11 +32,11 @@ class Echo:
         stream.send_headers(b"\x88")
 
     def on_data(self, data: bytes) -> None:
-        self.stream.taken(len(data))
-        self.stream.send(data)
+        self.stream.acknowledge_data(len(data))
+        self.stream.send_data(data)
 
     def on_end(self) -> None:
-        self.stream.finish(ENDS)
+        self.stream.send_trailers(ENDS)
 
     def on_lost(self) -> None:
         self.server.lost += 1
@@ -66,7 +66,7 @@ class Echoing:
             stats=self.stats,
             clock=lambda: self.now,
             sweeper=self.sweeper,
-            members=self.members,
+            connections=self.members,
         )
 
 
@@ -112,6 +112,28 @@ def test_bodies_come_back_under_small_windows() -> None:
                 assert peer.data[number] == data
                 assert peer.headers[number][-1] == {"grpc-status": "0"}
             assert echo.stats.streams == 5
+
+    run(main())
+
+
+def test_a_response_to_a_complete_request_is_not_followed_by_a_reset() -> None:
+    async def main() -> None:
+        async with echoing() as echo:
+            reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
+            writer.write(HELLO + frame(h2.HEADERS, h2.END_HEADERS | h2.END_STREAM, 1, HEAD))
+            splitter = FrameReader(1 << 20)
+            frames: list[H2Frame] = []
+
+            async def read_until(kind: int, flag: int) -> None:
+                while not any(each.kind == kind and each.flags & flag for each in frames):
+                    frames.extend(splitter.feed(await reader.read(65536)))
+
+            async with asyncio.timeout(20):
+                await read_until(h2.HEADERS, h2.END_STREAM)
+                writer.write(frame(h2.PING, 0, 0, bytes(8)))
+                await read_until(h2.PING, h2.ACK)
+            assert h2.RST_STREAM not in {each.kind for each in frames}
+            writer.close()
 
     run(main())
 
@@ -163,8 +185,8 @@ def test_a_long_answer_goes_out_however_it_is_divided() -> None:
     class Long(Echo):
         def on_end(self) -> None:
             for piece in (bytes(1_000_000), b"", b"a" * 70_000, b"b"):
-                self.stream.send(piece)
-            self.stream.finish(ENDS)
+                self.stream.send_data(piece)
+            self.stream.send_trailers(ENDS)
 
     async def main() -> None:
         async with echoing() as echo:
@@ -205,7 +227,7 @@ def test_too_many_streams_are_refused_one_by_one() -> None:
             while not any(each.kind == h2.RST_STREAM for each in frames):
                 frames += found.feed(await reader.read(65536))
             (refused,) = [each for each in frames if each.kind == h2.RST_STREAM]
-            assert (refused.stream_id, h2.word(refused.payload)) == (5, h2.REFUSED_STREAM)
+            assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
             writer.close()
 
     run(main())
@@ -226,13 +248,15 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
         (
             HELLO
             + b"".join(  # rapid reset
-                frame(h2.HEADERS, h2.END_HEADERS, n, HEAD) + h2.reset_frame(n, h2.CANCEL)
+                frame(h2.HEADERS, h2.END_HEADERS, n, HEAD) + h2.rst_stream_frame(n, h2.CANCEL)
                 for n in range(1, 99, 2)
             ),
             h2.ENHANCE_YOUR_CALM,
         ),
         (
-            HELLO + frame(h2.HEADERS, 0, 1, HEAD) + frame(h2.CONTINUATION, 0, 1, literal(b"a", b"b")) * 5000,
+            HELLO
+            + frame(h2.HEADERS, 0, 1, HEAD)
+            + frame(h2.CONTINUATION, 0, 1, encode_literal(b"a", b"b")) * 5000,
             h2.ENHANCE_YOUR_CALM,
         ),
         (HELLO + frame(h2.HEADERS, 0, 1, HEAD) + PING, h2.PROTOCOL_ERROR),  # within a header block
@@ -243,7 +267,7 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
         (HELLO + frame(h2.HEADERS, h2.END_HEADERS, 1, b"\xff\xff"), h2.COMPRESSION_ERROR),
         (HELLO + frame(h2.DATA, 0, 1, b"x"), h2.PROTOCOL_ERROR),  # never opened
         (HELLO + frame(h2.WINDOW_UPDATE, 0, 0, bytes(4)), h2.PROTOCOL_ERROR),
-        (HELLO + h2.window_frame(0, h2.WINDOW_MAX), h2.FLOW_CONTROL_ERROR),
+        (HELLO + h2.window_update_frame(0, h2.WINDOW_MAX), h2.FLOW_CONTROL_ERROR),
         (HELLO + settings_frame({h2.SETTINGS_INITIAL_WINDOW_SIZE: 1 << 31}), h2.FLOW_CONTROL_ERROR),
         (HELLO + settings_frame({h2.SETTINGS_MAX_FRAME_SIZE: 10}), h2.PROTOCOL_ERROR),
         (HELLO + frame(h2.SETTINGS, 0, 0, b"abc"), h2.FRAME_SIZE_ERROR),
@@ -277,7 +301,7 @@ def test_resets_of_streams_that_are_over_are_no_attack() -> None:
                 number = peer.open("/")
                 await peer.send(number, b"x", end=True)
                 await peer.until_over(number)
-                peer.writer.write(h2.reset_frame(number, h2.NO_ERROR))
+                peer.writer.write(h2.rst_stream_frame(number, h2.NO_ERROR))
             assert not peer.closed
             assert echo.stats.connections_broken == echo.stats.streams_reset == 0
 
@@ -348,7 +372,7 @@ def test_a_drain_lets_streams_end_that_were_opened_before_the_peer_knew() -> Non
             assert int.from_bytes(told.payload[:4]) == 3
             writer.write(frame(h2.HEADERS, h2.END_HEADERS, 5, HEAD))
             refused = await read_until(h2.RST_STREAM)
-            assert (refused.stream_id, h2.word(refused.payload)) == (5, h2.REFUSED_STREAM)
+            assert (refused.stream_id, h2.parse_uint32(refused.payload)) == (5, h2.REFUSED_STREAM)
             writer.write(frame(h2.DATA, h2.END_STREAM, 1, b"a") + frame(h2.DATA, h2.END_STREAM, 3, b"b"))
             assert await reader.read() != b""  # what is left, and then the end
             writer.close()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.http import h2_codec as h2
-from router.http.h2_codec import FrameReader, H2Error, H2Frame, fragment, frame, unpadded
+from router.http.h2_codec import FrameReader, H2Error, H2Frame, frame, header_block_fragment, strip_padding
 from tests.support.examples import examples
 
 FRAMES = st.lists(
@@ -44,11 +44,14 @@ def test_a_long_frame_is_refused_by_its_head() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x01", b"\x05abcd"])
 def test_padding_must_fit(payload: bytes) -> None:
     with pytest.raises(H2Error):
-        unpadded(H2Frame(h2.DATA, h2.PADDED, 1, payload))
+        strip_padding(H2Frame(h2.DATA, h2.PADDED, 1, payload))
 
 
 def test_what_stands_around_a_header_block_is_taken_away() -> None:
     flags = h2.PADDED | h2.HAS_PRIORITY
-    assert fragment(H2Frame(h2.HEADERS, flags, 3, b"\x02" + bytes(5) + b"block" + b"\0\0")) == b"block"
+    assert (
+        header_block_fragment(H2Frame(h2.HEADERS, flags, 3, b"\x02" + bytes(5) + b"block" + b"\0\0"))
+        == b"block"
+    )
     with pytest.raises(H2Error):
-        fragment(H2Frame(h2.HEADERS, h2.HAS_PRIORITY, 3, b"\0\0\0\x03\x10block"))
+        header_block_fragment(H2Frame(h2.HEADERS, h2.HAS_PRIORITY, 3, b"\0\0\0\x03\x10block"))

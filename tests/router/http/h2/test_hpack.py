@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.http.h2_codec import H2Error, HeaderDecoder, HuffmanError, huffman_decode, literal
+from router.http.h2_codec import H2Error, HeaderDecoder, HuffmanError, encode_literal, huffman_decode
 from tests.support.examples import examples
 
 NAMES = st.sampled_from([b":path", b":method", b"content-type", b"x-a", b"x-b", b"te"]) | st.binary(
@@ -47,7 +47,7 @@ def test_whatever_comes_is_read_or_refused(blocks: list[bytes]) -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300)), max_size=5))
 def test_what_is_written_here_is_read_by_others(fields: list[tuple[bytes, bytes]]) -> None:
-    block = b"".join(literal(name, value) for name, value in fields)
+    block = b"".join(encode_literal(name, value) for name, value in fields)
     found = hpack.Decoder(max_header_list_size=LIMIT).decode(block, raw=True)
     assert [(bytes(n), bytes(v)) for n, v in found] == fields
 
