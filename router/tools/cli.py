@@ -127,6 +127,12 @@ def explain(
         str | None,
         Parameter(help="ALGO[,seed=..][,size=N][,lookahead=N], where it cannot be detected (redacted)."),
     ] = None,
+    slo_ttft_ms: Annotated[
+        float | None,
+        Parameter(
+            help="With --router: target for the first token, and by how much each engine would miss it."
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Explain why a prompt hits as far as it does on each engine: the spec class and block that ended the
@@ -134,7 +140,7 @@ def explain(
     """
     from router.tools.explain import ExplainOptions, run_explain
 
-    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api)
+    options = ExplainOptions(request, paths, router, at, tokenizer, config, hash_scheme, api, slo_ttft_ms)
     return run_explain(options, as_json=json)
 
 

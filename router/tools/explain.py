@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from rich.table import Table
 
 from publisher.block_hash import ALGORITHMS, HashScheme
+from router.admission.admission_queue import TARGET
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import Config
@@ -96,6 +97,7 @@ class ExplainOptions(msgspec.Struct, frozen=True):
     config: Path | None = None
     hash_scheme: str | None = None
     api: str | None = None
+    slo_ttft_ms: float | None = None
 
 
 def run_explain(options: ExplainOptions, *, as_json: bool) -> int:
@@ -142,6 +144,8 @@ def _check(options: ExplainOptions) -> None:
         raise ConfigError("--at and --hash-scheme are for captures; a router explains its present state")
     if options.at is not None and options.at < 0:
         raise ConfigError(f"--at: {options.at} is not a seq")
+    if options.slo_ttft_ms is not None and options.router is None:
+        raise ConfigError("--slo-ttft-ms needs --router URL: a capture has no load to predict seconds from")
 
 
 def _explain(options: ExplainOptions, body: bytes, *, as_json: bool) -> int:
@@ -248,6 +252,8 @@ def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json:
     if options.api is not None:
         url += f"?path={PATHS[options.api]}"
     headers = {"content-type": "application/json", **ops_headers()}
+    if options.slo_ttft_ms is not None:
+        headers[TARGET.decode()] = f"{options.slo_ttft_ms}"
     request = urllib.request.Request(url, body, headers)  # noqa: S310  # checked
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310  # checked
@@ -264,10 +270,20 @@ def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json:
         response = msgspec.json.decode(text, type=RouterAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PromptError(f"{url}: not the response of a kvatlas router: {error}") from None
+    if options.slo_ttft_ms is not None and response.slo is None:
+        problem = (
+            "--slo-ttft-ms was not used: set policy.service_levels = true at the router; "
+            "fleets with prefill engines have no such forecast"
+        )
+        print(f"kvatlas explain: {problem}", file=sys.stderr)
     if as_json:
         print(text.decode().rstrip())
-    else:
-        output_console().print(_router_table(response))
+        return 0
+    console = output_console()
+    console.print(_router_table(response))
+    if response.slo is not None:
+        console.print(_target_line(response.slo, response.refused), soft_wrap=True)
+        console.print(_target_table(response.slo))
     return 0
 
 
@@ -291,12 +307,29 @@ class RouterEngine(msgspec.Struct):
     cost: dict[str, Any] = {}
 
 
+class EngineForecast(msgspec.Struct):
+    """Predicted first token at one engine, in seconds, and how long after the target it comes."""
+
+    engine: str
+    first_token_s: float
+    late_s: float
+
+
+class TargetForecast(msgspec.Struct):
+    """Predictions against the time left until the request's target."""
+
+    left_s: float
+    engines: list[EngineForecast]
+
+
 class RouterAnswer(msgspec.Struct):
     """Response of ``POST /kvatlas/explain`` (router/api/views.py)."""
 
     prompt: dict[str, Any]
     choice: dict[str, Any]
     engines: list[RouterEngine]
+    slo: TargetForecast | None = None
+    refused: dict[str, float] | None = None
 
 
 def _router_table(response: RouterAnswer) -> Table:
@@ -319,4 +352,21 @@ def _router_table(response: RouterAnswer) -> Table:
         numbers = (e.hit_tokens.GPU, e.hit_tokens.offloaded, e.shared_prefix_tokens)
         style = "bold" if e.engine == chosen else ""
         table.add_row(e.engine, e.feed, e.mode, *[f"{n:,}" for n in numbers], cost, ended, style=style)
+    return table
+
+
+def _target_line(slo: TargetForecast, refused: Mapping[str, float] | None) -> str:
+    late = sum(each.late_s > 0 for each in slo.engines)
+    line = f"target in {1000 * slo.left_s:,.0f} ms: {late} of {len(slo.engines)} engines would miss it"
+    return line if refused is None else f"{line}; refused for a wait of {1000 * refused['wait_s']:,.0f} ms"
+
+
+def _target_table(slo: TargetForecast) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("engine", overflow="fold")
+    for name in ("first token ms", "late ms"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in slo.engines:
+        late_ms = f"{1000 * each.late_s:,.0f}" if each.late_s else ""
+        table.add_row(each.engine, f"{1000 * each.first_token_s:,.0f}", late_ms)
     return table

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +13,7 @@ import pytest
 
 from router.placement.candidate import PolicySettings
 from router.serve.reload import apply
+from router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
 from tests.router.app.test_queue import asks, busy, crowded, ended, waits
 from tests.support.waiting import run, until
@@ -157,6 +160,38 @@ def test_explain_names_the_engines_that_would_miss_the_target_and_by_how_much() 
             assert late_s[one.engine_id] == pytest.approx(17.0, abs=2.0)
             assert late_s[two.engine_id] == 0.0
             assert told["choice"]["engine"] == two.engine_id
+
+    run(main())
+
+
+def test_the_command_shows_which_engines_would_miss_a_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "body.json"
+    file.write_text(json.dumps(ASKED))
+
+    async def main() -> None:
+        async with (
+            running(*[{"groups": "full"}] * 2) as engines,
+            routing(configure(*engines, policy=REFUSING)) as rig,
+        ):
+            await rig.ready()
+            one, two = rig.router.fleet
+            options = ExplainOptions(file, router=rig.ops_url, slo_ttft_ms=3000.0)
+            with queued(one, wait_s=20.0):
+                assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
+            table = capsys.readouterr().out
+            assert "1 of 2 engines would miss it" in table
+            assert "refused" not in table
+            rows = [line.split() for line in table.splitlines()]
+            (late,) = [row[2] for row in rows if row[:1] == [one.engine_id] and len(row) == 3]
+            assert 15_000 <= int(late.replace(",", "")) <= 19_000
+            with queued(one, two, wait_s=20.0):
+                assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
+            assert "2 of 2 engines would miss it; refused for a wait of" in capsys.readouterr().out
+            await apply(rig.router, configure(*engines))
+            assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
+            assert "set policy.service_levels = true" in capsys.readouterr().err
 
     run(main())
 

@@ -124,18 +124,32 @@ def test_a_request_from_its_head_to_its_receipt() -> None:
     run(main())
 
 
-def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once() -> None:
+TARGET_CONFIGS: tuple[tuple[dict[str, Any], dict[bytes, bytes]], ...] = (
+    ({"queue": QueueSettings(wait_target_s=3.0)}, {}),
+    (
+        {"policy": PolicySettings(service_levels=True, slo_refuse="wait")},
+        {b"x-slo-ttft-ms": b"3000"},
+    ),
+)
+
+
+@pytest.mark.parametrize(("settings", "asked"), TARGET_CONFIGS, ids=["wait-target", "service-level"])
+def test_a_request_whose_predicted_wait_is_too_long_is_refused_at_once(
+    settings: dict[str, Any], asked: dict[bytes, bytes]
+) -> None:
     async def main() -> None:
-        async with gateway(queue=QueueSettings(wait_target_s=3.0)) as (rig, peer, _):
+        async with gateway(**settings) as (rig, peer, _):
             (engine,) = rig.router.fleet
             now = time.monotonic()
             ticket = engine.load.admit(uncached_tokens=1_000_000, now=now, streams=False)
             number = peer.open(PROCESS)
-            await peer.send(number, REQUEST)
+            fields = {b":method": b"POST", b":path": CHAT, b":authority": b"a", **asked}
+            sent = head(REQUEST_HEADERS, fields) + body(REQUEST_BODY, chat())
+            await peer.send(number, sent + body(REQUEST_BODY, b"", ends=True))
             assert await error_of(peer, number) == (429, "predicted_wait")
             own = messages(peer, number)[-1].immediate_response
-            fields = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
-            assert 60 < int(fields["retry-after"]) <= 600
+            answered = {each.header.key: each.header.raw_value for each in own.headers.set_headers}
+            assert 60 < int(answered["retry-after"]) <= 600
             engine.load.fail(ticket, time.monotonic())
 
     run(main())
