@@ -1,7 +1,7 @@
-"""Configuration of an Envoy that asks an endpoint picker (docs/gateway.md has the same in words).
+"""Configuration of an Envoy with an endpoint picker (docs/gateway.md describes the same).
 
-Pure. What gateways of the Inference Extension set up by themselves: the filter, and clusters that go where
-the picker says.
+Pure. It contains what gateways of the Inference Extension set up themselves: the filter, and clusters that
+use the picker's choice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POLICIES = f"{_API}.load_balancing_policies"
 
 
 def bootstrap(listeners: Sequence[Json], clusters: Sequence[Json], *, admin: int) -> Json:
-    """The whole file; ``admin`` is the port of Envoy's own pages."""
+    """Return the whole file; ``admin`` is the port of Envoy's own pages."""
     return {
         "admin": {"address": address(f"127.0.0.1:{admin}")},
         "static_resources": {"listeners": list(listeners), "clusters": list(clusters)},
@@ -25,13 +25,13 @@ def bootstrap(listeners: Sequence[Json], clusters: Sequence[Json], *, admin: int
 
 
 def address(endpoint: str) -> Json:
-    """``host:port``."""
+    """Return the address for ``host:port``."""
     host, _, port = endpoint.rpartition(":")
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
 def cluster(name: str, endpoints: Sequence[str]) -> Json:
-    """These endpoints."""
+    """Return a cluster of these endpoints."""
     return {
         "name": name,
         "type": "STATIC",
@@ -44,12 +44,12 @@ def cluster(name: str, endpoints: Sequence[str]) -> Json:
 
 
 def pool(endpoints: Sequence[str]) -> Json:
-    """The engines, of which each request gets the one that the picker names, or one of those behind it."""
+    """Return the cluster of the engines; each request gets the one that the picker names, or a fallback."""
     return {**cluster("pool", endpoints), "load_balancing_policy": _override_host()}
 
 
 def original_dst() -> Json:
-    """Whatever the picker names."""
+    """Return a cluster that goes to any address that the picker names."""
     return {
         "name": "original_dst",
         "type": "ORIGINAL_DST",
@@ -60,7 +60,7 @@ def original_dst() -> Json:
 
 
 def pickers(endpoints: Sequence[str]) -> Json:
-    """The endpoint pickers, asked over HTTP/2 with windows as small as gateways have them."""
+    """Return the cluster of endpoint pickers, over HTTP/2 with windows as small as those of gateways."""
     http2 = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     return {
         **cluster("picker", endpoints),
@@ -100,7 +100,7 @@ def _round_robin() -> Json:
 
 
 def listener(name: str, port: int, to: str, filters: Sequence[Json]) -> Json:
-    """One port whose requests go through these filters to the cluster ``to``."""
+    """Return one port whose requests go through these filters to the cluster ``to``."""
     route: Json = {"cluster": to, "timeout": "600s"}
     if to == "pool":
         route["retry_policy"] = {"retry_on": "connect-failure,refused-stream", "num_retries": 2}
@@ -120,7 +120,7 @@ def listener(name: str, port: int, to: str, filters: Sequence[Json]) -> Json:
 
 
 def ext_proc(request_body: str = "FULL_DUPLEX_STREAMED", response_body: str = "FULL_DUPLEX_STREAMED") -> Json:
-    """The filter that asks the picker; with NONE nothing of answers is shown."""
+    """Return the filter that calls the picker; with NONE it shows the picker nothing of answers."""
     trailers = "SEND" if request_body == "FULL_DUPLEX_STREAMED" else "SKIP"
     shown = "SKIP" if response_body == "NONE" else "SEND"
     return http_filter(
@@ -144,6 +144,6 @@ def ext_proc(request_body: str = "FULL_DUPLEX_STREAMED", response_body: str = "F
 
 
 def http_filter(name: str, kind: str, **config: Any) -> Json:
-    """One filter of requests."""
+    """Return one HTTP filter."""
     typed = {"@type": f"{_FILTERS}.http.{kind}", **config}
     return {"name": f"envoy.filters.http.{name}", "typed_config": typed}

@@ -1,4 +1,4 @@
-"""The demo's gateway: a real Envoy before the engines, which asks the demo's routers where requests go."""
+"""The demo's gateway: a real Envoy in front of the engines, with the demo's routers as endpoint pickers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEDY = (
 
 
 def find_envoy(environ: Mapping[str, str] = os.environ) -> str:
-    """The program. Raises ``ConfigError`` where there is none."""
+    """Return the path of Envoy. Raises ``ConfigError`` if it is not found."""
     named = environ.get("KVATLAS_ENVOY")
     if named:
         if shutil.which(named) is None:
@@ -36,7 +36,7 @@ def find_envoy(environ: Mapping[str, str] = os.environ) -> str:
     beside = f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}"
     found = shutil.which("envoy", path=beside)
     if found is None:
-        raise ConfigError(f"--gateway: there is no envoy; {_REMEDY}")
+        raise ConfigError(f"--gateway: envoy was not found; {_REMEDY}")
     return found
 
 
@@ -52,8 +52,8 @@ def free_port() -> int:
 def gateway_process(
     envoy: str, engines: Sequence[str], pickers: Sequence[int], port: int = 0
 ) -> Iterator[str]:
-    """Base URL of a gateway before these engines (URLs) that asks the pickers on these ports, or goes round
-    where there are none; it lives as long as the context. Raises ``ConfigError``."""
+    """Run a gateway in front of these engines (URLs) with the pickers on these ports, or round robin without
+    any; yields its base URL. Raises ``ConfigError``."""
     port, admin = port or free_port(), free_port()
     clusters = [config.pool([endpoint_of(url) for url in engines])]
     if pickers:
@@ -86,4 +86,4 @@ def _wait_until_open(process: subprocess.Popen[bytes], port: int, log: Path) -> 
             return
         time.sleep(0.05)
     said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-    raise ConfigError("--gateway: Envoy did not start: " + (" ".join(said) or "it said nothing"))
+    raise ConfigError("--gateway: Envoy did not start: " + (" ".join(said) or "it printed nothing"))

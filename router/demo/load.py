@@ -1,9 +1,9 @@
-"""The demo's load: users who chat, several turns each, under a handful of shared system prompts.
+"""The demo's load: users with chats of several turns, under a few shared system prompts.
 
-Each user picks a system prompt (a few are popular), asks, reads, asks again with the whole conversation so
-far; one turn in four is asked twice at once (a regenerated answer), so that prompts branch. Over the APIs
-that agents speak, two turns in three are a tool's result instead of a question, and come at once. Seeded; the
-order of requests depends on how fast answers come, as it does with people.
+Each user picks a system prompt (some are popular), asks, reads the answer, and asks again with the whole
+conversation; one turn in four is sent twice (a regenerated answer), so that prompts branch. With APIs of
+agents, two turns in three are a tool's result instead of a question, and are sent immediately. Seeded; the
+order of requests depends on the times of answers, as with real users.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from router.http.sockets import describe_error
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
 from router.proxy.sse import read_usage
 
-# The demo's conversations as requests of each API, and what the events of their streams say.
+# The demo's conversations as requests of each API, and the content of the events in their streams.
 #
-# A conversation is a chat's messages; an assistant's tool calls have their results behind them.
+# A conversation is a chat's messages; an assistant's tool calls are followed by their results.
 
 
 Api = Literal["chat", "messages", "responses"]
@@ -44,7 +44,7 @@ PATHS: dict[Api, str] = {"chat": CHAT, "messages": MESSAGES, "responses": RESPON
 
 
 def request_body(api: Api, model: str, messages: list[Message], max_tokens: int) -> dict[str, Any]:
-    """A streamed request; the first message is the system prompt."""
+    """Return a streamed request; the first message is the system prompt."""
     body: dict[str, Any] = {"model": model, "stream": True}
     if api == "chat":
         usage = {"stream_options": {"include_usage": True}}
@@ -92,7 +92,7 @@ def _as_items(message: Message) -> list[Message]:
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """The text that an event of a stream adds."""
+    """Return the text that an event of a stream adds."""
     delta = event.get("delta")
     if isinstance(delta, str):
         return delta
@@ -102,7 +102,7 @@ def text_of(event: dict[str, Any]) -> str:
 
 
 def usage_of(data: bytes) -> Usage | None:
-    """The usage that an event tells."""
+    """Return the usage in an event."""
     return read_usage(data) if b'"usage"' in data else None
 
 
@@ -132,7 +132,7 @@ _TOOL_SHARE = 2 / 3
 
 
 class ChatOutcome(msgspec.Struct, frozen=True):
-    """One finished request, as its client saw it. ``at_s`` is when it was sent, on the load's clock."""
+    """One finished request as seen by its client. ``at_s``: when it was sent, on the load's clock."""
 
     messages: list[Message]
     max_tokens: int
@@ -145,8 +145,8 @@ class ChatOutcome(msgspec.Struct, frozen=True):
 
 
 class ChatLoad:
-    """Runs users against routers, in turn; ``on_done`` is called for every finished request. Answers have at
-    least and at most ``answer_tokens``."""
+    """Runs users against routers, round robin; ``on_done`` is called for every finished request. Answers have
+    at least and at most ``answer_tokens``."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class ChatLoad:
         self._started_s = time.monotonic()
 
     async def run(self, seconds: float) -> None:
-        """Keep all users busy for ``seconds``; requests under way are finished, none is begun after."""
+        """Keep all users busy for ``seconds``; then finish requests in progress without starting new ones."""
         self._started_s = time.monotonic()
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as users:
@@ -196,7 +196,7 @@ class ChatLoad:
                 else:
                     messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
-                url = next(self._urls)  # a turn goes to one router, the next one to another
+                url = next(self._urls)  # successive turns go to different routers
                 answers = await asyncio.gather(*[self._ask(session, url, messages, rng) for _ in range(asks)])
                 if answers[0].error:
                     break
@@ -205,7 +205,7 @@ class ChatLoad:
                 await asyncio.sleep(0.0 if works else rng.uniform(*_THINK_S))
 
     def _worked(self, messages: list[Message], rng: random.Random) -> list[Message]:
-        """The last answer called a tool, and this is its result."""
+        """Return a tool's result if the last answer called a tool."""
         arguments = msgspec.json.encode({"path": rng.choice(_TOPICS)}).decode()
         function = {"name": "read_file", "arguments": arguments}
         call = {"id": f"call_{len(messages)}", "type": "function", "function": function}
@@ -260,16 +260,15 @@ class ChatLoad:
         return time.monotonic() - self._started_s
 
 
-# What round-robin would have got: the same requests, at the same times, on virtual engines in turn.
+# Baseline: the same requests at the same times under round robin, on virtual engines.
 #
 # The engines are those of the demo, on a virtual clock (``publisher.engine.VirtualEngine``), so the
-# comparison costs no second run and suffers no other load. Round-robin gets the requests as the real run
-# shaped them: had its answers come later, its users would have asked later too, so its queueing is rather
-# flattered.
+# comparison needs no second run and adds no load. Round robin gets the requests with the times of the real
+# run: with later answers, its users would have asked later too, so its queueing is slightly underestimated.
 
 
 class RoundRobinBaseline:
-    """A fleet of virtual engines behind round-robin."""
+    """A fleet of virtual engines behind round robin."""
 
     def __init__(self, engines: int, settings: EngineSettings) -> None:
         self._model = EngineModel(settings, model_length(settings, resolve_groups(settings)))
@@ -280,14 +279,14 @@ class RoundRobinBaseline:
         self._count = 0
 
     async def add(self, outcome: ChatOutcome) -> None:
-        """One request of the real run; may come in any order, is sent in the order of its arrival."""
+        """Add one request of the real run, in any order; it is sent in the order of its arrival."""
         request = ChatRequest(messages=[dict(m) for m in outcome.messages], max_tokens=outcome.max_tokens)
         prepared = await self._model.prepare_chat(request)
         self._count += 1
         self._pending.append((outcome.at_s, self._model.sim_request(f"baseline-{self._count}", prepared)))
 
     def advance(self, until_s: float) -> None:
-        """Send everything that arrived before ``until_s`` and let the engines work."""
+        """Send everything that arrived before ``until_s`` and advance the engines."""
         due = sorted((p for p in self._pending if p[0] <= until_s), key=lambda p: p[0])
         self._pending = [p for p in self._pending if p[0] > until_s]
         for at_s, request in due:
@@ -298,13 +297,13 @@ class RoundRobinBaseline:
             engine.advance(until_s)
 
     def finish(self) -> None:
-        """Send what is left and let every engine finish its work."""
+        """Send the rest and let every engine finish."""
         self.advance(max((at_s for at_s, _ in self._pending), default=0.0))
         for engine in self._engines:
             engine.advance(float("inf"))
 
     def tally(self) -> Tally:
-        """Hits and first-token times so far."""
+        """Return hits and first-token times so far."""
         tally = Tally()
         for engine, request in self._sent.values():
             first_s = engine.first_token_s.get(request.request_id)

@@ -1,5 +1,5 @@
-"""Runs the demo: engines in a process of their own, the router (or several) and the load in this one; with a
-gateway an Envoy carries the requests and the routers are its endpoint pickers."""
+"""Runs the demo: engines in a separate process, the router (or several) and the load in this one; with a
+gateway, an Envoy forwards the requests and the routers are its endpoint pickers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from router.serve.command import configure_logging
 from router.serve.server import RouterServer, make_server
 from router.tools.ops_client import output_console
 
-# What the demo's engines do where prefill and decode are apart, and how their blocks get across.
+# Roles of the demo's engines with disaggregated prefill, and the transfer of blocks between them.
 #
-# The router knows one port for all bootstrap servers of Mooncake, and one for all side channels of
-# offloading, as pods have them. So prefill engines of these have addresses of their own on this machine:
-# 127.0.0.1, 127.0.0.2 and so on, which Linux answers to.
+# As with pods, the router knows one port for all bootstrap servers of Mooncake, and one for all side channels
+# of offloading. So prefill engines of these kinds have addresses of their own on this machine: 127.0.0.1,
+# 127.0.0.2 and so on, which Linux routes to the loopback interface.
 
 
 KvConnector = Literal["nixl", "mooncake", "offloading"]
-# The setting of a prefill engine, and that of the router.
+# Setting of a prefill engine, and setting of the router.
 _PORTS = {
     "mooncake": ("bootstrap_port", "mooncake_bootstrap_port"),
     "offloading": ("side_channel_port", "offloading_port"),
@@ -56,8 +56,8 @@ _PORTS = {
 def apart(
     engine: EngineSettings, count: int, connector: KvConnector | None
 ) -> tuple[list[EngineSettings], PdSettings]:
-    """Settings of several engines like this one, and their connector as configured at the router; None: each
-    does both."""
+    """Return the settings of several engines like this one, and their connector for the router; None: engines
+    without roles."""
     if connector is None:
         return [engine] * count, PdSettings()
     prefills = max(1, count // 3)
@@ -73,7 +73,7 @@ def apart(
     return engines, msgspec.structs.replace(PdSettings(connector=connector), **{ours: port})
 
 
-# About 6,700 prompt tokens a second: slow enough that a hit shows in the time to first token.
+# About 6,700 prompt tokens per second: slow enough that a hit shows in the time to first token.
 ENGINE = EngineSettings(
     groups="gptoss-like",
     num_blocks=1500,
@@ -83,12 +83,12 @@ ENGINE = EngineSettings(
 )
 _NO_PD = PdSettings()
 _USERS_PER_ENGINE = 8
-# With prefill and decode apart: if no response is being generated, prompts are best computed on the decode
+# With disaggregated prefill: if no response is being generated, prompts are best computed on the decode
 # engine.
 _LONG_ANSWER_TOKENS = (40, 120)
 _READY_S_MAX = 30.0
 _REFRESH_S = 0.5
-# Longer than a router alone would wait: routers, load and round-robin share one thread here.
+# Longer than for a router alone: routers, load and round robin share one thread here.
 _LOOKUP_S = 0.05
 
 
@@ -105,11 +105,10 @@ def run_demo(
     index: IndexSettings | None = None,
     gateway: bool = False,
 ) -> int:
-    """0 if every request was answered, 130 if a signal ended it before its time.
+    """Run the demo. Returns 0 if every request was answered, 130 if a signal ended it early.
 
     Several ``replicas`` share ``index``; without one, a server is started for them. With ``pd`` a third of
-    the engines prefill for the others, by this connector. Raises ``ConfigError`` for arguments that make no
-    sense.
+    the engines prefill for the others, with this connector. Raises ``ConfigError`` for invalid arguments.
     """
     if not 1 <= engines <= 64:
         raise ConfigError(f"--engines: {engines} is not in 1..64")
@@ -149,7 +148,7 @@ def run_demo(
 
 
 def _check_store(index: IndexSettings) -> None:
-    """The demo is to show a shared index, so one that cannot be used ends it. Raises ``ConfigError``."""
+    """Check the shared index: if it is unusable, the demo cannot show it. Raises ``ConfigError``."""
     try:
         problem = asyncio.run(check_index(index))
     except (IndexRefused, SettingsError) as error:
@@ -160,7 +159,7 @@ def _check_store(index: IndexSettings) -> None:
 
 @contextmanager
 def engine_process(settings: Sequence[EngineSettings]) -> Iterator[list[str]]:
-    """Base URLs of simulated engines with these settings, that live as long as the context."""
+    """Run simulated engines with these settings in a process; yields their base URLs."""
     command = [
         sys.executable,
         "-m",
@@ -202,7 +201,7 @@ class _Demo:
             router.accounts.receipts.listener = self._receipt
 
     def done(self, outcome: ChatOutcome) -> None:
-        """One request ended."""
+        """Record an ended request."""
         self._outcomes.put_nowait(outcome)
         if outcome.error:
             self.ours.errors += 1
@@ -216,7 +215,7 @@ class _Demo:
             self.legs.add(receipt)
 
     async def drain(self) -> None:
-        """Hand finished requests to the baseline."""
+        """Pass finished requests to the baseline."""
         while not self._outcomes.empty():
             await self.baseline.add(self._outcomes.get_nowait())
 
@@ -236,7 +235,7 @@ class _Demo:
         return live_table(self.routers, self.per_engine, self.legs, self.ours, baseline, elapsed_s)
 
     def summary(self) -> dict[str, Any]:
-        """The final figures (docs: README, "Try it")."""
+        """Return the final figures (docs: README, "Try it")."""
         sums = [engine.receipts.outcomes for router in self.routers for engine in router.fleet]
         compared = sum(one.get(outcome, 0) for one in sums for outcome in ("exact", "over", "under"))
         return {
@@ -251,7 +250,7 @@ class _Demo:
 async def _run(
     configs: Sequence[Config], gateway_url: str, *, seconds: float, api: Api, as_json: bool, keep: bool
 ) -> dict[str, Any] | None:
-    """The summary; None if a signal came before the load was over."""
+    """Run the demo; returns the summary, or None if a signal came before the load ended."""
     routers = [Router(config) for config in configs]
     servers = [make_server(router) for router in routers]
     serving = [asyncio.create_task(server.serve()) for server in servers]
@@ -287,7 +286,7 @@ async def _show(
     as_json: bool,
     keep: bool,
 ) -> dict[str, Any]:
-    """Run the load, show it, and give the summary."""
+    """Run the load, display it, and return the summary."""
     console = output_console()
     for router, server in zip(routers, servers, strict=True):
         await _ready(router, server)
@@ -296,7 +295,7 @@ async def _show(
     urls = [gateway_url] if gateway_url else [server.base_url for server in servers]
     ops_url = routers[0].ops.base_url or urls[0]
     if gateway_url and not as_json:
-        console.print(f"Envoy at {gateway_url} carries the requests and asks kvatlas where each is to go")
+        console.print(f"Envoy at {gateway_url} forwards the requests and asks kvatlas for their engines")
     if not as_json:
         console.print(f"In a browser: {ops_url}/kvatlas/")
     users = _USERS_PER_ENGINE * engines
@@ -373,10 +372,10 @@ def _say(console: Console, demo: _Demo, base_url: str, ops_url: str, *, keep: bo
             console.print(f"  curl {url} -H 'content-type: application/json' -d '{body}'")
 
 
-# The demo's engines: a process of its own that runs simulated engines until its input closes.
+# The demo's engines: a separate process that runs simulated engines until its input closes.
 #
-# Started by ``router.demo.run``; prints one JSON line with the base URLs once all of them listen. Being
-# tied to its standard input, it also ends when the demo is killed.
+# Started by ``router.demo.run``; prints one JSON line with the base URLs once all of them listen. Since it
+# depends on its standard input, it also ends when the demo is killed.
 
 
 async def _serve(settings: list[EngineSettings]) -> None:
@@ -390,7 +389,7 @@ async def _serve(settings: list[EngineSettings]) -> None:
 
 
 def main() -> None:
-    """Argument: the settings of each engine, as JSON."""
+    """Run engines; the argument is their settings as JSON."""
     uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=list[EngineSettings])))
 
 

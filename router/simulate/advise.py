@@ -1,4 +1,4 @@
-"""``kvatlas advise``: traffic and fleet in, trials run on all cores, a table and sentences out."""
+"""``kvatlas advise``: runs trials of a workload and a fleet on all cores, and prints a table and advice."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODEL = "gpt-oss-like"
 
 
 class AdviseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Command-line options, unparsed; None: from ``router``, or the default."""
+    """Command-line options, unparsed; None: taken from ``router``, or the default."""
 
     workload: str | None
     router: str | None = None
@@ -92,7 +92,7 @@ class _Engine(msgspec.Struct, frozen=True):
 
 
 def run_advise(options: AdviseOptions, *, as_json: bool) -> int:
-    """0 when it is done. Raises ``ConfigError`` for what cannot be run."""
+    """Run the trials; returns the exit status. Raises ``ConfigError`` for unusable options."""
     _check(options)
     if options.workload is not None:
         return _advise(options, options.workload, as_json=as_json)
@@ -143,7 +143,8 @@ def _advise(options: AdviseOptions, workload: str, *, as_json: bool) -> int:
 
 
 def see(url: str) -> ObservedFleet:
-    """The fleet behind a router: engines, their groups, the smallest pool. Raises ``ConfigError``."""
+    """Describe the fleet behind a router: engines, their groups, the smallest pool. Raises
+    ``ConfigError``."""
     base = url.rstrip("/")
     with refused(f"--router {url}", OSError, msgspec.MsgspecError):
         engines = msgspec.json.decode(fetch_from_router(f"{base}/kvatlas/engines"), type=list[_Engine])
@@ -169,10 +170,10 @@ def _pool_of(engine_id: str) -> int | None:
 
 
 def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
-    """Rates from the capture itself, where it is one and says enough."""
+    """Return rates fitted to the capture, if it is one and sufficient; else the defaults, with the reason."""
     path = Path(workload)
     if not path.is_file():
-        return Timing(), ["rates: the defaults, as a generated workload tells none"]
+        return Timing(), ["rates: the defaults, as a generated workload has none"]
     with refused("workload", WorkloadError):
         if not is_capture(path):
             return Timing(), ["rates: the defaults, as this file is no usage record"]
@@ -180,7 +181,7 @@ def _timing(options: AdviseOptions, workload: str) -> tuple[Timing, list[str]]:
     try:
         return fit_capture(captured, Timing()).timing, ["rates: fitted to the usage record"]
     except FitError as error:
-        return Timing(), [f"rates: the defaults, as the usage record does not result_of_trial them: {error}"]
+        return Timing(), [f"rates: the defaults, as the usage record is not sufficient to fit them: {error}"]
 
 
 def _setup(
@@ -194,21 +195,21 @@ def _setup(
     else:
         groups = read_model(options.model or MODEL, options.block_tokens)
         if options.model is None:
-            notes.append(f"groups: {MODEL}, as neither --model nor --router tells")
+            notes.append(f"groups: {MODEL}, as neither --model nor --router gives them")
     if options.pool is None and seen is not None and seen.blocks is not None:
         blocks = seen.blocks
         notes.append("blocks: the smallest engine's, from its metrics")
     elif options.pool is None:
         blocks = pool_blocks(workloads[0], groups, engines, 0.25)
         notes.append(
-            f"blocks: {POOL} of what these {len(workloads[0])} requests fill, as it is unknown how many the "
-            "engines have: give --pool (vLLM's num_gpu_blocks)"
+            f"blocks: {POOL} of what these {len(workloads[0])} requests fill, as the engines' number is "
+            "unknown: give --pool (vLLM's num_gpu_blocks)"
         )
     else:
         blocks = read_pool(options.pool, groups, engines, workloads)
     retentions = read_retentions(options.retention, groups)
     if len(retentions) > 1:
-        raise ConfigError(f"--retention {options.retention!r}: what the engines have now, so one value")
+        raise ConfigError(f"--retention {options.retention!r}: expected the engines' one current value")
     tiers = read_tiers(options.host_memory, options.store, options.kv_kib_per_token, groups, blocks, engines)
     setup = FleetSetup(
         pd=transfers(options.kv_kib_per_token),
@@ -225,7 +226,8 @@ def _setup(
 def _at_speed(
     options: AdviseOptions, workload: str, setup: FleetSetup, workloads: Workloads, notes: list[str]
 ) -> FleetSetup:
-    """Times as recorded for a usage record; else so fast that round robin is busy for ``LOAD``."""
+    """Use recorded times for a usage record; otherwise the speed at which round robin is busy for
+    ``LOAD``."""
     path = Path(workload)
     recorded = path.is_file() and is_capture(path)
     if options.speed is not None or (recorded and options.load is None):
@@ -236,7 +238,7 @@ def _at_speed(
     job = round_robin(setup)
     even = run_all([job], workloads, processes=1)[job]
     notes.append(
-        f"arrivals: so fast that round robin needs {load:.0%} of their time for prompts; busy %: what it was"
+        f"arrivals: so fast that prompts take round robin {load:.0%} of the time; busy %: as measured"
     )
     return msgspec.structs.replace(setup, speed=speed_for(load, workloads[0], even))
 

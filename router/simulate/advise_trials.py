@@ -1,8 +1,8 @@
-"""Trials of one's own traffic that change one thing each, and the numbers of their runs.
+"""Trials of the user's own traffic that change one thing each, and the numbers of their runs.
 
-The base trial is the fleet as it is. Every other one changes the policy, the retention, the memory on the
-GPUs or behind them, the number of engines or a knob of the serving policy, and meets the same requests at the
-same times, seed by seed. ``judge`` draws the conclusions.
+The base trial is the fleet as it is. Every other trial changes the policy, the retention, the memory on the
+GPUs or behind them, the number of engines or a parameter of the policy in use. All get the same requests at
+the same times, seed by seed. ``judge`` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "ap
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)
 MEMORY = (0.5, 2.0)
 HOST = "400%"
-# Memory outside the GPUs to try, as ``--host-memory`` and ``--store`` take it.
+# Memory outside the GPUs to try, in the syntax of ``--host-memory`` and ``--store``.
 STORES = ("400%:gbit_s=25", "400%:gbit_s=100")
 ENGINE_FACTORS = (0.5, 0.75, 1.5, 2.0)
 PREFILL_SHARES = (0.25, 0.5, 0.75)
 ALIKE = "all alike"
 BLIND = ("least-load", "power-of-two")
-# (beta, eviction_premium) to try beside the settings as they are.
+# (beta, eviction_premium) to try beside the current settings.
 KNOBS = ((0.0, 0.0), (0.25, 0.0), (0.5, 0.5), (0.25, 2.0))
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing changed; ``value`` says to what."""
+    """One change; ``value`` is its new value."""
 
     topic: Topic
     value: str
@@ -58,8 +58,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A trial's numbers, means over the seeds. ``change``: of the mean TTFT, relative to the base; for topic
-    ``apart`` to its first trial."""
+    """A trial's numbers, means over the seeds. ``change``: change of the mean TTFT relative to the base; for
+    topic ``apart``, to its first trial."""
 
     topic: Topic
     value: str
@@ -73,7 +73,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     every_seed: bool
     """Whether the mean is shorter than the base's for every seed."""
     apart: SplitVerdict | None = None
-    """Of topic ``apart``: prefill and decode apart, against the same engines alike."""
+    """Set for topic ``apart``: disaggregated prefill compared with the same engines without roles."""
 
 
 def retention_name(retention: int | None) -> str:
@@ -81,7 +81,7 @@ def retention_name(retention: int | None) -> str:
 
 
 def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Trial]:
-    """The base first. With a target more engines are tried."""
+    """Return the trials, the base first. With a target, more engines are tried."""
     serving = ARMS["kvatlas"]
 
     def changed(topic: Topic, value: str, **fields: object) -> Trial:
@@ -115,8 +115,8 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
 
 
 def splits(setup: FleetSetup) -> list[Trial]:
-    """Prefill and decode apart, by the number of engines that prefill; the first has all alike. In all of
-    them prompts hold up the answers beside them, as in vLLM."""
+    """Return trials with disaggregated prefill, by the number of prefill engines; the first has none. In all
+    of them prompts delay the generation beside them, as in vLLM."""
     if setup.engines < 2:
         return []
     timing = msgspec.structs.replace(setup.timing, stall_share=1.0)
@@ -136,7 +136,7 @@ def splits(setup: FleetSetup) -> list[Trial]:
 
 
 def more_tiers(setup: FleetSetup) -> dict[str, TierSetup]:
-    """Each kind of memory behind the GPUs that the fleet does not have, by name."""
+    """Yield each kind of memory behind the GPUs that the fleet does not have, by name."""
     size = block_bytes(setup.groups, KV_KIB_PER_TOKEN)
     now = setup.tiers or TierSetup(block_bytes=size)
     found = {}
@@ -175,7 +175,7 @@ def allowed(setup: FleetSetup, retention: int | None) -> bool:
 
 
 def result_of_trial(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Outcome]) -> TrialResult:
-    """Sums up one trial; ``outcomes`` and ``base`` are in the same order of seeds."""
+    """Sum up one trial; ``outcomes`` and ``base`` are in the same order of seeds."""
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(outcome, name) for outcome in outcomes)
@@ -199,10 +199,10 @@ def result_of_trial(trial: Trial, outcomes: Sequence[Outcome], base: Sequence[Ou
 
 
 def reusable_share(requests: Sequence[Request]) -> float:
-    """Hit share of one infinite cache, over the same requests that outcomes count (``WARM_SHARE``).
+    """Return the hit share of one infinite cache, over the requests that outcomes count (``WARM_SHARE``).
 
-    A prompt may take what any earlier prompt or answer began with, to the last whole unit that both share,
-    but for its last token.
+    A prompt may reuse the beginning of any earlier prompt or answer, up to the last whole unit that both
+    share, except for its last token.
     """
     first = int(WARM_SHARE * len(requests))
     seen: set[tuple[int, int]] = set()
@@ -225,7 +225,7 @@ def reusable_share(requests: Sequence[Request]) -> float:
 def results_of(
     tried: Sequence[Trial], outcomes: Mapping[Job, Outcome], seeds: Sequence[int]
 ) -> list[TrialResult]:
-    """The trials' numbers, in their order; those apart are compared with the same engines alike."""
+    """Return the trials' numbers in order; trials of topic ``apart`` are compared with their first."""
     base = [outcomes[tried[0].job(seed)] for seed in seeds]
     alike = next((trial for trial in tried if trial.topic == "apart"), None)
     against = [] if alike is None else [outcomes[alike.job(seed)] for seed in seeds]
@@ -239,30 +239,30 @@ def results_of(
     return results
 
 
-# What to set, by the outcomes of trials: one piece of advice per topic.
+# Advice from the outcomes of trials, one piece per topic.
 #
-# A change is advised where it shortens the mean time to first token by at least ``GAIN_MIN`` (or the
-# topic's own) on average, and shortens it for every seed. Pure: the same outcomes give the same words.
+# A change is advised if it shortens the mean time to first token by at least ``GAIN_MIN`` (or the topic's own
+# minimum) on average, and for every seed. Pure: equal outcomes give equal texts.
 
 
 GAIN_MIN = 0.03
 ROUTING_GAIN_MIN = 0.05
 MEMORY_GAIN_MIN = 0.10
 AS_GOOD = 0.02
-# Fewer requests are too few for advice: differences between runs are then mostly chance.
+# With fewer requests, differences between runs are mostly random.
 REQUESTS_MIN = 200
 BUSY_MAX = 0.9
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """``value`` is what to set ``setting`` to, None where it may stay as it is."""
+    """``value``: the advised value of ``setting``; None if the current one is good."""
 
     topic: Topic
     setting: str
     value: str | None
     text: str
     firm: bool = True
-    """False: the runs say too little to set anything by them; ``value`` is None."""
+    """False if the runs are not sufficient for advice; ``value`` is None then."""
 
 
 def judge(
@@ -273,9 +273,10 @@ def judge(
     num_requests: int,
     ttft_target_s: float | None = None,
 ) -> list[Advice]:
-    """One piece of advice per topic, in the order of ``Topic``; ``results`` is in the order of ``trials``.
+    """Return one piece of advice per topic, in the order of ``Topic``; ``results`` is in the order of
+    ``trials``.
 
-    Where there is ``doubt``, none of it is firm.
+    With a ``doubt``, none of it is firm.
     """
     base = results[0]
     by_topic: dict[Topic, list[TrialResult]] = {}
@@ -294,9 +295,9 @@ def judge(
 
 
 def doubt(results: Sequence[TrialResult], num_requests: int) -> str:
-    """Why nothing firm follows from these runs; "" where it does."""
+    """Return why these runs are not sufficient for firm advice; "" if they are."""
     if num_requests < REQUESTS_MIN:
-        return f"{num_requests} requests are too few for advice, which takes {REQUESTS_MIN}"
+        return f"{num_requests} requests are too few for advice; at least {REQUESTS_MIN} are needed"
     if results[0].refused:
         return f"{results[0].refused} requests fit no engine's cache and are left out: --pool is too small"
     return ""
@@ -333,7 +334,7 @@ def _retention(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResul
         return Advice(topic="retention", setting=setting, value=None, text=text)
     shortest_s = min(one.mean_s for one in others)
     near = [one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD)]
-    best = near[0]  # of what does as well, dense is the last choice: it takes the most pages
+    best = near[0]  # of equally good values, dense comes last: it takes the most pages
     listed = ", ".join(f"{one.value}: {one.change:+.0%}, hit {one.hit_share:.0%}" for one in others)
     if -best.change >= GAIN_MIN and best.every_seed:
         names = " or ".join(one.value for one in near)
@@ -390,7 +391,7 @@ def _brings(one: TrialResult) -> str:
 
 
 def _tier_words(tiers: TierSetup, now: TierSetup | None) -> str:
-    """Of the kind that ``now`` has not."""
+    """Describe the kind of memory that ``now`` does not have."""
     added = tiers.host if now is None or now.host is None else None
     if added is not None:
         return f"host memory of {_gib(added, tiers)} per engine"
@@ -425,7 +426,7 @@ def _engines(
 
 
 def _apart(others: Sequence[TrialResult]) -> list[Advice]:
-    """Whether some engines should prefill for the others, and how many; nothing for a single engine."""
+    """Advise whether some engines should prefill for the others, and how many; None for a single engine."""
     tried = {one.value: one.apart for one in others if one.apart is not None}
     if not tried:
         return []

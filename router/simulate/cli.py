@@ -1,4 +1,4 @@
-"""The ``simulate`` subcommand's arguments. Light to import: the work is loaded when it runs."""
+"""Arguments of the ``simulate`` subcommand. Light to import: the implementation is loaded when it runs."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def simulate(
     return run_simulate(options, as_json=json)
 
 
-# The ``advise`` subcommand's arguments. Light to import: the work is loaded when it runs.
+# Arguments of the ``advise`` subcommand. Light to import: the implementation is loaded when it runs.
 
 
 def advise(

@@ -1,4 +1,4 @@
-"""``kvatlas simulate``: flags to a plan, the plan run on all cores, and a table, JSON or picture of it."""
+"""``kvatlas simulate``: turns flags into a plan, runs it on all cores, and prints a table, JSON or a plot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
-    """0 when it is done. Raises ``ConfigError`` for what cannot be run."""
+    """Run the simulation; returns the exit status. Raises ``ConfigError`` for unusable options."""
     _check_numbers(options)
     groups = read_model(options.model, options.block_tokens)
     engines = _engines(options)
@@ -142,7 +142,7 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
 
 
 def read_model(model: str, block_tokens: int) -> tuple[GroupSpec, ...]:
-    """The groups of ``--model``. Raises ``ConfigError``."""
+    """Return the groups of ``--model``. Raises ``ConfigError``."""
     with refused("--model", ModelError):
         groups = groups_of(model, block_tokens)
     with refused(f"--model {model}", ValueError):
@@ -151,7 +151,7 @@ def read_model(model: str, block_tokens: int) -> tuple[GroupSpec, ...]:
 
 
 def read_retentions(text: str, groups: tuple[GroupSpec, ...]) -> tuple[int | None, ...]:
-    """``0,4096,dense``. Raises ``ConfigError``, also for what the model does not allow."""
+    """Parse ``0,4096,dense``. Raises ``ConfigError``, also for values that the model does not allow."""
     found: list[int | None] = []
     for word in [part.strip() for part in text.split(",")]:
         if word != "dense" and not word.isdecimal():
@@ -165,7 +165,7 @@ def read_retentions(text: str, groups: tuple[GroupSpec, ...]) -> tuple[int | Non
 
 
 def read_pool(text: str, groups: tuple[GroupSpec, ...], engines: int, workloads: Workloads) -> int:
-    """Blocks of each engine, from ``25%`` or a count. Raises ``ConfigError``."""
+    """Return the blocks of each engine, from ``25%`` or a count. Raises ``ConfigError``."""
     number = text.removesuffix("%").strip()
     try:
         value = float(number) if text.endswith("%") else int(number)
@@ -210,7 +210,8 @@ def read_tiers(
 
 
 def read_fit(where: str, served_model: str | None) -> Fit:
-    """Rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises ``ConfigError``."""
+    """Return rates from ``--fit``: an engine's URL, its saved metrics page, or a capture. Raises
+    ``ConfigError``."""
     timing = Timing()
     with refused(f"--fit {where}", FitError, WorkloadError, OSError, UnicodeDecodeError):
         if where.startswith(("http://", "https://")):
@@ -219,17 +220,17 @@ def read_fit(where: str, served_model: str | None) -> Fit:
         if path.suffix != ".gz" and path.read_text(encoding="utf-8").startswith("#"):
             return fit_metrics(path.read_text(encoding="utf-8"), timing)
         if not is_capture(path):
-            raise FitError("a trace tells no times of answers; a usage record, an engine's URL or metrics do")
+            raise FitError("a trace has no response times; a usage record, an engine's URL or metrics have")
         return fit_capture(read_capture(path, served_model), timing)
 
 
 def transfers(kv_kib_per_token: float, gbyte_s: float = 10.0) -> PdSettings:
-    """The router's own settings, with what a transfer takes over such a link."""
+    """Return the router's own settings, with the transfer times of such a link."""
     return PdSettings(transfer_s_per_token=kv_kib_per_token * 1024 / (gbyte_s * 1e9))
 
 
 def _engines(options: SimulateOptions) -> int:
-    """How many there are. Raises ``ConfigError`` where the flags contradict each other."""
+    """Return the number of engines. Raises ``ConfigError`` if the flags contradict each other."""
     prefill, decode = options.prefill, options.decode
     if prefill is None and decode is None:
         return options.engines or ENGINES
@@ -241,7 +242,7 @@ def _engines(options: SimulateOptions) -> int:
 
 
 def _arms(options: SimulateOptions, engines: int) -> dict[str, Arm]:
-    """As asked for; with ``--prefill`` each of them alike, and then apart."""
+    """Return the requested variants; with ``--prefill``, each of them without and with roles."""
     names = [word.strip() for word in options.policy.split(",")]
     if options.prefill is not None:
         names = [each for name in names for each in (name, _apart(name, options.prefill))]
@@ -254,7 +255,7 @@ def _arms(options: SimulateOptions, engines: int) -> dict[str, Arm]:
 
 
 def _apart(name: str, prefill: int) -> str:
-    """Itself where it says a number already."""
+    """Add ``prefill`` to a variant that does not set it itself."""
     if "prefill=" in name:
         return name
     return f"{name}{'+' if ':' in name else ':'}prefill={prefill}"
@@ -270,7 +271,7 @@ def _source(options: SimulateOptions) -> WorkloadSource:
 
 
 def _timing(options: SimulateOptions, fit: Fit | None) -> Timing:
-    """Flags go before the fit, the fit before the defaults."""
+    """Return the timing: flags take precedence over the fit, the fit over the defaults."""
     given: dict[str, float | int] = {}
     if options.prefill_tokens_per_s is not None:
         given["prefill_s_per_token"] = 1 / options.prefill_tokens_per_s
@@ -326,7 +327,7 @@ def refused(flag: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal that standard error is, if it is one and not ``quiet``."""
+    """Return a progress bar on standard error if that is a terminal and not ``quiet``."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

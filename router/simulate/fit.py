@@ -1,11 +1,11 @@
-"""Rates of real engines for the timing model, from a capture or from an engine's metrics, with their spread.
+"""Fits rates of real engines for the timing model, from a capture or an engine's metrics, with their spread.
 
-From a capture: the seconds from placement to first token, less what the router believed to be queued ahead,
-over the tokens that the engine had to compute. A line through them whose slope is the median of slopes
-between pairs (Theil and Sen) does not mind a third of wild points: queues that were believed wrongly. Its
-slope is ``prefill_s_per_token``, what is left at zero tokens ``request_s``.
+From a capture: the seconds from placement to first token, less the work that the router believed to be queued
+ahead, over the number of computed tokens. The line through the points has the median of the slopes between
+pairs (Theil-Sen estimator), which tolerates up to 29 % of outliers: wrongly estimated queues. Its slope is
+``prefill_s_per_token``, its value at zero tokens ``request_s``.
 
-From metrics: sums over the engine's life (vLLM's names). That averages over every load it has seen.
+From metrics: sums since the engine's start (vLLM's names), so averages over all its load.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _Floats = npt.NDArray[np.float64]
 
 
 class FitError(ValueError):
-    """Not enough is known to fit; says what is missing."""
+    """The data are not sufficient to fit; the message says what is missing."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One value, seconds. ``low`` to ``high`` is what ``spread`` says; ``samples``: requests behind it."""
+    """One value in seconds, with its range ``low`` to ``high`` (described by ``spread``). ``samples``: number
+    of requests."""
 
     name: str
     value: float
@@ -47,7 +48,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """``timing`` with the fitted values in place of the defaults; ``notes``: what was not known."""
+    """``timing`` with fitted values instead of defaults; ``notes``: what could not be fitted."""
 
     timing: Timing
     estimates: list[Estimate]
@@ -55,7 +56,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
-    """From requests that were streamed and whose engine told the cached tokens. Raises ``FitError``."""
+    """Fit streamed requests whose engine reported the cached tokens. Raises ``FitError``."""
     points = [
         (one.asked.input_tokens - one.cached_tokens, one.ttft_s - one.queue_s, one.queue_s)
         for one in captured
@@ -63,7 +64,7 @@ def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
     ]
     if len(points) < SAMPLES_MIN:
         raise FitError(
-            f"{len(points)} requests tell both the time to their first token and their cached tokens, "
+            f"{len(points)} requests have both the time to their first token and their cached tokens, "
             f"{SAMPLES_MIN} are needed: requests must be streamed with stream_options.include_usage, and "
             "engines started with --enable-prompt-tokens-details"
         )
@@ -71,10 +72,10 @@ def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
     alone = [point for point in points if point[2] <= 0]
     if len(alone) >= SAMPLES_MIN:
         points = alone
-        notes.append(f"{len(alone)} requests that met no queue were used")
+        notes.append(f"{len(alone)} requests without a queue were used")
     tokens, seconds, _ = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     if np.ptp(tokens) < 1:
-        raise FitError("every prompt has the same number of computed tokens: a rate cannot be told from it")
+        raise FitError("every prompt has the same number of computed tokens: no rate can be fitted")
     slopes, rests = _lines(tokens, seconds)
     spread = "95 % of resamples"
     rate = _estimate("prefill_s_per_token", slopes, len(points), spread)
@@ -93,12 +94,12 @@ def fit_capture(captured: Sequence[Captured], timing: Timing) -> Fit:
             )
         )
     else:
-        notes.append(f"decode_s: {len(paces)} requests tell it, so it stays at {timing.decode_s:g}")
+        notes.append(f"decode_s: only {len(paces)} requests show it, so it stays at {timing.decode_s:g}")
     return Fit(timing=msgspec.structs.replace(timing, **fitted), estimates=estimates, notes=notes)
 
 
 def _lines(tokens: _Floats, seconds: _Floats) -> tuple[_Floats, _Floats]:
-    """Slopes and rests: of all points first, then of resamples."""
+    """Return slopes and intercepts: of all points first, then of resamples."""
     rng = np.random.default_rng(0)
     slopes, rests = [], []
     everything = np.arange(len(tokens))
@@ -122,7 +123,7 @@ def _estimate(name: str, values: _Floats, samples: int, spread: str) -> Estimate
 
 
 class _Histogram(msgspec.Struct):
-    """One of vLLM's, over all its labels. ``counts`` are cumulative, by upper bound."""
+    """One of vLLM's histograms, over all its labels. ``counts`` are cumulative, by upper bound."""
 
     sum: float = 0.0
     count: float = 0.0
@@ -133,7 +134,7 @@ class _Histogram(msgspec.Struct):
         return self.sum / self.count
 
     def quantile(self, share: float) -> float:
-        """By straight lines within buckets; the last bound for what lies beyond it."""
+        """Interpolate linearly within buckets; above the last bound, return that bound."""
         wanted, before, low = share * self.count, 0.0, 0.0
         for bound, count in sorted(self.counts.items()):
             if count >= wanted:
@@ -145,7 +146,7 @@ class _Histogram(msgspec.Struct):
 
 
 def fit_metrics(text: str, timing: Timing) -> Fit:
-    """From an engine's ``/metrics`` page. Raises ``FitError``."""
+    """Fit an engine's ``/metrics`` page. Raises ``FitError``."""
     histograms, counters = _read(text)
     notes: list[str] = []
     prefill = _prefill(histograms, notes)
@@ -181,18 +182,18 @@ def fit_metrics(text: str, timing: Timing) -> Fit:
             )
         )
     else:
-        notes.append(f"decode_s: not told, so it stays at {timing.decode_s:g}")
+        notes.append(f"decode_s: not reported, so it stays at {timing.decode_s:g}")
     return Fit(timing=msgspec.structs.replace(timing, **fitted), estimates=estimates, notes=notes)
 
 
 def _prefill(histograms: dict[str, _Histogram], notes: list[str]) -> _Histogram:
-    """Seconds from schedule to first token."""
+    """Return the seconds from schedule to first token."""
     found = _first(histograms, "vllm:request_prefill_time_seconds")
     if found is not None:
         return found
     ttft = _first(histograms, "vllm:time_to_first_token_seconds")
     if ttft is None:
-        raise FitError("vllm:time_to_first_token_seconds is not there, or counts nothing")
+        raise FitError("vllm:time_to_first_token_seconds is missing or empty")
     queue = _first(histograms, "vllm:request_queue_time_seconds")
     if queue is None:
         notes.append("prefill_s_per_token: times to first token, queues included: an upper bound")
@@ -258,13 +259,13 @@ def _refused(url: str, status: int, body: bytes) -> str:
 
 
 def fetch(url: str) -> str:
-    """The metrics page of an engine; a URL without a path is taken for its base. Raises ``OSError``."""
+    """Return the metrics page of an engine; a URL without a path is its base. Raises ``OSError``."""
     whole = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/metrics"
     return asyncio.run(_fetch(whole, {}))
 
 
 def fetch_from_router(url: str) -> str:
-    """A page of a router's ops port. Raises ``OSError``."""
+    """Return a page of a router's ops port. Raises ``OSError``."""
     return asyncio.run(_fetch(url, ops_headers()))
 
 
@@ -288,7 +289,7 @@ async def _fetch(url: str, headers: dict[str, str]) -> str:
 
 
 def fetch_usage(router_url: str, path: Path) -> None:
-    """Put the usage record of a running router into a file. Raises ``OSError``."""
+    """Save the usage record of a running router to a file. Raises ``OSError``."""
     asyncio.run(_fetch_log(f"{router_url.rstrip('/')}/kvatlas/usage", path))
 
 
@@ -314,6 +315,6 @@ async def _fetch_log(url: str, path: Path) -> None:
                         raise OSError(f"{url}: more than {LOG_BYTES_MAX} bytes")
                     await asyncio.to_thread(file.write, piece)
     except TimeoutError:
-        raise OSError(f"{url} said nothing for {TIMEOUT_S:g} s") from None
+        raise OSError(f"{url} sent nothing for {TIMEOUT_S:g} s") from None
     except (aiohttp.ClientError, ValueError) as error:
         raise OSError(f"{url}: {error}") from None

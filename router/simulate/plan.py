@@ -1,8 +1,8 @@
-"""A plan: which arms run under which retentions and rates, at what load; and the study that comes of it.
+"""A plan: which variants run with which retentions and rates, at what load; and the resulting study.
 
-Every arm of one cell (retention, rate factor, seed) meets the same requests at the same times, so they are
-compared request by request. The speed of arrivals is found once per seed, with the first retention and the
-rates as given: an arm under another retention, or on slower engines, has to cope with the same traffic.
+Every variant of one cell (retention, rate factor, seed) gets the same requests at the same times, so variants
+are compared request by request. The arrival speed is determined once per seed, with the first retention and
+the given rates: a variant with another retention, or slower engines, has to handle the same traffic.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from router.simulate.study import (
     speed_for,
 )
 
-# Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom; 2 beyond.
+# Student's t, two-sided 95 %, for 1, 2, .. degrees of freedom; 2 for more.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """``setup`` says the rest: its retention, speed and seed are set per cell."""
+    """``setup`` has the other parameters: its retention, speed and seed are set per cell."""
 
     setup: FleetSetup
     arms: dict[str, Arm]
@@ -43,10 +43,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rate_factors: tuple[float, ...] = (1.0,)
     """Prefill rates relative to the timing's, for sensitivity."""
     load: float | None = 0.85
-    """How busy round robin is to be with prompts; None: arrivals at ``setup.speed``."""
+    """Share of the time that prompts take under round robin; None: arrivals at ``setup.speed``."""
 
     def check(self) -> None:
-        """Raises ``ValueError`` for a retention that the model does not allow."""
+        """Raise ``ValueError`` for a retention that the model does not allow."""
         for retention in self.retentions:
             check_layout(self.setup.groups, retention)
 
@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm in one cell; ``outcomes`` and ``results`` by seed, in order."""
+    """One variant in one cell; ``outcomes`` and ``results`` by seed, in order."""
 
     arm: str
     retention: int | None
@@ -66,26 +66,26 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports in the order of retentions, rate factors, arms."""
+    """Reports in the order of retentions, rate factors, variants."""
 
     speeds: list[float]
     reports: list[ArmReport]
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A mean over seeds and half its 95 % interval, None with one seed."""
+    """A mean over seeds and half its 95 % interval; None with one seed."""
 
     mean: float
     half: float | None
 
 
 def check_layout(groups: tuple[GroupSpec, ...], retention: int | None) -> None:
-    """Raises ``ValueError`` for groups, or a retention with them, that vLLM would not run."""
+    """Raise ``ValueError`` for groups, or a retention with them, that vLLM would not run."""
     pool_layout(groups, simulated_scheme(groups), retention)
 
 
 def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed | None = None) -> Study:
-    """All runs of a plan over the workloads, one per seed."""
+    """Run a plan over the workloads, one per seed."""
     speeds = _speeds(plan, workloads, processes, placed)
     jobs = {
         (retention, factor, name, seed): _job(plan, retention, factor, name, seed, speeds[seed])
@@ -117,7 +117,7 @@ def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed
 
 
 def over_seeds(outcomes: Sequence[Outcome], name: str) -> Interval:
-    """One number of an arm, over its seeds."""
+    """Return one number of a variant, over its seeds."""
     values = [float(getattr(outcome, name)) for outcome in outcomes]
     if len(values) < 2:
         return Interval(values[0], None)
@@ -149,13 +149,12 @@ def _job(plan: Plan, retention: int | None, factor: float, name: str, seed: int,
     return Job(name=name, arm=plan.arms[name], setup=setup, workload=seed)
 
 
-# The cache layouts a simulation knows by name, and those a file describes. Sizes in tokens.
+# Cache layouts known by name, and those in a file. Sizes in tokens.
 #
-# Pages are counted as vLLM counts them: a block of any group takes one page of the pool, whatever the
-# group.
+# Pages are counted as in vLLM: a block of any group takes one page of the pool, whatever the group.
 
 
-# Fine enough for vLLM's own boundaries (16 to 64 on GPUs), and an eighth of Mooncake's unit.
+# Divides vLLM's own block sizes (16 to 64 on GPUs), and is an eighth of Mooncake's unit.
 BLOCK_TOKENS = 64
 
 
@@ -168,12 +167,12 @@ def _full(block: int) -> tuple[GroupSpec, ...]:
 
 
 def _gpt_oss(block: int) -> tuple[GroupSpec, ...]:
-    """Every other layer sees 128 tokens."""
+    """Every other layer attends to 128 tokens (gpt-oss)."""
     return (GroupSpec(0, "full_attention", block), GroupSpec(1, "sliding_window", block, sliding_window=128))
 
 
 def _gemma3(block: int) -> tuple[GroupSpec, ...]:
-    """Five of six layers see 1,024 tokens."""
+    """Five of six layers attend to 1,024 tokens (Gemma 3)."""
     windows = [GroupSpec(i, "sliding_window", block, sliding_window=1024) for i in range(5)]
     return (*windows, GroupSpec(5, "full_attention", block))
 
@@ -194,7 +193,7 @@ class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def groups_of(model: str, block_tokens: int = BLOCK_TOKENS) -> tuple[GroupSpec, ...]:
-    """The groups of a named layout, or of a file's. Raises ``ModelError``."""
+    """Return the groups of a named layout, or of a file's. Raises ``ModelError``."""
     make = MODELS.get(model)
     groups = _of_file(Path(model)) if make is None else make(block_tokens)
     for group in groups:
@@ -211,7 +210,7 @@ def check_units(groups: tuple[GroupSpec, ...], unit_tokens: int) -> None:
     for group in groups:
         if unit_tokens % group.block_size and group.block_size % unit_tokens:
             raise ModelError(
-                f"group {group.group_idx}: block_size = {group.block_size}; a workload tells tokens apart in "
+                f"group {group.group_idx}: block_size = {group.block_size}; a workload identifies tokens in "
                 f"units of {unit_tokens}, so a block must divide that or be a multiple of it"
             )
 

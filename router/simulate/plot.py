@@ -1,7 +1,8 @@
-"""Pictures of a study: times to first token, hit share over the run, load per engine. First seed of each arm.
+"""Plots of a study: times to first token, hit share over the run, load per engine. First seed of each
+variant.
 
-Needs matplotlib (the extra ``plot``), which is loaded only here, without its window code. A page (``.html``)
-is whole in itself: the picture is inside it as SVG, and nothing is fetched.
+Needs matplotlib (the extra ``plot``), which is imported only here, without its window code. An ``.html`` page
+is self-contained: it embeds the plot as SVG and loads nothing.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ _COLUMNS = {
 
 
 class PlotError(ValueError):
-    """A picture that cannot be drawn."""
+    """The plot cannot be drawn."""
 
 
 def check_plot(path: Path) -> None:
-    """Before anything runs: raises ``PlotError`` for an unknown ending, or where matplotlib is missing."""
+    """Raise ``PlotError`` for an unknown file type or missing matplotlib, before anything runs."""
     if path.suffix not in ENDINGS:
         raise PlotError(f"{path}: the name must end in one of {', '.join(ENDINGS)}")
     if not path.absolute().parent.is_dir():
-        raise PlotError(f"{path}: there is no such folder")
+        raise PlotError(f"{path}: the folder does not exist")
     _library()
 
 
 def draw(study: Study, facts: Facts, path: Path) -> None:
-    """Write the picture or page. Raises ``PlotError``."""
+    """Write the plot or page. Raises ``PlotError``."""
     figure = _figure(study, facts)
     try:
         if path.suffix == ".html":
@@ -77,7 +78,7 @@ def draw(study: Study, facts: Facts, path: Path) -> None:
 
 
 def label(report: ArmReport, study: Study) -> str:
-    """The arm, and of its cell what differs within the study."""
+    """Return the variant, and the parameters of its cell that differ within the study."""
     parts = [report.arm]
     if len({other.retention for other in study.reports}) > 1:
         parts.append(f"retention {retention_text(report.retention)}")
@@ -97,7 +98,7 @@ def _library() -> Any:
 
 
 def _figure(study: Study, facts: Facts) -> Figure:
-    """One colour per policy, one kind of line per cell; the legend stands beside the curves."""
+    """Draw one colour per policy and one line style per cell; the legend is beside the curves."""
     figure: Figure = _library().Figure(figsize=(17, 5.5), layout="constrained")
     figure.suptitle(_title(facts))
     arms = list(dict.fromkeys(report.arm for report in study.reports))

@@ -1,4 +1,4 @@
-"""A study as a table for people and as JSON for machines. Times in seconds, hits of prompt tokens."""
+"""A study as a table for a terminal and as JSON. Times in seconds, hits of prompt tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from router.simulate.fit import Fit
 from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
 from router.simulate.study import Outcome, Workloads, mean_prompt_tokens
 
-# Whether it pays to have prefill and decode apart: the same fleet and requests, alike against apart.
+# Whether disaggregated prefill pays: the same fleet and requests, with and without roles.
 #
-# Apart, a first token mostly comes later (fewer engines prefill, and the prompt is moved), and those after
-# it come faster (no prompt is computed beside them). It pays where whole answers are there sooner and first
-# tokens no later; where one is bought with the other it is a trade, which depends on who reads the answers.
+# With roles, the first token mostly comes later (fewer engines prefill, and blocks are transferred), and the
+# following ones come faster (no prompt is computed beside them). It pays if answers complete earlier and
+# first tokens come no later; if one gets better and the other worse, it is a trade-off.
 
 
 GAIN_MIN = 0.05
@@ -26,13 +26,13 @@ Word = Literal["pays", "is a trade", "does not pay"]
 
 
 class SplitVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Relative changes of means, over the seeds: below 0 is shorter."""
+    """Relative changes of means, over the seeds: negative is shorter."""
 
     first_token: float
     per_token: float
     answer: float
     every_seed: bool
-    """Whether answers are complete sooner for every seed."""
+    """Whether answers complete earlier for every seed."""
 
     @property
     def word(self) -> Word:
@@ -49,7 +49,7 @@ class SplitVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(alike: Sequence[Outcome], apart: Sequence[Outcome]) -> SplitVerdict:
-    """Of outcomes in the same order of seeds."""
+    """Compare outcomes in the same order of seeds."""
 
     def changes(name: str) -> list[float]:
         pairs = zip(alike, apart, strict=True)
@@ -81,7 +81,7 @@ _CLOSED_NUMBERS = dict(zip(_CLOSED_COLUMNS, ("answer_mean_s", "lasted_s"), stric
 _LEGEND_CLOSED = " Closed sessions: answer s: to the last token; total s: until all work was done."
 _TIER_COLUMNS = ("host %", "store %")
 _TIER_SHARES = dict(zip(_TIER_COLUMNS, ("host_share", "store_share"), strict=True))
-_LEGEND_TIERS = " host %, store %: of the prompt tokens, those of the hits that were loaded from there."
+_LEGEND_TIERS = " host %, store %: share of the prompt tokens that were hits loaded from there."
 _PULL_COLUMNS = ("pull %", "promised %")
 _PULL_SHARES = dict(zip(_PULL_COLUMNS, ("pull_share", "promised_share"), strict=True))
 _LEGEND_PULL = " pull %: of the prompt tokens, those pulled from other engines; promised %: as decided."
@@ -107,9 +107,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     engines: int
     blocks_per_engine: int
     pool: str
-    """As it was asked for: a share of what the requests of the run fill, or blocks."""
+    """As given by the user: a share of what the requests of the run fill, or blocks."""
     tokens_per_engine: int
-    """Capacity of the pool for full-attention blocks, if it held nothing else."""
+    """Number of full-attention blocks that fit into the pool if it held nothing else."""
     load: float | None
     speeds: list[float]
 
@@ -117,7 +117,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 def facts_of(
     plan: Plan, study: Study, workloads: Workloads, *, workload: str, model: str, pool: str
 ) -> Facts:
-    """From the first seed's requests."""
+    """Return the facts of the first seed's requests."""
     requests = next(iter(workloads.values()))
     setup = plan.setup
     return Facts(
@@ -138,12 +138,12 @@ def facts_of(
 
 
 def retention_text(retention: int | None) -> str:
-    """As ``--retention`` takes it."""
+    """Format a retention as ``--retention`` takes it."""
     return "dense" if retention is None else str(retention)
 
 
 def report_json(plan: Plan, study: Study, facts: Facts, fit: Fit | None) -> dict[str, Any]:
-    """Every number, per arm and per seed."""
+    """Return every number, per variant and seed."""
     return {
         "facts": msgspec.to_builtins(facts),
         "closed": plan.setup.closed,
@@ -168,7 +168,7 @@ def _arm(report: ArmReport) -> dict[str, Any]:
 
 
 def show(plan: Plan, study: Study, facts: Facts, fit: Fit | None, console: Console) -> None:
-    """Head, table and what to know about them."""
+    """Print head, table and legend."""
     console.print(_head(plan, facts), highlight=False)
     console.print(_load(study, facts, closed=plan.setup.closed), highlight=False)
     if fit is not None:
@@ -219,8 +219,8 @@ def _tiers_head(plan: Plan) -> str:
 
 
 def _load(study: Study, facts: Facts, *, closed: bool) -> str:
-    """The load asked for, of the time in which requests come; and how busy with prompts the engines were in
-    the first cell of the study, of the whole run: the last queue is worked off after the last request."""
+    """Describe the requested load, as a share of the time in which requests arrive, and the engines' actual
+    load in the first cell, over the whole run: the last queue is processed after the last arrival."""
     speed = f"{sum(facts.speeds) / len(facts.speeds):.2f} x the workload's speed"
     asked = (
         ""
@@ -252,7 +252,7 @@ def _show_fit(fit: Fit, console: Console) -> None:
 
 
 def _tables(plan: Plan, study: Study) -> Iterator[Table]:
-    """One per cell, the best arm's mean in bold."""
+    """Make one table per cell, the best variant's mean in bold."""
     for retention in plan.retentions:
         for factor in plan.rate_factors:
             cell = [r for r in study.reports if (r.retention, r.rate_factor) == (retention, factor)]
@@ -288,7 +288,7 @@ def _title(plan: Plan, retention: int | None, factor: float) -> str | None:
 
 
 def _tier_columns(plan: Plan) -> tuple[str, ...]:
-    """For what there is outside the GPUs."""
+    """Return the columns for memory outside the GPUs, if there is any."""
     tiers = plan.setup.tiers
     return (
         ()
@@ -302,25 +302,26 @@ def _tier_columns(plan: Plan) -> tuple[str, ...]:
 
 
 def _pull_columns(plan: Plan) -> tuple[str, ...]:
-    """Where engines pull from each other."""
+    """Return the columns for pulls between engines, if there are any."""
     tiers = plan.setup.tiers
     return _PULL_COLUMNS if tiers is not None and tiers.pull_bytes_per_s else ()
 
 
 def _apart_columns(plan: Plan) -> tuple[str, ...]:
-    """Where prefill and decode are apart in any arm."""
+    """Return the columns for disaggregated prefill, if any variant has it."""
     return _APART_COLUMNS if any(arm.prefill for arm in plan.arms.values()) else ()
 
 
 def _closed_columns(plan: Plan) -> tuple[str, ...]:
-    """Where turns wait for answers; the time to the answer once."""
+    """Return the columns for closed sessions; the time to the answer only once."""
     if not plan.setup.closed:
         return ()
     return tuple(name for name in _CLOSED_COLUMNS if name not in _apart_columns(plan))
 
 
 def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
-    """Effect of disaggregation, for each arm that uses it, against the same arm without."""
+    """Describe the effect of disaggregated prefill for each variant that uses it, compared with the one
+    without."""
     for report in study.reports:
         arm = plan.arms[report.arm]
         same = msgspec.structs.replace(arm, prefill=0)
@@ -360,7 +361,7 @@ def _numbers(report: ArmReport, plan: Plan) -> list[str]:
 
 
 def _apart_numbers(mean: Callable[[str], float]) -> tuple[str, ...]:
-    """In the order of ``_APART_COLUMNS``."""
+    """Return the numbers in the order of ``_APART_COLUMNS``."""
     return (
         f"{mean('answer_mean_s'):.2f}",
         f"{1000 * mean('per_token_mean_s'):.1f}",

@@ -1,9 +1,8 @@
-"""Many runs at once: jobs over workloads, on as many processes as asked for, with progress.
+"""Many runs in parallel: jobs over workloads, in the requested number of processes, with progress.
 
-``speed_for`` makes loads comparable: arrivals are sped up until round robin, which needs no knowledge, would
-keep the engines' prompts busy for that share of the time. So every arm of a study meets the same arrivals,
-and arms that hit more have more time to spare. Always true: the same jobs give the same numbers, however many
-processes run them.
+``speed_for`` makes loads comparable: it speeds arrivals up until round robin, which needs no knowledge, would
+spend that share of the time on prompts. So every variant of a study gets the same arrivals, and variants with
+more hits have more idle time. Invariant: the same jobs give the same numbers for any number of processes.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, Row
 from router.simulate.workload.requests import Request, WorkloadError
 
-# What a run is worth: hit share, time to first token, balance, prediction error, regret. Tokens and
-# seconds.
+# Outcome of a run: hit share, time to first token, balance, prediction error, regret. Tokens and seconds.
 #
-# The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions count from there
-# on; what engines did (busy, imbalance, preemptions) is of the whole run. Arms that ran over the same
-# requests are compared request by request: an arm's *regret* is how much later than at the best arm each
-# first token came, on average.
+# The first ``WARM_SHARE`` of the requests fills the caches: hits, times and predictions are counted from then
+# on; numbers of the engines (busy, imbalance, preemptions) cover the whole run. Variants that ran over the
+# same requests are compared request by request: the *regret* of a variant is how much later each first token
+# came than with the best variant, on average.
 
 
 WARM_SHARE = 0.2
@@ -39,31 +37,30 @@ Floats = npt.NDArray[np.float64]
 
 
 class NothingServedError(ValueError):
-    """No request of a run fitted into an engine."""
+    """No request of a run fits into an engine."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm's numbers. ``exact_share`` is the share of predictions that were right to the token."""
+    """Numbers of one variant. ``exact_share``: share of predictions that were right to the token."""
 
     requests: int
     refused: int
-    """Requests that fit into no engine's cache, or that ``admit`` refused; they are in no other number but
-    ``within_1_s_share`` and ``within_3_s_share``."""
+    """Requests that fit into no engine's cache, or that ``admit`` refused; no other number includes them,
+    except ``within_1_s_share`` and ``within_3_s_share``."""
     hit_share: float
     host_share: float = 0.0
-    """Of the prompt tokens, those of the hits that were loaded from host memory; ``store_share``: from the
-    store."""
+    """Share of the prompt tokens that were hits loaded from host memory; ``store_share``: from the store."""
     store_share: float = 0.0
     pull_share: float = 0.0
-    """Of the prompt tokens, those that were pulled from other engines; ``promised_share``: those that the
-    decisions expected to be."""
+    """Share of the prompt tokens that were pulled from other engines; ``promised_share``: share that the
+    decisions expected to be pulled."""
     promised_share: float = 0.0
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
     busy_share: float
-    """Of the engines' time, spent on prompts."""
+    """Share of the engines' time spent on prompts."""
     imbalance: float
     """Prompt seconds of the busiest engine over the mean."""
     error_mean_tokens: float
@@ -72,22 +69,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     regret_s: float
     preemptions: int
     answer_mean_s: float = 0.0
-    """To the last token."""
+    """Time to the last token."""
     per_token_mean_s: float = 0.0
-    """Between two tokens of an answer, over the answers of more than one."""
+    """Time between two tokens of an answer, over answers with more than one."""
     per_token_p99_s: float = 0.0
     lasted_s: float = 0.0
-    """From the first arrival to the end of the last answer, of the whole run."""
+    """From the first arrival to the end of the last answer, over the whole run."""
     apart_share: float = 0.0
-    """Of the requests, those whose prompt another engine computed."""
+    """Share of the requests whose prompt another engine computed."""
     within_1_s_share: float = 0.0
-    """Of all requests, refused ones included, those whose first token came within 1 s; ``within_3_s_share``:
+    """Share of all requests, refused ones included, whose first token came within 1 s; ``within_3_s_share``:
     within 3 s."""
     within_3_s_share: float = 0.0
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per engine."""
+    """Curves of the whole run, warm-up included: hit share in ``WINDOWS`` steps, prompt seconds per
+    engine."""
 
     hit_shares: list[float]
     busy_s: list[float]
@@ -149,7 +147,7 @@ def result_of(run: FleetRun) -> Result:
 
 
 def best_ttft(results: Mapping[str, Result]) -> Floats:
-    """Shortest time over all arms per measured request; -1 if none served it."""
+    """Return the shortest time over all variants per measured request; -1 if none served it."""
     times = np.array([result.ttft_s for result in results.values()])
     times[times < 0] = np.inf
     best: Floats = times.min(axis=0)
@@ -158,7 +156,7 @@ def best_ttft(results: Mapping[str, Result]) -> Floats:
 
 
 def compare(results: Mapping[str, Result]) -> dict[str, Outcome]:
-    """Outcomes of arms that ran over the same requests, by name, with their regret."""
+    """Return the outcomes of variants that ran over the same requests, by name, with their regret."""
     best = best_ttft(results)
     compared = {}
     for name, result in results.items():
@@ -186,12 +184,13 @@ def _over_time(run: FleetRun) -> list[float]:
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2
 Placed = Callable[[int], None]
-"""Told how many requests have been placed, over all jobs."""
+"""Is called with the number of requests placed since the last call, over all jobs."""
 Workloads = Mapping[int, Sequence[Request]]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. ``name`` is the arm's, ``workload`` the key of its requests; ``setup`` says the rest."""
+    """One run. ``name``: the variant's; ``workload``: key of its requests; ``setup``: all other
+    parameters."""
 
     name: str
     arm: Arm
@@ -202,8 +201,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 def pool_blocks(
     requests: Sequence[Request], groups: tuple[GroupSpec, ...], engines: int, share: float
 ) -> int:
-    """Pages of each engine so that the fleet's pools are ``share`` of what the workload's prompts and answers
-    would fill if each was kept once, in the full-attention group (else the group of the finest blocks)."""
+    """Return the pages of each engine so that the fleet's pools hold ``share`` of what the workload's prompts
+    and answers would fill if each was kept once, in the full-attention group (else the group with the
+    smallest blocks)."""
     units = {identifier for request in requests for identifier in request.ids}
     unit_tokens = requests[0].unit_tokens
     sizes = [g.block_size for g in groups if g.family is Family.FULL] or [g.block_size for g in groups]
@@ -215,14 +215,14 @@ def mean_prompt_tokens(requests: Sequence[Request]) -> float:
 
 
 def round_robin(setup: FleetSetup, workload: int = 0) -> Job:
-    """The run that ``speed_for`` wants: arrivals as recorded, so that a load is the
-    same whether sessions are closed or not."""
+    """Return the run that ``speed_for`` needs: arrivals as recorded, so that a load is the same for open and
+    closed sessions."""
     asked = msgspec.structs.replace(setup, speed=1.0, closed=False)
     return Job(name="round-robin", arm=ARMS["round-robin"], setup=asked, workload=workload)
 
 
 def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
-    """How many times as fast as recorded requests must come for round robin to be busy for ``load``.
+    """Return the factor on the recorded speed at which round robin is busy for ``load``.
 
     ``even`` is its run of these requests at their own speed. Raises ``WorkloadError`` for a workload without
     duration.
@@ -230,12 +230,12 @@ def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
     recorded_s = requests[-1].at_s - requests[0].at_s
     needed_s = sum(even.curves.busy_s) / len(even.curves.busy_s)
     if recorded_s <= 0 or needed_s <= 0:
-        raise WorkloadError("all requests come at once: no load can be set for them, only --speed")
+        raise WorkloadError("all requests arrive at the same time: give --speed, as no load can be set")
     return load * recorded_s / needed_s
 
 
 def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = None) -> FleetRun:
-    """One job, row by row."""
+    """Run one job, row by row."""
     sim = FleetSim(job.setup, job.arm, mean_prompt_tokens=mean_prompt_tokens(requests))
     return sim.run(requests, progress)
 
@@ -243,9 +243,9 @@ def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = Non
 def run_all(
     jobs: Sequence[Job], workloads: Workloads, *, processes: int, placed: Placed | None = None
 ) -> dict[Job, Result]:
-    """Every job's result, in the order of ``jobs``. With one process all happens in this one.
+    """Return every job's result, in the order of ``jobs``. With one process, everything runs in this one.
 
-    Raises what a run raises; runs that have not begun then do not begin.
+    Raises the errors of runs; runs that have not started then do not start.
     """
     ends = _here(jobs, workloads, placed)
     if processes > 1 and len(jobs) > 1:
@@ -262,7 +262,7 @@ def _here(jobs: Sequence[Job], workloads: Workloads, placed: Placed | None) -> I
 def _elsewhere(
     jobs: Sequence[Job], workloads: Workloads, processes: int, placed: Placed | None
 ) -> Iterator[tuple[Job, Result]]:
-    context = multiprocessing.get_context("spawn")  # a fork of a program with threads may hang
+    context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
     count = context.Value(ctypes.c_int64, 0)
     workers = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_adopt, initargs=(dict(workloads), count)
@@ -284,7 +284,7 @@ def _elsewhere(
 
 
 class _Worker:
-    """Data sent to a worker process once, not with every job."""
+    """Data sent to a worker process once, instead of with every job."""
 
     workloads: ClassVar[Workloads] = {}
     count: ClassVar[Any] = None

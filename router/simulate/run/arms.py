@@ -1,9 +1,9 @@
-"""The policies of a simulation: a policy of the router, what it sees, and whether prompts in flight count.
+"""Variants to compare: a policy of the router, the view it has, and whether prompts in flight count.
 
-The policies are those that serve (``router.placement.policies``), unchanged; an arm only says what they are
-told. Arms that know less (``full-attention``, ``approx-tree``, ..) keep the queue in seconds, its bound and
-the rule for ties, so that each shows the worth of one kind of knowledge; no other router places like them.
-Other routers are the arms with a ``peer``: their own formulas over what they know (``run.peers``).
+The policies are the production ones (``router.placement.policies``), unchanged; a variant only defines their
+input. Variants with less knowledge (``full-attention``, ``approx-tree``, ..) keep the queue in seconds, its
+bound and the rule for ties, so that each shows the value of one kind of knowledge; they do not model other
+routers. Variants with a ``peer`` do: other routers' own formulas over their own knowledge (``run.peers``).
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ ViewName = Literal["truth", "history", "capped-history", "rules", "blind"]
 
 
 class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The router keeps requests while every engine has more than ``hold_s`` seconds of prompts queued."""
+    """The router holds requests while every engine has more than ``hold_s`` seconds of prompts queued."""
 
     hold_s: float
     ageing: float = 0.0
     """Order: arrival time plus this multiple of the request's own work."""
     siblings: float | None = None
-    """Who shares this part of its prompt with one in flight is not held."""
+    """Share of its prompt that a request must share with one in flight not to be held."""
     credit: float = 0.0
-    """Most work a tenant may save up, in seconds of the fleet's computation."""
+    """Most work that a tenant may save up, in seconds of the fleet's computation."""
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """``policy`` is a name of ``router.placement.policies``; ``settings`` replace the policy's own, by name;
-    ``hold`` None: every request goes to an engine at once."""
+    """``policy``: a name of ``router.placement.policies``; ``settings``: overrides of the policy's own, by
+    name; ``hold`` None: every request goes to an engine immediately."""
 
     policy: str
     view: ViewName
     in_flight: bool = True
     by_session: bool = False
     tiers: bool = True
-    """With view ``truth``: whether it sees the memory outside the GPUs too."""
+    """With view ``truth``: whether it includes the memory outside the GPUs."""
     settings: tuple[tuple[str, float], ...] = ()
     hold: HoldSetup | None = None
     prefill: int = 0
     """Number of engines that compute prompts for the others, which decode; 0: all engines do both."""
     pulls: bool = False
-    """Prefixes are pulled from other engines' host memory, where the fleet has links for that."""
+    """Whether prefixes are pulled from other engines' host memory, if the fleet has links for that."""
     peer: str | None = None
-    """A formula of ``run.peers.formulas`` chooses instead of ``policy``."""
+    """Name of a formula of ``run.peers.formulas`` that chooses instead of ``policy``."""
     admit_s: float = math.inf
-    """Requests that every engine is predicted to let wait longer are refused."""
+    """Requests whose predicted wait is longer at every engine are refused."""
     slo_s: float = math.inf
     """Target for the first token: engines predicted to miss it are skipped while others are not."""
     refuses: int = 0
@@ -60,7 +60,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
     what: str
 
 
-# What a knob is called among the policy's settings, and the most it may be.
+# Name of each parameter among the policy's settings, and its maximum.
 _KNOBS = {
     "beta": ("beta", 1.0),
     "premium": ("eviction_premium", EVICTION_PREMIUM_MAX),
@@ -90,7 +90,7 @@ ARMS: dict[str, Arm] = {
         policy="full-attention", view="truth", what="the same, and prompts in flight count"
     ),
     "gpu-only": Arm(
-        policy="kvatlas", view="truth", tiers=False, what="kvatlas that is not told what lies outside GPUs"
+        policy="kvatlas", view="truth", tiers=False, what="kvatlas without the state of memory outside GPUs"
     ),
     "rules": Arm(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
     "approx-tree": Arm(
@@ -143,17 +143,17 @@ PEERS = tuple(name for name, arm in ARMS.items() if arm.peer is not None)
 
 
 def arms_of(names: Iterable[str]) -> dict[str, Arm]:
-    """Arms by name, in the given order; ``kvatlas:beta=0.5+premium=0`` sets these knobs,
-    ``kvatlas:hold=1+ageing=2+siblings=0.5+credit=2`` those of ``HoldSetup``, ``kvatlas:prefill=2`` how many
-    engines prefill for the others. Raises ``ValueError``."""
+    """Return variants by name, in the given order. ``kvatlas:beta=0.5+premium=0`` sets these parameters,
+    ``kvatlas:hold=1+ageing=2+siblings=0.5+credit=2`` those of ``HoldSetup``, ``kvatlas:prefill=2`` the number
+    of prefill engines. Raises ``ValueError``."""
     found: dict[str, Arm] = {}
     for name in names:
         base, _, knob = name.partition(":")
         arm = ARMS.get(base)
         if arm is None:
-            raise ValueError(f"no policy is called {base!r}; there are {', '.join(ARMS)}")
+            raise ValueError(f"unknown policy {base!r}; expected one of {', '.join(ARMS)}")
         if knob and arm.peer is not None and not (arm.peer == REGRESSION and knob.startswith("slo=")):
-            raise ValueError(f"{name}: {base} is another router with its own defaults; nothing can be set")
+            raise ValueError(f"{name}: {base} is another router with its own defaults; it has no parameters")
         if knob:
             arm = _set(arm, name, knob)
         found[name] = arm
@@ -161,7 +161,7 @@ def arms_of(names: Iterable[str]) -> dict[str, Arm]:
 
 
 def _set(arm: Arm, name: str, knobs: str) -> Arm:
-    """With what stands after the colon: ``beta=0.5+premium=0``."""
+    """Apply the parameters after the colon: ``beta=0.5+premium=0``."""
     limits = {key: most for key, (_, most) in _KNOBS.items()} | _HOLD_KNOBS | _COUNTS | _ADMIT
     values: dict[str, float] = {}
     for knob in knobs.split("+"):
@@ -172,7 +172,7 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
             value = -1.0
         if not 0 <= value <= limits.get(key, -1.0):
             allowed = ", ".join(f"{one}=0 to {one}={high:g}" for one, high in limits.items())
-            raise ValueError(f"{name}: after the colon only {allowed} can be said, several with +")
+            raise ValueError(f"{name}: after the colon, expected {allowed}; separate several with +")
         values[key] = value
     if "prefill" in values:
         arm = msgspec.structs.replace(arm, prefill=int(values.pop("prefill")))
@@ -190,11 +190,11 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
     )
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
     if held and "hold" not in held:
-        raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS beside")
+        raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS as well")
     if held:
         arm = msgspec.structs.replace(arm, hold=HoldSetup(hold_s=held.pop("hold"), **held))
     if arm.hold is not None and arm.prefill:
-        raise ValueError(f"{name}: requests are held for engines that are alike, so not with prefill=")
+        raise ValueError(f"{name}: hold= needs engines without roles; leave out prefill=")
     return msgspec.structs.replace(
         arm, settings=tuple((_KNOBS[key][0], value) for key, value in values.items())
     )

@@ -1,17 +1,17 @@
-"""One simulated engine: an exact block pool, a queue of prompts, sequences that generate; a virtual clock.
+"""One simulated engine: an exact block pool, a queue of prompts, generating sequences, and a virtual clock.
 
-What the pool is asked is what vLLM 0.32's scheduler asks its cache manager: the hit and the first chunk when
-a prompt's turn comes, further chunks, generated tokens as they fill blocks, release at the end; the request
-that came last is preempted when generation finds no block, and computed again later. Between ``arrive`` and
-``advance`` nothing happens. Always true: time does not go back; every request ends once, or is refused at
-once where it can never fit.
+The pool gets the same calls as the cache manager from vLLM 0.32's scheduler: the hit and the first chunk when
+a prompt is scheduled, further chunks, generated tokens as they fill blocks, release at the end. If generation
+finds no free block, the request that came last is preempted and computed again later. Between ``arrive`` and
+``advance`` nothing happens. Invariants: time does not go back; every request ends once, or is refused
+immediately if it can never fit.
 
-With memory outside the GPU (``tiers``) a prompt whose turn comes may have to be loaded first. It holds its
-blocks meanwhile and others go ahead, as with vLLM's asynchronous loads; once loaded it comes before those
-that wait. What a load takes away from computing, the next chunk takes longer.
+With memory outside the GPU (``tiers``) a scheduled prompt may have to be loaded first. It holds its blocks
+meanwhile and others are scheduled before it, as with vLLM's asynchronous loads; once loaded it precedes
+waiting ones. Compute time lost to a load is added to the next chunk.
 
-With prefill and decode apart, a prompt that was computed elsewhere is loaded in the same way (``Fetch``), and
-blocks that another engine is still to fetch stay in use after their request has ended, until ``release``.
+With disaggregated prefill, a prompt computed elsewhere is loaded in the same way (``Fetch``), and blocks that
+another engine has yet to fetch stay in use after their request has ended, until ``release``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _rank_s = attrgetter("rank_s")
 
 
 class SimEngine:
-    """Tells ``first_token`` and ``ended`` of each visit, or ``refused``; ``fetched`` once a prompt has come
-    from another engine. ``busy_s`` is spent on prompts."""
+    """Calls ``first_token`` and ``ended`` for each request, or ``refused``; ``fetched`` once a prompt has
+    been fetched from another engine. ``busy_s``: time spent on prompts."""
 
     def __init__(
         self,
@@ -65,19 +65,19 @@ class SimEngine:
         self._events: list[tuple[float, int, RequestRun]] = []
         self._loading: list[tuple[float, int, RequestRun]] = []
         self._loaded: deque[RequestRun] = deque()
-        self._copying: deque[list[int]] = deque()  # blocks that are being copied, step by step
-        self._owed_s = 0.0  # that loads have taken from computing, and the next chunk pays
+        self._copying: deque[list[int]] = deque()  # blocks being copied out, step by step
+        self._owed_s = 0.0  # compute time lost to loads, added to the next chunk
         self._order = 0
         self._block = pool.scheme.hash_block_size
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks, as vLLM's gauge counts them."""
+        """Number of requests that hold blocks, as vLLM's gauge counts them."""
         return len(self._generating) + (self._prefilling is not None)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn or for their blocks to be loaded."""
+        """Number of requests that wait to be scheduled or for their blocks to be loaded."""
         return len(self._waiting) + len(self._loading) + len(self._loaded)
 
     @property
@@ -87,19 +87,19 @@ class SimEngine:
 
     @property
     def next_s(self) -> float:
-        """When something happens here next; infinity where nothing will."""
+        """Return the time of the next event; infinity if there is none."""
         next_s = self._events[0][0] if self._events else float("inf")
         if self._prefilling is not None and self._chunk_ends_s < next_s:
             next_s = self._chunk_ends_s
         return min(next_s, self._loading[0][0]) if self._loading else next_s
 
     def arrive(self, visit: RequestRun, now: float) -> None:
-        """A request comes in. Everything before ``now`` must have been advanced to."""
+        """Add a request. ``advance`` must have been called for everything before ``now``."""
         self._waiting.insert(bisect_right(self._waiting, visit.rank_s, key=_rank_s), visit)
         self._begin(now)
 
     def advance(self) -> float:
-        """Let the next thing happen; returns its time."""
+        """Process the next event; returns its time."""
         now = self.next_s
         if self._prefilling is not None and self._chunk_ends_s <= now:
             self._end_chunk(self._prefilling, now)
@@ -119,7 +119,7 @@ class SimEngine:
         self._begin(now)
 
     def _begin(self, now: float) -> None:
-        """Take up the next prompt, if there is room for it."""
+        """Schedule the next prompts, as far as there is room."""
         while self._prefilling is None and len(self._generating) < self.timing.seqs_max:
             if self._loaded:
                 if not self._go_on(self._loaded[0], now):
@@ -128,7 +128,7 @@ class SimEngine:
                 return
 
     def _go_on(self, visit: RequestRun, now: float) -> bool:
-        """Compute what follows a load; False where there is no room now: it keeps its blocks and waits."""
+        """Compute what follows a load; False if there is no room now: it keeps its blocks and waits."""
         request = visit.pool_request
         tokens = self.pool.next_chunk(request, self.timing.chunk_tokens)
         if tokens > 0 and self._compute(visit, tokens):
@@ -137,7 +137,7 @@ class SimEngine:
             return True
         if self._generating or self._loading:
             return False
-        last = self._loaded.pop()  # all that hold blocks wait for more
+        last = self._loaded.pop()  # every request with blocks waits for more
         self._preempt(last)
         if not self._others_hold_blocks:
             self._waiting.popleft()
@@ -145,7 +145,7 @@ class SimEngine:
         return True
 
     def _admit(self, visit: RequestRun, now: float) -> bool:
-        """Start the first that waits, or its load, or refuse it; False where it has to wait."""
+        """Start the first waiting request, or its load, or refuse it; False if it has to wait."""
         request, tiers = visit.pool_request, self._tiers
         medium: Medium | None = None
         pulled = 0
@@ -169,9 +169,9 @@ class SimEngine:
             reserved_blocks=reserved,
         )
         if hit is None and self._others_hold_blocks:
-            return False  # tried again when one of them ends
+            return False  # retried when one of them ends
         self._waiting.popleft()
-        if hit is None:  # not even an empty engine has room for it
+        if hit is None:  # an empty engine has no room for it either
             self._told[2](visit, now)
             return True
         if visit.started_s < 0:
@@ -210,18 +210,18 @@ class SimEngine:
         self._begin(now)
 
     def _end_fetch(self, visit: RequestRun, now: float) -> None:
-        """Nothing is, or is to be, fetched for this request any more."""
+        """Record that nothing is fetched for this request any more."""
         if visit.fetch is not None and self._fetched is not None:
             self._fetched(visit, now)
         visit.fetch = None
 
     def _compute(self, visit: RequestRun, tokens: int) -> bool:
-        """A step's tokens of one request; what it fills begins to be copied out. False without room."""
+        """Compute a step's tokens of one request and start to copy out filled blocks. False without room."""
         request = visit.pool_request
         while not self.pool.compute(request, tokens):
             if not self._copying:
                 return False
-            self.pool.unpin(self._copying.popleft())  # an engine waits for copies before it preempts
+            self.pool.unpin(self._copying.popleft())  # vLLM waits for copies before it preempts
         self.pool.end_step()
         if self._tiers is not None:
             due = self.pool.due(request)
@@ -232,7 +232,7 @@ class SimEngine:
         return True
 
     def _end_copies(self) -> None:
-        """A step has ended, and with it the copies of the steps before; on an idle engine its own too."""
+        """End the copies of all steps before the current one; on an idle engine also its own."""
         kept = 1 if self._prefilling or self._others_hold_blocks else 0
         while len(self._copying) > kept:
             self.pool.unpin(self._copying.popleft())
@@ -252,7 +252,7 @@ class SimEngine:
         self._spend(tokens, now)
 
     def _spend(self, tokens: int, now: float) -> None:
-        """Begin a chunk of ``tokens`` tokens."""
+        """Start a chunk of ``tokens`` tokens."""
         seconds = self.timing.chunk_seconds(tokens, len(self._generating)) + self._owed_s
         self._owed_s = 0.0
         self._chunk_ends_s = now + seconds
@@ -261,7 +261,7 @@ class SimEngine:
         self.computed_tokens += tokens
 
     def _preempt(self, visit: RequestRun) -> None:
-        """Back to the head of the queue with all tokens it has; what it computed may still be found."""
+        """Return a request to the head of the queue with all its tokens; computed blocks may still hit."""
         self.pool.preempt(visit.pool_request)
         self.pool.end_step()
         if self._prefilling is visit:
@@ -292,7 +292,7 @@ class SimEngine:
         self._begin(now)
 
     def _schedule(self, visit: RequestRun, now: float) -> None:
-        """The next moment at which its generation matters to the pool: a block is full, or it ends."""
+        """Schedule the next event of its generation that concerns the pool: a full block, or the end."""
         to_block = self._block - visit.pool_request.num_computed % self._block
         visit.coming = min(to_block, visit.output_tokens - visit.generated)
         self._order += 1
@@ -301,20 +301,20 @@ class SimEngine:
         heapq.heappush(self._events, (now + visit.coming * self.timing.decode_s, self._order, visit))
 
     def _is_late(self, visit: RequestRun, order: int, now: float) -> bool:
-        """Whether chunks have held up what was to happen now; then it happens that much later."""
+        """Whether chunks have delayed this event; if so it is rescheduled."""
         owed_s, visit.stalled_s = self._stalled_s - visit.stalled_s, self._stalled_s
         if owed_s > 0:
             heapq.heappush(self._events, (now + owed_s, order, visit))
         return owed_s > 0
 
     def _generate(self, visit: RequestRun, now: float) -> None:
-        """``visit.coming`` tokens have been generated since the last time."""
+        """Add the ``coming`` tokens generated since the last event."""
         if visit.coming > 1:
             self._end_copies()
         self.pool.extend(visit.pool_request, [0] * visit.coming)
         while not self._compute(visit, visit.coming):
             last = self._prefilling or next(reversed(self._generating))
-            if visit.rank_s:  # by priority, whatever they do (Scheduler.schedule of vLLM 0.32)
+            if visit.rank_s:  # by priority, regardless of state (Scheduler.schedule, vLLM 0.32)
                 last = max(filter(None, (*self._generating, self._prefilling)), key=_rank_s)
             self._preempt(last)
             if last is visit:
@@ -341,46 +341,47 @@ class SimEngine:
         self._told[1](visit, now)
 
 
-# When something happens next on each engine of a simulated fleet, and when requests come, in virtual time.
+# Times of the next event of each simulated engine, and of arrivals, in virtual time.
 #
-# Always true: an engine has one time at most, the one noted last; every request comes once, and in closed
+# Invariants: an engine has at most one time, the last one set; every request arrives once, and in closed
+# sessions never before the one it follows.
 # sessions none before the one it follows.
 
 
 class Calendar:
-    """Seconds of virtual time; infinity is never."""
+    """Next event times; infinity means never."""
 
     def __init__(self, engines: int) -> None:
         self._noted = [float("inf")] * engines
         self._heap: list[tuple[float, int]] = []
 
     def note(self, engine: int, at_s: float) -> None:
-        """Something happens on this engine then, and not when it was said before."""
+        """Set an engine's next event time, replacing the previous one."""
         if at_s != self._noted[engine]:
             self._noted[engine] = at_s
             if at_s < float("inf"):
                 heapq.heappush(self._heap, (at_s, engine))
 
     def next_s(self) -> float:
-        """When the next thing happens."""
+        """Return the time of the next event."""
         heap = self._heap
         while heap and heap[0][0] != self._noted[heap[0][1]]:
             heapq.heappop(heap)
         return heap[0][0] if heap else float("inf")
 
     def take(self) -> int:
-        """That engine, which has no time from now on; ``next_s`` has said that there is one."""
+        """Remove and return the engine with the next event; ``next_s`` must be finite."""
         engine = heapq.heappop(self._heap)[1]
         self._noted[engine] = float("inf")
         return engine
 
 
 class Arrivals:
-    """Requests that are still to come, in the order of their times and then of the workload.
+    """Requests yet to arrive, in the order of their times and then of the workload.
 
-    Open: every request comes at its recorded time. Closed: a request that follows another one comes when its
-    client would send it, which is known once that one has been sent or answered. Recorded times and pauses
-    are divided by ``speed``.
+    Open: every request arrives at its recorded time. Closed: a request that follows another one arrives when
+    its client would send it, which is known once the other one was sent or answered. Recorded times and
+    pauses are divided by ``speed``.
     """
 
     def __init__(self, requests: Sequence[Request], *, speed: float, closed: bool) -> None:
@@ -400,22 +401,22 @@ class Arrivals:
         heapq.heapify(self._heap)
 
     def next_s(self) -> float:
-        """When the next request comes; infinity: none is known to come."""
+        """Return the time of the next arrival; infinity if none is known."""
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self) -> int:
-        """That request, which comes now."""
+        """Remove and return the request that arrives now."""
         index = heapq.heappop(self._heap)[1]
         for later, gap_s in self._after_start.pop(index, ()):
             self._come(later, self._times_s[index] + gap_s / self._speed)
         return index
 
     def arrived_s(self, index: int) -> float:
-        """When a request came that has come."""
+        """Return the arrival time of a request that has arrived."""
         return self._times_s[index]
 
     def ended(self, index: int, now: float) -> None:
-        """A request has its answer, or will never have one; those that waited for it come after a pause."""
+        """Record that a request was answered or refused; requests that follow it arrive after their pause."""
         for later, follows in self._after_end.pop(index, ()):
             if follows.think_s is not None:
                 at_s = now + follows.think_s / self._speed

@@ -1,9 +1,9 @@
-"""A fleet behind one arm: arrivals, placements and engines in one order of virtual time.
+"""A fleet behind one variant: arrivals, placements and engines in one order of virtual time.
 
 The placement is the router's own code: candidates are made as the planner makes them
-(``router.placement.decide``), the policy chooses, the load account and the prompts in flight are kept as for
-real requests. What is simulated is the engines (``engine``) and that events arrive at once. A run depends on
-its inputs and the seed alone.
+(``router.placement.decide``), the policy chooses, and the load account and the prompts in flight are kept as
+for real requests. Only the engines (``engine``) and the immediate arrival of events are simulated. A run
+depends only on its inputs and the seed.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row, sim
 from router.simulate.run.tiers import tiers_of
 from router.simulate.workload.requests import Request, block_hashes
 
-# Requests that a simulated router holds while every engine is saturated, in the router's own queue.
+# Requests held by a simulated router while every engine is saturated, in the router's own queue.
 #
-# An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or as
-# many requests as it runs at once; which siblings are not held is the router's own rule
-# (``router.placement.hold``).
+# An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or with
+# the maximum number of running requests; the router's own rule (``router.placement.hold``) exempts siblings.
 
 
 _SOONEST_S = 0.001
 _POOL = "fleet"
-# Of a simulation: no request is rejected, so that all arms serve the same requests.
+# Unlimited in a simulation: no request is rejected, so that all variants serve the same requests.
 _REQUESTS_MAX = 10_000_000
 
 Held = tuple[int, Request]
 
 
 class Holding:
-    """Who waits, and who is next. ``loads`` are the router's accounts of the engines."""
+    """Held requests and their order. ``loads`` are the router's accounts of the engines."""
 
     def __init__(self, hold: HoldSetup, loads: Sequence[LoadAccount], seqs_max: int) -> None:
         self._hold = hold
@@ -64,11 +63,11 @@ class Holding:
         return len(self._queue)
 
     def room(self, now: float) -> bool:
-        """Whether some engine is not saturated."""
+        """Whether an engine is not saturated."""
         return self._gap_s(now) <= 0
 
     def holds(self, request: Request, candidates: Sequence[Candidate], now: float) -> bool:
-        """Whether a request that comes now has to wait."""
+        """Whether a request that arrives now has to wait."""
         if not self._queue and self.room(now):
             return False
         share, hold_s = self._hold.siblings, self._hold.hold_s
@@ -93,14 +92,14 @@ class Holding:
         )
 
     def release(self, now: float, place: Callable[[int, Request], None]) -> None:
-        """Place those that wait for as long as there is room."""
+        """Place held requests as long as there is room."""
         while self._queue and self.room(now):
             held = self._queue.take(lambda _: True)
             if held is not None:
                 place(*held.item)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """So much is computed for the tenant."""
+        """Charge computed tokens to the tenant."""
         self._queue.charge(tenant, Priority.NORMAL, _POOL, tokens)
 
     def wake_s(self, now: float) -> float:
@@ -108,7 +107,7 @@ class Holding:
         return now + max(_SOONEST_S, self._gap_s(now)) if self._queue else float("inf")
 
     def _gap_s(self, now: float) -> float:
-        """Seconds of work until an engine is no longer saturated; 0 or less: one is not."""
+        """Return the seconds of work until an engine is no longer saturated; 0 or less if one is not."""
         gaps = []
         for account in self._loads:
             load = account.at(now)
@@ -124,7 +123,7 @@ _BY_FIRST_TOKEN = 2  # ``Arm.refuses``
 
 
 class _Open(msgspec.Struct, eq=False):
-    """A request on its way."""
+    """A request in progress."""
 
     engine: int
     ticket: Ticket
@@ -141,7 +140,7 @@ class _Open(msgspec.Struct, eq=False):
 
 
 class FleetSim:
-    """Runs one arm over one workload, once."""
+    """Runs one variant over one workload, once."""
 
     def __init__(self, setup: FleetSetup, arm: Arm, *, mean_prompt_tokens: float) -> None:
         self._setup, self._arm = setup, arm
@@ -159,7 +158,7 @@ class FleetSim:
         if setup.tiers is not None and setup.tiers.pull_bytes_per_s and arm.pulls:
             self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
         self._links = PullLinks()
-        self._alone: list[int] = []  # of the prompt that was looked up last
+        self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
         self._tiers = tiers_of(setup.tiers, pools)
@@ -202,9 +201,7 @@ class FleetSim:
         self._now = 0.0
 
     def run(self, requests: Sequence[Request], progress: Progress | None = None) -> FleetRun:
-        """Run all requests to their end. ``progress`` is called from time to time with the number placed
-        since.
-        """
+        """Run all requests to their end. ``progress`` is called periodically with the number placed since."""
         self._arrivals = Arrivals(requests, speed=self._setup.speed, closed=self._setup.closed)
         placed = 0
         while True:
@@ -344,7 +341,8 @@ class FleetSim:
         seen: Sequence[PrefixHit],
         left_s: float,
     ) -> tuple[int, Choice, int | None]:
-        """The engine that answers, the choice of the one that computes, and which that is if another."""
+        """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
+        it is another."""
         if self._peer is not None:
             tokens = question.prompt_tokens
             place, cached = self._peer.place(index, tokens, hashes, seen, self._now)
@@ -371,7 +369,7 @@ class FleetSim:
         return roles.choose(candidates, question, pick, self._knobs)
 
     def _sources(self) -> PullSources:
-        """The engines as sources of pulls, for the prompt that was looked up last."""
+        """Return the engines as sources of pulls, for the prompt looked up last."""
         tiers = self._setup.tiers
         return PullSources(
             self._alone,
@@ -389,7 +387,7 @@ class FleetSim:
         place: int,
         choice: Choice,
     ) -> Leg:
-        """Enter a prompt at the engine that computes it for another."""
+        """Start a prompt at the engine that computes it for another."""
         tokens = request.input_tokens
         ticket = self._admit(place, choice, tokens)
         self._view.placed(place, tokens, hashes)
@@ -474,7 +472,7 @@ class FleetSim:
         return found
 
     def _advance(self) -> None:
-        """Let everything happen on the engines that happens until the next request comes."""
+        """Process all events of the engines before the next arrival."""
         calendar, holding, arrivals = self._calendar, self._holding, self._arrivals
         while True:
             until_s = arrivals.next_s()
@@ -495,7 +493,7 @@ class FleetSim:
                 holding.release(self._now, self._place)
 
     def _report(self) -> None:
-        """The router polls every engine's gauges."""
+        """Poll every engine's gauges, as the router does."""
         now = self._gauges_s
         for place, (engine, account) in enumerate(zip(self._engines, self._loads, strict=True)):
             account.report(

@@ -1,11 +1,11 @@
-"""How other routers choose an engine, each as one function over what such a router knows.
+"""Other routers' choice of an engine, each as one function over that router's knowledge.
 
-Written from the published sources and documents, read in August 2026; defaults are theirs. Every function
-returns the positions that are best by its rule; which of them is taken is not the rule's to say, and the
-simulator draws it. Tokens are prompt tokens; blocks are the engines' own.
+Written from the published sources and documents, read in August 2026, with their defaults. Every function
+returns the positions of the best engines; ties are not part of the rule and are drawn by the simulator.
+Tokens are prompt tokens; blocks are the engines' own.
 
-Left out, in all of them: what does not differ between engines that are alike and healthy (filters, breakers,
-weights per engine), and temperatures, which are 0 by default.
+Omitted in all of them: everything that is equal for identical, healthy engines (filters, breakers, weights
+per engine), and temperatures, which are 0 by default.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ VLLM_ROUTER_MATCH_MIN, VLLM_ROUTER_REQUESTS_BEYOND, VLLM_ROUTER_RATIO = 0.3, 64,
 
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
-    """Knowledge of a router about one engine when a prompt arrives; each formula reads its part."""
+    """Knowledge of a router about one engine when a prompt arrives; each formula reads part of it."""
 
     prefix_tokens: int = 0
-    """Of the prompt, in the engine's cache as this router believes."""
+    """Tokens of the prompt that this router believes to be in the engine's cache."""
     prefilling_tokens: int = 0
-    """Of this router's own prompts there, those still to prefill."""
+    """Tokens of this router's own prompts there that are yet to be prefilled."""
     active_blocks: int = 0
-    """Different blocks of the prompts active there, this prompt's included."""
+    """Number of distinct blocks of the prompts active there, this prompt's included."""
     requests: int = 0
-    """Of this router, sent there and not ended."""
+    """Number of this router's requests there that have not ended."""
     waiting: int = 0
-    """The engine's gauge, as last polled; ``usage`` too."""
+    """The engine's gauge as last polled, like ``usage``."""
     usage: float = 0.0
     cold_turn: int = 0
-    """When a prompt without any hit was last sent there, as a count; 0: never."""
+    """Sequence number of the last prompt without any hit that was sent there; 0: never."""
     tree_tokens: int = 0
     """Size of this router's history of the engine."""
 
 
 Formula = Callable[[Sequence[PeerView], int, int], list[int]]
-"""(engines, prompt tokens, tokens per block) -> the best ones, at least one."""
+"""(engines, prompt tokens, tokens per block) -> the best engines, at least one."""
 
 
 def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """Lowest number of blocks to prefill and to decode, those of this prompt included.
+    """Choose the lowest number of blocks to prefill and to decode, including this prompt's.
 
     ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1. Prompt
     tokens count as to be prefilled until the first token; generated tokens are not tracked (the default).
@@ -69,7 +69,8 @@ def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> 
 
 
 def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """Highest weighted sum of scores between 0 and 1: prefix share, free KV cache, queue, no-hit LRU.
+    """Choose the highest weighted sum of scores between 0 and 1: prefix share, free KV cache, queue, no-hit
+    LRU.
 
     llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
     ``no-hit-lru``. The queue's score is the waiting count between the longest (0) and the shortest (1). A
@@ -98,7 +99,7 @@ def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> l
 
 
 def cache_aware(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """The least loaded of those with the deepest match, if it is deep enough and its load is not far off.
+    """Choose the least loaded of those with the deepest match, if it is deep and the load balanced enough.
 
     lightseekorg/smg, ``cache_aware.rs`` (1.13), defaults 0.5, 32 and 1.1: a match is a share of the prompt in
     the router's own history; load is the number of its requests. Otherwise the engine with fewest requests.
@@ -114,7 +115,8 @@ def cache_aware(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int
 
 
 def vllm_router(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
-    """A holder of the deepest match, or the engine with the smallest history; by load only if very uneven.
+    """Choose a holder of the deepest match, or the engine with the smallest history; by load only if very
+    uneven.
 
     vllm-project/router 0.1.17, policy ``cache_aware``, defaults 0.3, 64 and 1.5: the fleet is uneven if the
     most and the fewest requests differ by more than 64 and by more than half.
@@ -188,14 +190,13 @@ def _lowest(values: Iterable[float]) -> list[int]:
     return [place for place, value in enumerate(found) if value == best]
 
 
-# Another router in front of the simulated fleet: what it knows of engines, and when.
+# Another router in front of the simulated fleet: its knowledge of engines, and the delay of that.
 #
-# It knows its own requests at once, an engine's gauges as of the last poll, and what is cached either from
-# the engines' events (which come without delay) or from a history of its own, as large as that router keeps
-# it.
+# It knows its own requests immediately, an engine's gauges as of the last poll, and cached blocks either from
+# the engines' events (without delay) or from a history of its own, as large as that router's.
 
 
-# Of an approximate tree, per engine, least recently used first: 2^24 characters, the default of both.
+# Size of an approximate tree per engine, least recently used first: 2^24 characters, both routers' default.
 TREE_TOKENS_MAX = 4 << 20
 
 
@@ -214,11 +215,11 @@ class _Engine(msgspec.Struct, eq=False):
     usage: float = 0.0
     cold_turn: int = 0
     active: Counter[BlockHash] = msgspec.field(default_factory=Counter)
-    """How many of the requests there have each block."""
+    """Number of requests there that have each block."""
 
 
 class PeerRouter:
-    """The memory of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
+    """State of one other router. Requests are identified by ``index``; ties are drawn by ``rng``."""
 
     def __init__(self, name: str, engines: int, block_tokens: int, rng: random.Random) -> None:
         self._regression = FirstTokenRegression() if name == REGRESSION else None
@@ -241,9 +242,9 @@ class PeerRouter:
         seen: Sequence[PrefixHit],
         now: float,
     ) -> tuple[int, int]:
-        """The engine that gets the request, and how many prompt tokens are believed cached there.
+        """Return the engine that gets the request, and the number of prompt tokens believed cached there.
 
-        ``seen``: what events say of each engine; routers with a history of their own do not look at it.
+        ``seen``: state of each engine from events; routers with a history of their own ignore it.
         """
         prefixes = self._prefixes(prompt_tokens, hashes, seen)
         views = self._views(prefixes, hashes)
@@ -279,7 +280,7 @@ class PeerRouter:
         return all(view.requests and regression.predict(view, prompt_tokens) > left_s for view in views)
 
     def first_token(self, index: int, now: float | None = None) -> None:
-        """The request's prompt is computed."""
+        """Record that the request's prompt is computed."""
         sent = self._sent[index]
         if self._regression is not None and now is not None:
             self._regression.learn(sent.features, now - sent.asked_s)
@@ -287,7 +288,7 @@ class PeerRouter:
         sent.prefilling_tokens = 0
 
     def ended(self, index: int) -> None:
-        """The request has its answer, or has failed."""
+        """Record that the request was answered, or has failed."""
         self.first_token(index)
         sent = self._sent.pop(index)
         engine = self._engines[sent.engine]
@@ -298,7 +299,7 @@ class PeerRouter:
                 del engine.active[block]
 
     def polled(self, engine: int, waiting: int, usage: float) -> None:
-        """An engine's gauges have been read."""
+        """Record a poll of an engine's gauges."""
         self._engines[engine].waiting, self._engines[engine].usage = waiting, usage
 
     def _prefixes(
@@ -313,7 +314,7 @@ class PeerRouter:
         return found
 
     def _leading(self, active: Counter[BlockHash], hashes: Sequence[BlockHash]) -> int:
-        """Tokens at the prompt's start that prompts in flight have too."""
+        """Return the number of tokens at the prompt's start that prompts in flight share."""
         count = 0
         for block in hashes:
             if block not in active:
@@ -339,5 +340,5 @@ class PeerRouter:
         ]
 
 
-# Routers that know nothing of events.
+# Routers without events.
 TREES = frozenset({"cache-aware", "vllm-router"})

@@ -1,8 +1,8 @@
 """A router's view of each engine's cache: exact, its own history, a shadow, or none.
 
-Each arm of a simulation looks at the fleet through one sight. ``look`` gives, per engine, the hit and the
-shared prefix (``router.placement.candidate``) in tokens; the other calls tell a sight what a router sees
-anyway. Nothing but ``OracleView`` ever asks an engine.
+Each variant of a simulation has one view of the fleet. ``look`` returns, per engine, the hit and the shared
+prefix (``router.placement.candidate``) in tokens; the other methods pass on observations that every router
+makes. Only ``OracleView`` reads the engines.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from router.simulate.run.tiers import EngineTiers
 
 
 class PrefixHit(NamedTuple):
-    """Of one prompt at one engine, in tokens: what its GPU holds, the shared prefix, and what it would load
-    beyond the GPU's from host memory or from the store; ``alone``: what its host memory holds by itself."""
+    """Hits of one prompt at one engine, in tokens: on its GPU, the shared prefix, and beyond the GPU in host
+    memory or the store; ``alone``: what its host memory holds by itself."""
 
     hit: int
     shared_prefix: int
@@ -42,7 +42,7 @@ NOTHING = PrefixHit(0, 0)
 
 
 class RouterView(Protocol):
-    """``hashes`` are those of the prompt's whole hash blocks."""
+    """Interface of a view. ``hashes`` are those of the prompt's whole hash blocks."""
 
     def look(self, prompt_tokens: int, hashes: Sequence[BlockHash], now: float) -> list[PrefixHit]: ...
 
@@ -52,7 +52,7 @@ class RouterView(Protocol):
 
 
 class NoView:
-    """Knows no cache at all."""
+    """View without any cache."""
 
     def __init__(self, engines: int) -> None:
         self._nothing = [NOTHING] * engines
@@ -68,8 +68,8 @@ class NoView:
 
 
 class OracleView:
-    """An exact index without delay: the engines' own pools, and the memory outside them where ``tiers`` are
-    given (one per pool); with ``pulls`` what host memory holds by itself."""
+    """Exact view without delay: the engines' own pools, and the memory outside them if ``tiers`` are given
+    (one per pool); with ``pulls``, what host memory holds by itself."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class OracleView:
 
 
 class History:
-    """A prefix tree of what was sent where, as routers without events keep one: full attention, no groups.
+    """View of a prefix tree of sent prompts, as kept by routers without events: full attention, no groups.
 
-    ``blocks_max`` per engine caps it, least recently used first; None never forgets. A prompt counts from the
-    moment it is placed. The tree needs no nodes: a block hash stands for its whole prefix.
+    ``blocks_max`` per engine limits it, least recently used first; None: no limit. A prompt counts from its
+    placement. The tree needs no nodes: a block hash identifies its whole prefix.
     """
 
     def __init__(self, engines: int, block_tokens: int, blocks_max: int | None) -> None:
@@ -129,7 +129,7 @@ class History:
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         held = self._held[engine]
-        for block_hash in reversed(hashes):  # the start of a prefix is the last to be forgotten
+        for block_hash in reversed(hashes):  # the start of a prefix is evicted last
             held[block_hash] = None
             held.move_to_end(block_hash)
         if self._blocks_max is not None:
@@ -137,7 +137,7 @@ class History:
                 held.popitem(last=False)
 
     def sizes(self) -> list[int]:
-        """Blocks held per engine."""
+        """Return the number of blocks per engine."""
         return [len(held) for held in self._held]
 
     def prefilled(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
@@ -145,7 +145,8 @@ class History:
 
 
 class ExactRules:
-    """The router's own shadow pools (``router.placement.affinity``): the rules of engines, without events."""
+    """View of the router's own shadow pools (``router.placement.affinity``): the rules of engines, without
+    events."""
 
     def __init__(self, engines: int, spec: ShadowSpec) -> None:
         self._shadows = [Shadow(spec) for _ in range(engines)]
@@ -165,10 +166,11 @@ class ExactRules:
 def history_blocks(
     groups: tuple[GroupSpec, ...], num_blocks: int, mean_prompt_tokens: float, retention: int | None
 ) -> int:
-    """Blocks of full attention that a pool of ``num_blocks`` pages can keep beside the other groups' pages.
+    """Return the number of full-attention blocks that a pool of ``num_blocks`` pages can keep beside the
+    pages of the other groups.
 
-    What one prompt of the mean length leaves in the pool, at the given retention, says how many of its pages
-    are full attention; the same share of the pool is what a tree of one group may hold.
+    One prompt of the mean length, at the given retention, shows which share of its pages is full attention; a
+    tree of one group may hold the same share of the pool.
     """
     pages = full = 0.0
     align = max(group.block_size for group in groups)
@@ -194,7 +196,7 @@ def router_view(
     *,
     mean_prompt_tokens: float,
 ) -> RouterView:
-    """This arm's view of the engines."""
+    """Return this variant's view of the engines."""
     count, scheme = len(pools), pools[0].scheme
     match arm.view:
         case "truth":
@@ -219,14 +221,14 @@ def router_view(
             return NoView(count)
 
 
-# Prefill and decode apart in the simulated fleet: the router's own decision over pairs, and both legs.
+# Disaggregated prefill in the simulated fleet: the router's own decision over pairs, and both legs.
 #
-# The first engines of the fleet compute prompts for the others; these fetch them and generate, or do all
-# themselves. What is not simulated: failures, and leases (blocks are kept until they are fetched).
+# The first engines of the fleet compute prompts for the others; these fetch them and generate, or do both
+# themselves. Not simulated: failures, and leases (blocks are kept until they are fetched).
 
 
 class Leg(msgspec.Struct, eq=False):
-    """A prompt that is computed on one engine for another. ``whole``: the hashes of prompt and answer."""
+    """A prompt computed on one engine for another. ``whole``: the hashes of prompt and answer."""
 
     engine: int
     ticket: Ticket
@@ -234,11 +236,11 @@ class Leg(msgspec.Struct, eq=False):
     visit: RequestRun
     whole: Sequence[BlockHash]
     answer_tokens: int
-    """Tokens that the other one generates."""
+    """Number of tokens that the other engine generates."""
 
 
 class Roles:
-    """Who computes prompts for whom: engines 0 to ``prefill - 1`` for the others."""
+    """Roles of the engines: engines 0 to ``prefill - 1`` compute prompts for the others."""
 
     def __init__(self, prefill: int, groups: tuple[GroupSpec, ...], pd: PdSettings) -> None:
         self.prefill = prefill
@@ -249,8 +251,8 @@ class Roles:
     def choose(
         self, candidates: Sequence[Candidate], question: PlacementRequest, pick: Pick, policy: PolicySettings
     ) -> tuple[int, Choice, int | None]:
-        """The engine that answers, the choice of the one that computes the prompt, and which that is if it
-        is another one."""
+        """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
+        it is another."""
         tokens = question.prompt_tokens
         decode = [Side(one, "", self._lacks(one, tokens)) for one in candidates[self.prefill :]]
         prefill = [Side(one, "") for one in candidates[: self.prefill]]
@@ -262,14 +264,15 @@ class Roles:
         return place, chosen(found.scored, found.decode, "cheapest"), None
 
     def fetch(self, prompt_tokens: int) -> Fetch:
-        """Tokens that the decode engine requests; it computes the last token before a recurrent state
-        itself.
+        """Return the number of tokens that the decode engine fetches; with a recurrent state it computes the
+        last token itself.
         """
         end = prompt_tokens - 1 if self._states and prompt_tokens > 1 else prompt_tokens
         return Fetch(end, self._pd.transfer_s_per_token, self._pd.leg_overhead_s)
 
     def _lacks(self, candidate: Candidate, prompt_tokens: int) -> int:
-        """A model with recurrent states is always sent them, so the full-attention prefix counts."""
+        """Return the tokens missing there. Recurrent states are always sent, so the full-attention prefix
+        counts."""
         hit = candidate.hit
         has = max(hit.soon_tokens, hit.shared_prefix_tokens) if self._states else hit.soon_tokens
         return max(0, prompt_tokens - has)

@@ -14,24 +14,23 @@ from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
 from router.simulate.run.tiers import EngineTiers, Medium, TierSetup
 
-# How long an engine takes: the whole timing model, in seconds.
+# Timing model of an engine, in seconds.
 #
-# A chunk of ``n`` prompt tokens beside ``r`` sequences that are generating takes::
+# A chunk of ``n`` prompt tokens beside ``r`` generating sequences takes::
 #
 #     chunk_s + prefill_s_per_token * n + interference_s * r
 #
 # Prompts are computed one after the other in the order of their arrival, in chunks of at most
-# ``chunk_tokens``; every sequence that generates makes one token per ``decode_s``. ``request_s`` is the way
-# to the engine and back: it comes on top of every time to first token and keeps no engine busy. At most
-# ``seqs_max`` requests are on an engine at once. ``stall_share`` is how much of a chunk's time those that
-# generate lose, but for the one token that each step gives them: 1 as in vLLM, where all of a step's tokens
-# come at its end; 0, the default, where only times to first token are looked at. This leaves out what
-# attention's quadratic part and the batch add; ``fit`` finds the values that come closest to what an engine
-# was seen to do.
+# ``chunk_tokens``; every generating sequence makes one token per ``decode_s``. ``request_s`` is the transfer
+# to the engine and back: it is added to every time to first token and keeps no engine busy. At most
+# ``seqs_max`` requests run on an engine. ``stall_share``: share of a chunk's time that generating sequences
+# lose, less the one token that each step gives them: 1 as in vLLM, where all of a step's tokens come at its
+# end; 0, the default, where only times to first token matter. The model omits the quadratic part of attention
+# and effects of the batch; ``fit`` finds the values closest to a real engine.
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Defaults: an engine that prefills 8,000 tokens a second and decodes 50 tokens a second per sequence."""
+    """Timing. The defaults: an engine that prefills 8,000 tokens per second and decodes 50 per sequence."""
 
     prefill_s_per_token: float = 1 / 8000
     request_s: float = 0.0
@@ -59,7 +58,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
         return self.chunk_s + self.prefill_s_per_token * tokens + self.interference_s * generating
 
     def stall_s(self, chunk_seconds: float) -> float:
-        """How much later the tokens of an answer come for a chunk beside them."""
+        """Return the delay of the tokens of an answer by a chunk beside them."""
         return self.stall_share * max(0.0, chunk_seconds - self.decode_s)
 
 
@@ -69,7 +68,7 @@ def simulated_scheme(groups: tuple[GroupSpec, ...]) -> HashScheme:
 
 
 class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """Setup of a simulation. ``num_blocks``: pages of each engine's pool; ``retention`` None is dense."""
+    """Setup of a simulation. ``num_blocks``: pages of each engine's pool; ``retention`` None: dense."""
 
     groups: tuple[GroupSpec, ...]
     num_blocks: int
@@ -79,21 +78,22 @@ class FleetSetup(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     """Multiple of the workload's arrival rate."""
     closed: bool = False
-    """A turn waits for the answer before it; else every request comes at its recorded time."""
+    """Whether a turn waits for the answer before it; otherwise every request arrives at its recorded time."""
     seed: int = 0
     gauge_s: float = 2.0
-    """Seconds between two looks at every engine's gauges, as ``fleet.poll_interval_s`` of a router."""
+    """Seconds between two polls of every engine's gauges, like ``fleet.poll_interval_s`` of a router."""
     learn_rates: bool = False
-    """Learn each engine's prefill rate as the router does; otherwise arms get the true one. Learning from
-    wrong predictions misleads an arm about load as well, so with it on arms differ in two things at once."""
+    """Whether to learn each engine's prefill rate as the router does; otherwise variants get the true one.
+    Learning from wrong predictions misleads a variant about load as well, so that variants differ in two
+    things."""
     policy: PolicySettings = PolicySettings()
     tiers: TierSetup | None = None
-    """Memory outside the GPUs. Arms that see it get the load times."""
+    """Memory outside the GPUs. Variants that see it get the load times."""
     pd: PdSettings = PdSettings()
-    """Transfer times, for arms with disaggregated prefill and decode."""
+    """Transfer times, for variants with disaggregated prefill."""
 
 
-# What one run of a simulated fleet gives: what became of each request, and what the engines did.
+# Result of one run of a simulated fleet: outcomes of the requests, and numbers of the engines.
 
 
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -104,26 +104,27 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     engine: int
     prompt_tokens: int
     predicted: int
-    """The arm's prediction at the decision."""
+    """The variant's prediction at the decision."""
     hit: int
     ttft_s: float
     queue_s: float
     preempted: int
     cpu: int = 0
-    """Of the hit, loaded from host memory; ``storage``: from the store."""
+    """Part of the hit that was loaded from host memory; ``storage``: from the store."""
     storage: int = 0
     answer_s: float = -1.0
-    """To the last token; ``per_token_s``: between two of them, -1 for an answer of one."""
+    """Time to the last token; ``per_token_s``: between two of them, -1 for an answer of one."""
     per_token_s: float = -1.0
     fetched: int = 0
-    """Tokens that came from the engine that computed the prompt for this one."""
+    """Tokens transferred from the engine that computed the prompt."""
     promised: int = 0
-    """Tokens that the decision expected to be pulled from another engine's host memory; ``pulled``: came."""
+    """Tokens that the decision expected to be pulled from another engine's host memory; ``pulled``:
+    actual."""
     pulled: int = 0
 
 
 class FleetRun(msgspec.Struct):
-    """Rows in the workload's order, and what the engines did."""
+    """Rows in the workload's order, and numbers of the engines."""
 
     rows: list[Row]
     busy_s: list[float]
@@ -131,19 +132,19 @@ class FleetRun(msgspec.Struct):
     preemptions: int
     ended_s: float
     moved_bytes: int = 0
-    """Loaded from outside the GPUs."""
+    """Tokens loaded from outside the GPUs."""
     left_out_blocks: int = 0
-    """Not written into the store, for too many waited."""
+    """Blocks not written to the store because the queue was full."""
 
 
-# One request on its simulated engine: its times and tokens, and what of it lies elsewhere.
+# One request on its simulated engine: its times and tokens, and its blocks elsewhere.
 #
-# The engine (``engine``) writes it, the fleet (``fleet``) reads it. Times are seconds of the run's clock.
+# Written by the engine (``engine``), read by the fleet (``fleet``). Times are seconds of the run's clock.
 
 
 class Fetch(NamedTuple):
-    """A prompt that another engine has: up to token ``end``, at a cost in seconds per token that is missing
-    here, and ``fixed_s`` for asking."""
+    """A prompt held by another engine: up to token ``end``, at a cost in seconds per token missing here, and
+    ``fixed_s`` per request."""
 
     end: int
     s_per_token: float
@@ -204,14 +205,14 @@ class RequestRun:
         self.hit = 0
         self.loaded = 0
         self.medium: Medium | None = None
-        self.due: list[HeldKey] = []  # what the chunk under way copies out
+        self.due: list[HeldKey] = []  # blocks that the current chunk copies out
         self.coming = 0
         self.generated = 0
         self.preempted = 0
-        self.stalled_s = 0.0  # the engine's, as far as this request's next event counts it
+        self.stalled_s = 0.0  # the engine's total when this request's next event was scheduled
         self.keeps = keeps
         self.kept: list[int] = []
         self.fetch = fetch
         self.source = source  # engine to pull from
-        self.pulled = 0  # tokens that only that one had
-        self.rank_s = rank_s  # its key in the engine's order; 0 for all: that of arrival
+        self.pulled = 0  # tokens that only that engine had
+        self.rank_s = rank_s  # its key in the engine's order; 0 for all: order of arrival

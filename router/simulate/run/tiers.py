@@ -1,15 +1,15 @@
-"""Memory outside the GPUs: host memory of each engine's own, and a store that all of them share.
+"""Memory outside the GPUs: host memory of each engine, and a store shared by all.
 
-What an engine computed is copied into both as connectors copy it (``HybridBlockPool.due``), and a prompt is
-given what reaches furthest, of equals host memory, as ``HybridMultiConnector`` does. Bytes move over links,
-one transfer after the other on each: host memory over one link per engine, the store over one per engine and
-one that all share, in both directions. A block can be loaded from the store once it has been written; what
-would have to wait behind ``WRITES_MAX`` blocks of the same engine is not written. Copies into host memory
-take no time: that direction of its link is idle otherwise.
+Computed blocks are copied to both as connectors do it (``HybridBlockPool.due``), and a prompt uses the one
+with the longest prefix, host memory if equal, like ``HybridMultiConnector``. Transfers on a link are
+sequential: host memory has one link per engine, the store one per engine and a common one, for both
+directions. A block can be loaded from the store once it has been written; a block that would wait behind
+``WRITES_MAX`` blocks of the same engine is not written. Copies to host memory take no time: that direction of
+its link is otherwise idle.
 
-Engines that pull (``TierSetup.pull_bytes_per_s``) also fetch what another engine's host memory holds, where
-the router named that engine (``vllm/v1/kv_offload/tiering/p2p``, vLLM 0.32). The prefix is looked up when the
-prompt's turn comes and may be shorter than promised by then. It passes through the engine's own host memory,
+Engines that pull (``TierSetup.pull_bytes_per_s``) also fetch what another engine's host memory holds, if the
+router named that engine (``vllm/v1/kv_offload/tiering/p2p``, vLLM 0.32). The prefix is looked up when the
+prompt is scheduled and may by then be shorter than promised. It passes through the engine's own host memory
 and occupies a link of both engines.
 """
 
@@ -28,15 +28,14 @@ from publisher.events import Family, GroupSpec
 from publisher.pool.host_tier import HeldKey, HostTier
 from publisher.pool.layout import PoolLayout
 
-# What memory there is outside the GPUs: how much, how fast, what a load costs the engine; from flags too.
+# Settings of memory outside the GPUs: its size, its speed, its cost for the engine; also parsed from flags.
 #
-# ``64GiB``, ``20000`` (blocks) or ``400%`` (of what the GPUs have: of an engine's pool for host memory, of
-# the fleet's for a store) says how much; what follows a colon sets the link:
-# ``400%:gbit_s=25+latency_ms=2``.
+# ``64GiB``, ``20000`` (blocks) or ``400%`` (of the GPUs' memory: of an engine's pool for host memory, of the
+# fleet's for a store) is the size; options of the link follow a colon: ``400%:gbit_s=25+latency_ms=2``.
 
 
 Medium = Literal["CPU", "STORAGE", "PEER"]
-# As the router's own ``policy.load_s_per_token`` supposes.
+# The router's own default (``policy.load_s_per_token``).
 KV_KIB_PER_TOKEN = 100.0
 _BLOCKS_MAX = 1 << 31
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -47,12 +46,12 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     blocks: int
     bytes_per_s: float
-    """Of an engine's link."""
+    """Rate of an engine's link."""
     total_bytes_per_s: float = math.inf
-    """Of the store's own link; host memory has none."""
+    """Rate of the store's own link; host memory has none."""
     latency_s: float = 0.0
     busy_share: float = 0.0
-    """Compute time lost to a load: this share of the seconds that its bytes are on the link."""
+    """Compute time lost to a load, as a share of the seconds that its bytes are on the link."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.blocks <= _BLOCKS_MAX:
@@ -73,9 +72,9 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
     host: TierSpec | None = None
     store: TierSpec | None = None
     pull_bytes_per_s: float = 0.0
-    """Of each engine's link to the others; 0: engines do not pull. Needs ``host``."""
+    """Rate of each engine's link to the others; 0: engines do not pull. Needs ``host``."""
     pull_latency_s: float = 0.002
-    """Of one pull: the probe and its answer."""
+    """Latency of one pull: the lookup and its answer."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pull_bytes_per_s < math.inf:
@@ -84,7 +83,8 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("pull_bytes_per_s needs host: engines pull from host memory")
 
     def load_s_per_token(self, medium: Medium, groups: tuple[GroupSpec, ...]) -> float:
-        """Seconds of a long load per token: of full attention's blocks, or of the finest group's."""
+        """Return the seconds per token of a long load: of full attention's blocks, or of the smallest
+        group's."""
         spec = self.host if medium == "CPU" else self.store
         if medium != "PEER" and spec is None:
             return 0.0
@@ -98,19 +98,20 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
         return self.host is not None or self.store is not None
 
 
-# PCIe 5 x16 as pinned copies reach it; x16 of generation 4 comes to about 20.
+# Pinned copies over PCIe 5 x16; x16 of generation 4 reaches about 20.
 HOST_LINK = {"gbyte_s": 45.0, "latency_ms": 0.1, "busy": 0.0}
 STORE_LINK = {"gbit_s": 100.0, "total_gbit_s": math.inf, "latency_ms": 2.0, "busy": 0.0}
 
 
 def block_bytes(groups: tuple[GroupSpec, ...], kv_kib_per_token: float) -> int:
-    """Of a block of any group, where a token takes so much in one of full attention (else the finest)."""
+    """Return the bytes of a block of any group, from the bytes per token of full attention (else of the
+    smallest blocks)."""
     sizes = [g.block_size for g in groups if g.family is Family.FULL] or [g.block_size for g in groups]
     return max(1, round(min(sizes) * kv_kib_per_token * 1024))
 
 
 def read_host(text: str, gpu_blocks: int, bytes_per_block: int) -> TierSpec:
-    """Host memory of one engine; ``gpu_blocks`` are its pool's. Raises ``ValueError``."""
+    """Parse the host memory of one engine; ``gpu_blocks``: its pool's. Raises ``ValueError``."""
     capacity, link = _split(text, HOST_LINK)
     return TierSpec(
         blocks=_blocks(capacity, gpu_blocks, bytes_per_block),
@@ -121,7 +122,7 @@ def read_host(text: str, gpu_blocks: int, bytes_per_block: int) -> TierSpec:
 
 
 def read_store(text: str, gpu_blocks: int, bytes_per_block: int) -> TierSpec:
-    """The store that all share; ``gpu_blocks`` are the fleet's. Raises ``ValueError``."""
+    """Parse the shared store; ``gpu_blocks``: the fleet's. Raises ``ValueError``."""
     capacity, link = _split(text, STORE_LINK)
     return TierSpec(
         blocks=_blocks(capacity, gpu_blocks, bytes_per_block),
@@ -161,12 +162,12 @@ def _blocks(text: str, gpu_blocks: int, bytes_per_block: int) -> int:
     return int(value * _UNITS[unit] / bytes_per_block) if unit else int(value)
 
 
-# As the connectors' ``stores_max``.
+# The connectors' default of ``stores_max``.
 WRITES_MAX = 4096
 
 
 class Link:
-    """Transfers one after the other; ``bytes_per_s`` may be infinite."""
+    """Sequential transfers; ``bytes_per_s`` may be infinite."""
 
     __slots__ = ("_bytes_per_s", "free_s")
 
@@ -175,13 +176,13 @@ class Link:
         self.free_s = 0.0
 
     def send(self, num_bytes: int, now: float) -> float:
-        """When a transfer that is asked for now ends."""
+        """Return when a transfer requested now ends."""
         self.free_s = max(self.free_s, now) + num_bytes / self._bytes_per_s
         return self.free_s
 
 
 class Reached(NamedTuple):
-    """How far a prompt would get: tokens in all, and from where those beyond the GPU's would come."""
+    """Extent of a prompt: tokens in all, and the medium of those beyond the GPU's."""
 
     end: int
     medium: Medium | None
@@ -190,7 +191,7 @@ class Reached(NamedTuple):
 
 
 class SharedStore:
-    """One store of all engines. What is being written is held once its time has come."""
+    """One store of all engines. A block being written counts as held once its transfer has ended."""
 
     def __init__(self, spec: TierSpec, layout: PoolLayout) -> None:
         self.spec = spec
@@ -203,8 +204,8 @@ class SharedStore:
         self._order = 0
 
     def write(self, link: Link, chain: Sequence[HeldKey], block_bytes: int, now: float) -> int:
-        """Put blocks in, over an engine's link, that are neither there nor on their way; returns how many
-        were left out, as too many of this engine's are waiting already."""
+        """Write blocks over an engine's link unless they are held or in transit; returns how many were
+        omitted because too many of this engine's are waiting."""
         self.settle(now)
         self.held.use([key for key in chain if key in self.held])
         new = [key for key in dict.fromkeys(chain) if key not in self.held and key not in self._under_way]
@@ -219,7 +220,7 @@ class SharedStore:
         return len(new) - len(written)
 
     def settle(self, now: float) -> None:
-        """Make the blocks available whose writing has ended by now."""
+        """Make blocks available whose transfer has ended by now."""
         while self._coming and self._coming[0][0] <= now:
             _, _, link, written = heapq.heappop(self._coming)
             self._under_way.difference_update(written)
@@ -228,7 +229,7 @@ class SharedStore:
 
 
 class EngineTiers:
-    """One engine's way to its host memory and to the store."""
+    """One engine's access to its host memory and to the store."""
 
     def __init__(self, setup: TierSetup, layout: PoolLayout, store: SharedStore | None) -> None:
         self._setup = setup
@@ -238,17 +239,17 @@ class EngineTiers:
         rate = math.inf if store is None else store.spec.bytes_per_s
         self._reads, self._writes = Link(rate), Link(rate)
         self.peers = Link(setup.pull_bytes_per_s or math.inf)
-        # Not written into the store, for too many waited.
+        # Blocks not written to the store because the queue was full.
         self.left_out_blocks = 0
-        # Loaded.
+        # Tokens loaded.
         self.moved_bytes = 0
 
     def held_alone(self, request: PoolRequest) -> int:
-        """Tokens of a prompt that the host memory holds by itself, in every group."""
+        """Return the tokens of a prompt that the host memory holds by itself, in every group."""
         return 0 if self.host is None else self.host.reach(request, 0)
 
     def reach(self, request: PoolRequest, hit: int, now: float, source: EngineTiers | None = None) -> Reached:
-        """How far a prompt gets from its GPU hit on; ``source``: the engine to pull from."""
+        """Return how far a prompt gets beyond its GPU hit; ``source``: the engine to pull from."""
         end: int = hit
         medium: Medium | None = None
         if self.host is not None and (found := self.host.reach(request, hit)) > end:
@@ -266,8 +267,8 @@ class EngineTiers:
         return Reached(end, medium)
 
     def load(self, request: PoolRequest, medium: Medium, now: float) -> tuple[float, float]:
-        """Begin the load of a request that the pool has started: when it ends, and the seconds that it takes
-        away from computing."""
+        """Start the load of a request that the pool has started. Returns when it ends, and the lost compute
+        time in seconds."""
         spec, tier = (
             (self._setup.host, self.host)
             if medium == "CPU"
@@ -286,7 +287,8 @@ class EngineTiers:
         return ends_s + spec.latency_s, spec.busy_share * size / spec.bytes_per_s
 
     def pull(self, request: PoolRequest, source: EngineTiers, now: float) -> tuple[float, float]:
-        """Begin to pull into this host memory what it lacks of a load, and the load from there; as ``load``.
+        """Start to pull the missing part of a load into this host memory, and to load from there, like
+        ``load``.
 
         The blocks count as held at once. Each end sends or receives one pull after the other.
         """
@@ -304,7 +306,7 @@ class EngineTiers:
         return max(ends_s, arrived_s + self._setup.pull_latency_s), owed_s
 
     def store(self, chain: Sequence[HeldKey], now: float) -> None:
-        """Keep what became full in a step that ends now."""
+        """Store blocks that were filled in a step that ends now."""
         if self.host is not None:
             self.host.store(chain)
         if self._store is not None and chain:
@@ -313,7 +315,7 @@ class EngineTiers:
 
 
 def tiers_of(setup: TierSetup | None, pools: Sequence[HybridBlockPool]) -> list[EngineTiers | None]:
-    """The tiers of a fleet, engine by engine; None where there are none."""
+    """Return the tiers of a fleet, by engine; None without any."""
     if setup is None or not setup.any:
         return [None] * len(pools)
     store = None if setup.store is None else SharedStore(setup.store, pools[0].layout)

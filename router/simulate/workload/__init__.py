@@ -1,1 +1,1 @@
-"""Who asks what, and when."""
+"""Workloads: requests, their content and their times."""

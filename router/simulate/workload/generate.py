@@ -1,9 +1,9 @@
-"""Workloads that are made, not recorded: chats, tenants behind shared system prompts, agents that fan out,
-private documents, bursts of questions behind shared prompts.
+"""Generated workloads: chats, tenants behind shared system prompts, agents that fan out, private documents,
+bursts of questions behind shared prompts.
 
-Each is a seeded draw; the same arguments give the same requests. Lengths are log-normal around what chat
-services publish; every number is a default here and nowhere else. Sessions begin over ``seconds``; their
-later turns may come after.
+Each is drawn with a seed; equal arguments give equal requests. Lengths are log-normal around published
+figures of chat services; all of these numbers are defaults defined here. Sessions start within ``seconds``;
+their later turns may come after.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_TOKENS_MAX = 1500
 
 @dataclass
 class _Draw:
-    """One workload in the making; ``chain`` lists of ids stand for tokens, ``UNIT_TOKENS`` each."""
+    """One workload under construction; in ``chain``, each id represents ``UNIT_TOKENS`` tokens."""
 
     rng: random.Random
     asked: list[Asked] = field(default_factory=list)
@@ -40,7 +40,7 @@ class _Draw:
         return max(1, min(ANSWER_TOKENS_MAX, int(self.rng.lognormvariate(5.3, 0.7))))
 
     def ask(self, at_s: float, tokens: int, answer: int, chain: list[int]) -> list[int]:
-        """A prompt that goes on from ``chain``; returns the chain of its whole units."""
+        """Add a prompt that continues ``chain``; returns the chain of its whole units."""
         whole, left = divmod(tokens, UNIT_TOKENS)
         grown = chain[:whole] + self.new_ids(max(0, whole - len(chain)))
         tail = self.new_ids(1) if left else []
@@ -56,7 +56,8 @@ class _Draw:
         return grown
 
     def session(self, at_s: float, system_tokens: int, chain: list[int], *, fan_out: float) -> None:
-        """Turns of one conversation; with probability ``fan_out`` a turn has 3 to 6 siblings in seconds."""
+        """Add the turns of one conversation; with probability ``fan_out`` a turn has 3 to 6 siblings within
+        seconds."""
         self.sessions += 1
         tokens = system_tokens
         for _ in range(min(6, 1 + int(self.rng.expovariate(0.6)))):
@@ -74,7 +75,7 @@ class _Draw:
 
 
 def chat(count: int, seconds: float, seed: int) -> list[Asked]:
-    """Conversations of their own behind one short system prompt that all share."""
+    """Draw conversations behind one short, shared system prompt."""
     draw = _Draw(random.Random(seed))
     system = draw.new_ids(1)
     while len(draw.asked) < 1.3 * count:
@@ -87,7 +88,7 @@ def chat(count: int, seconds: float, seed: int) -> list[Asked]:
 def tenants(
     count: int, seconds: float, seed: int, *, fan_out: float = 0.0, tenants_num: int = 150
 ) -> list[Asked]:
-    """Sessions behind system prompts of 2k to 16k tokens; some tenants come far more often (Zipf)."""
+    """Draw sessions behind system prompts of 2k to 16k tokens; some tenants are much more frequent (Zipf)."""
     draw = _Draw(random.Random(seed))
     low, high = math.log(2048), math.log(16_384)
     systems = [int(math.exp(draw.rng.uniform(low, high))) // UNIT_TOKENS for _ in range(tenants_num)]
@@ -102,18 +103,18 @@ def tenants(
 
 
 def agents(count: int, seconds: float, seed: int) -> list[Asked]:
-    """Tenants whose turns fan out into siblings: the same context, then a task of each one's own."""
+    """Draw tenants whose turns fan out into siblings: the same context, then a task of each one's own."""
     return tenants(count, seconds, seed, fan_out=0.35)
 
 
 DOCUMENTS, DOCUMENT_TOKENS, DOCUMENT_TURNS = 192, 49_152, 6
 DOCUMENT_QUESTION_TOKENS = DOCUMENT_ANSWER_TOKENS = 256
-# Between two questions, on average: about a sixth of the documents are then in use at a time.
+# Mean pause between two questions: about a sixth of the documents are then in use at a time.
 DOCUMENT_GAP_S = 20.0
 
 
 def documents(count: int, seconds: float, seed: int) -> list[Asked]:
-    """Conversations about long documents that share nothing: at most ``DOCUMENTS``, so 1,152 requests.
+    """Draw conversations about long documents that share nothing: at most ``DOCUMENTS``, so 1,152 requests.
 
     The sizes are those of llm-d's guide to sharing KV caches between engines (p2p-kv-cache-sharing).
     """
@@ -135,7 +136,8 @@ SHARED_BURST_CV = 2.0
 
 
 def shared(count: int, seconds: float, seed: int) -> list[Asked]:
-    """Single questions behind 150 system prompts, in bursts: gamma gaps whose deviation is twice their mean.
+    """Draw single questions behind 150 system prompts, in bursts: gamma gaps with a deviation of twice their
+    mean.
 
     The sizes are those of llm-d's guide to prefix routing; answers are of about 1,000 tokens.
     """
@@ -164,7 +166,7 @@ def _cut(asked: list[Asked], count: int) -> list[Asked]:
     return sorted((a for a in asked if a.at_s >= 0), key=lambda a: a.at_s)[:count]
 
 
-# By name: (how many requests, over how many seconds, seed).
+# By name: (number of requests, seconds, seed) -> requests.
 GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
     "chat": chat,
     "tenants": tenants,

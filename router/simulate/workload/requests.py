@@ -1,12 +1,12 @@
-"""A workload: requests in the order of their arrival, their tokens told apart by ids, without any text.
+"""A workload: requests in the order of their arrival, with ids instead of tokens, and without any text.
 
-The formats are read by ``traces``, ``sessions`` and ``usage``. All of them tell prompts apart by ids,
-one per ``unit_tokens`` tokens of the prompt, the last one for what is left. Equal ids at the start of two
-prompts mean equal tokens.
+The formats are read by ``traces``, ``sessions`` and ``sources``. All of them describe a prompt by ids, one
+per ``unit_tokens`` tokens, the last one for the rest. Equal ids at the start of two prompts mean equal
+tokens.
 
-What an engine generates is the start of what the next turn sends, so a request whose prompt a later one goes
-on from has that one's ids for its answer (``continued``); any other answer is of its own. Always true:
-arrivals do not decrease, and two streams share a block hash exactly where everything up to it is the same.
+Generated tokens are the start of what the next turn adds. So the answer of a request takes the ids of the
+later prompt that continues it (``continued``); any other answer has its own ids. Invariants: arrivals do not
+decrease; two prompts share a block hash exactly if everything up to it is equal.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from router.observe.history import UNIT_TOKENS
 
 REQUESTS_MAX = 2_000_000
 LINE_CHARS_MAX = 4 << 20
-# Of one prompt, and of one answer.
+# Limit of one prompt, and of one answer.
 TOKENS_MAX = 16 << 20
-# Prompts with the same whole units that a later one is looked for to go on from: the latest ones.
+# Number of latest prompts with equal whole units among which the previous turn is searched.
 TURNS_OPEN_MAX = 64
 # Mooncake's timestamps are rounded to this; requests of one tick are spread over it.
 TICK_S = 3.0
@@ -39,15 +39,16 @@ _MASK = (1 << 64) - 1
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be used; says where, what and why."""
+    """An unusable workload; the message names the place, the value found and the expected one."""
 
 
 class Follows(msgspec.Struct, frozen=True, kw_only=True):
-    """Which request of the same client comes before, by its place in the workload. Seconds as recorded.
+    """The previous request of the same client, by its position in the workload. Seconds as recorded.
 
-    In closed sessions a request comes ``think_s`` after the answer to that one; where that pause was not
-    recorded, ``gap_s`` after that one came, but not before its answer. With ``answered`` False (a sub-agent,
-    which starts beside its parent) it comes ``gap_s`` after that one came, answered or not.
+    In closed sessions a request arrives ``think_s`` after the answer to the previous one; if that pause was
+    not recorded, ``gap_s`` after the previous arrival, but not before its answer. With ``answered`` False (a
+    sub-agent, which starts beside its parent) it arrives ``gap_s`` after the previous arrival, answered or
+    not.
     """
 
     request: int
@@ -57,19 +58,19 @@ class Follows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. ``ids`` cover prompt and answer, ``unit_tokens`` tokens each but for the last."""
+    """One request. ``ids`` cover prompt and answer, ``unit_tokens`` tokens each except for the last."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     ids: tuple[int, ...]
     session: int = 0
-    """Requests of one conversation have the same, where the workload tells."""
+    """Equal for requests of one conversation, if the workload names it."""
     tenant: str = ""
-    """Among whom a router that holds requests shares what comes free."""
+    """Tenant, for routers that hold requests and share free capacity by tenant."""
     unit_tokens: int = UNIT_TOKENS
     follows: Follows | None = None
-    """The turn before, as recorded or guessed; None: it starts a session."""
+    """The previous turn, as recorded or inferred; None: it starts a session."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +78,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """One request as it stands in a workload, checked. ``session`` where that says it: then only its own
-    turns go on. ``ids`` cover the prompt, ``unit_tokens`` each but for the last."""
+    """One validated request of a workload. ``session`` if it has one: then only turns of that session
+    continue it. ``ids`` cover the prompt, ``unit_tokens`` each except for the last."""
 
     at_s: float
     input_tokens: int
@@ -87,20 +88,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     session: int | None = None
     unit_tokens: int = UNIT_TOKENS
     follows: Follows | None = None
-    """Where the workload says which request comes before; else the one that this goes on from does."""
+    """The previous request if the workload names it; otherwise it is inferred from the ids."""
 
 
 One = TypeVar("One", Asked, Request)
 
 
 def in_order(found: list[Asked]) -> list[Asked]:
-    """By time, which starts with the first of them."""
+    """Sort by time and shift the first to 0."""
     found = by_time(found)
     return [msgspec.structs.replace(asked, at_s=asked.at_s - found[0].at_s) for asked in found]
 
 
 def by_time(found: Sequence[One]) -> list[One]:
-    """In the order of time; what follows another one still does."""
+    """Sort by time; references to previous requests are adjusted."""
     order = sorted(range(len(found)), key=lambda place: found[place].at_s)
     places = {old: new for new, old in enumerate(order)}
 
@@ -114,7 +115,7 @@ def by_time(found: Sequence[One]) -> list[One]:
 
 
 def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
-    """Where each line of a file stands, and its fields. Raises ``WorkloadError``."""
+    """Yield each line's position and its fields. Raises ``WorkloadError``."""
     opened = gzip.open if path.suffix == ".gz" else open
     count = 0
     try:
@@ -128,7 +129,7 @@ def lines_of(path: Path) -> Generator[tuple[str, dict[str, Any]]]:
                     count += 1
                     yield f"{path}:{number}", _fields(line, f"{path}:{number}")
     except FileNotFoundError:
-        raise WorkloadError(f"{path}: there is no such file") from None
+        raise WorkloadError(f"{path}: the file does not exist") from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise WorkloadError(f"{path}: {error}") from None
     if not count:
@@ -149,7 +150,8 @@ def _fields(line: str, where: str) -> dict[str, Any]:
 
 
 def asked_of(fields: dict[str, Any], where: str) -> Asked:
-    """One line of a router's own log, checked. Raises ``WorkloadError``, naming ``where`` and the field."""
+    """Validate one line of a router's own record. Raises ``WorkloadError``, naming ``where`` and the
+    field."""
     length = count_of(fields, "input_length", where, least=1)
     ids = ids_of(fields, where)
     wanted = -(-length // UNIT_TOKENS)
@@ -164,7 +166,7 @@ def asked_of(fields: dict[str, Any], where: str) -> Asked:
 
 
 def ids_of(fields: dict[str, Any], where: str) -> list[int]:
-    """The field ``hash_ids``, checked. Raises ``WorkloadError``."""
+    """Validate the field ``hash_ids``. Raises ``WorkloadError``."""
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise WorkloadError(f"{where}: hash_ids: expected a list of whole numbers")
@@ -172,12 +174,12 @@ def ids_of(fields: dict[str, Any], where: str) -> list[int]:
 
 
 def milliseconds_of(fields: dict[str, Any], key: str, where: str) -> float:
-    """A field in milliseconds, as seconds. Raises ``WorkloadError``."""
+    """Convert a field in milliseconds to seconds. Raises ``WorkloadError``."""
     return _number(fields, key, where, "milliseconds from the start" if key == "timestamp" else "ms") / 1000
 
 
 def seconds_of(fields: dict[str, Any], key: str, where: str) -> float:
-    """A field in seconds. Raises ``WorkloadError``."""
+    """Validate a field in seconds. Raises ``WorkloadError``."""
     return _number(fields, key, where, "seconds")
 
 
@@ -189,7 +191,7 @@ def _number(fields: dict[str, Any], key: str, where: str, expected: str) -> floa
 
 
 def count_of(fields: dict[str, Any], key: str, where: str, *, least: int) -> int:
-    """A field that is a whole number of tokens. Raises ``WorkloadError``."""
+    """Validate a field that is a whole number of tokens. Raises ``WorkloadError``."""
     value = fields.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= TOKENS_MAX:
         raise WorkloadError(
@@ -199,8 +201,8 @@ def count_of(fields: dict[str, Any], key: str, where: str, *, least: int) -> int
 
 
 def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> list[Asked]:
-    """Arrivals of one tick drawn evenly over it, in their old order; finer times are left as they are, and
-    those of sessions that say who follows whom."""
+    """Spread arrivals of one tick evenly at random over it, in their order; finer times are unchanged, as are
+    those of sessions with known previous turns."""
     times = sorted({a.at_s for a in asked})
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     if not gaps or min(gaps) < 0.9 * tick_s or any(one.follows for one in asked):
@@ -219,10 +221,10 @@ def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> 
 
 
 def continued(asked: Sequence[Asked]) -> list[Request]:
-    """Prompts with answers: of the next turn where there is one, else of their own.
+    """Return prompts with answers: those of the next turn if there is one, else new ids.
 
-    A prompt goes on from an earlier one if it starts with all its whole units and is at least as long as that
-    prompt with its answer. Of several, the longest and then the latest counts; a prompt is gone on from once.
+    A prompt continues an earlier one if it starts with all its whole units and is at least as long as that
+    prompt with its answer. Of several, the longest and then the latest counts; a prompt is continued once.
     """
     waiting: dict[int, deque[int]] = {}
     following: dict[int, int] = {}
@@ -268,7 +270,7 @@ def continued(asked: Sequence[Asked]) -> list[Request]:
 
 
 def _goes_on_from(one: Asked, earlier: deque[int], asked: Sequence[Asked]) -> int | None:
-    """The latest of ``earlier`` that can be the turn before ``one``."""
+    """Return the latest of ``earlier`` that can be the turn before ``one``."""
     for index in reversed(earlier):
         before = asked[index]
         if before.session == one.session and before.input_tokens + before.output_tokens <= one.input_tokens:
@@ -277,7 +279,7 @@ def _goes_on_from(one: Asked, earlier: deque[int], asked: Sequence[Asked]) -> in
 
 
 def _chain(ids: Iterable[int]) -> list[int]:
-    """One number per id that stands for it and all before it."""
+    """Return one number per id that identifies it and all ids before it."""
     state, chain = 0x9E3779B97F4A7C15, []
     for identifier in ids:
         state = _mix(state ^ _mix(identifier & _MASK))
@@ -286,7 +288,7 @@ def _chain(ids: Iterable[int]) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): a bijection without visible structure."""
+    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014): a bijection without visible structure."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -294,9 +296,9 @@ def _mix(value: int) -> int:
 
 
 def block_hashes(request: Request, block_tokens: int) -> list[BlockHash]:
-    """A hash per whole block of prompt and answer; it stands for everything before it too.
+    """Return a hash per whole block of prompt and answer that identifies everything up to it.
 
-    ``block_tokens`` must divide the workload's unit or be a multiple of it: ids tell no more. Raises
+    ``block_tokens`` must divide the workload's unit or be a multiple of it: ids are no finer. Raises
     ``ValueError``.
     """
     unit = request.unit_tokens

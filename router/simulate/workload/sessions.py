@@ -1,16 +1,16 @@
-"""Session files: one JSON object per recorded agent session, as kv-cache-tester publishes them.
+"""Session files: one JSON object per recorded agent session, in the format of kv-cache-tester.
 
 ``requests`` have ``t`` (s from the session's start), ``in`` and ``out`` (tokens) and ``hash_ids``, one per
-``block_size`` tokens of the prompt, with or without one for what is left. Ids are local to a session. Entries
-of ``type`` "subagent" have ``requests`` of their own, whose times count from the session's start, or from the
+``block_size`` tokens of the prompt, with or without one for the rest. Ids are local to a session. Entries of
+``type`` "subagent" have ``requests`` of their own, whose times count from the session's start, or from the
 entry's ``t`` if they begin before it.
 
-What sessions share is not recorded but for lengths: tool definitions of ``tool_tokens`` count as equal in all
-sessions where they are as long, and system prompts of ``system_tokens`` behind equal tools too.
+Content shared between sessions is recorded only by its length: tool definitions of ``tool_tokens`` count as
+equal in all sessions with the same length, and system prompts of ``system_tokens`` after equal tools too.
 
-Sessions begin evenly over the time that the longest of them lasts. In closed replay a turn follows the one
-before it in its list, after ``think_time`` where that is recorded, else after what ``api_time`` leaves of the
-gap; a sub-agent starts beside the latest request of its parent that came no later.
+Sessions start evenly over the duration of the longest one. In closed replay a turn follows the previous one
+of its list, after ``think_time`` if recorded, else after the gap less ``api_time``; a sub-agent starts beside
+the latest earlier request of its parent.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _EXPECTED = (
 
 
 def is_session(path: Path) -> bool:
-    """Whether a path is a folder, or a JSON file that is no list of requests by lines."""
+    """Whether a path is a folder, or a JSON file that is not a list of requests by lines."""
     if path.is_dir() or not path.name.endswith(ENDINGS):
         return path.is_dir()
     try:
         with contextlib.closing(lines_of(path)) as lines:
             _, fields = next(lines)
     except WorkloadError:
-        return True  # a session over several lines, or a fault that its reader names
+        return True  # a session over several lines, or an error that its reader reports
     return not {"input_length", "payload_b64"} & fields.keys()
 
 
 def read_sessions(paths: Sequence[Path]) -> list[Asked]:
-    """The requests of session files, and of those in folders, by time. Raises ``WorkloadError``."""
+    """Return the requests of session files, and of those in folders, by time. Raises ``WorkloadError``."""
     files: list[Path] = []
     for path in paths:
         inside = (
@@ -81,7 +81,7 @@ def _object(path: Path) -> dict[str, Any]:
         with opened(path, "rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:
-        raise WorkloadError(f"{path}: there is no such file") from None
+        raise WorkloadError(f"{path}: the file does not exist") from None
     except (OSError, EOFError, zlib.error) as error:
         raise WorkloadError(f"{path}: {error}") from None
     if len(data) > FILE_BYTES_MAX:
@@ -98,7 +98,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 class _Joined:
-    """Sessions as one workload; every block of tokens has one id in all of them."""
+    """Sessions merged into one workload; every block of tokens has one id in all of them."""
 
     def __init__(self) -> None:
         self._unit: int | None = None
@@ -127,7 +127,7 @@ class _Joined:
                 self._list(inside, entry, scope, name, base_s=base_s, parents=parents)
 
     def spread(self) -> list[Asked]:
-        """All of them, the sessions' starts apart."""
+        """Return all requests, with the sessions' starts spread."""
         ends = [*self._starts[1:], len(self._found)]
         parts = [self._found[start:end] for start, end in zip(self._starts, ends, strict=True)]
         longest_s = max(one.at_s for one in self._found)
@@ -147,7 +147,7 @@ class _Joined:
         base_s: float,
         parents: list[int],
     ) -> list[int]:
-        """One agent's requests; returns their places."""
+        """Add one agent's requests; returns their positions."""
         number, unit = next(self._lists), self._unit or 1
         self._share(entries, head, scope, where, unit)
         places: list[int] = []
@@ -187,7 +187,8 @@ class _Joined:
         where: str,
         unit: int,
     ) -> None:
-        """Blocks of tools and system prompt, with which the first prompt begins, are those of others."""
+        """Share the blocks of tools and system prompt, with which the first prompt begins, with other
+        sessions."""
         if not entries or scope == "all":
             return
         tools = count_of(head, "tool_tokens", where, least=0) if "tool_tokens" in head else 0
@@ -216,7 +217,7 @@ class _Joined:
 
 
 def _entries(fields: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
-    """A list of requests in the order of their times, each with where it stands."""
+    """Return a list of requests by time, each with its position."""
     found = fields.get("requests")
     if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
         raise WorkloadError(f"{where}: requests: expected a list of JSON objects")

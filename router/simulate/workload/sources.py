@@ -1,8 +1,8 @@
-"""Where a workload comes from: a trace, a capture of a running router, or a generator; one draw per seed.
+"""Source of a workload: a trace, a capture of a running router, or a generator; one draw per seed.
 
-Seed 0 is a file as recorded. Another seed moves its arrivals: within their tick where times are rounded, else
-by up to ``JITTER_GAPS`` mean gaps, which changes who meets whom in a queue and nothing else. A generator
-draws again.
+Seed 0 is a file as recorded. Another seed shifts its arrivals: within their tick if times are rounded, else
+by up to ``JITTER_GAPS`` mean gaps, which changes only which requests meet in a queue. A generator draws new
+requests.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ JITTER_GAPS = 2.0
 class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     """The workload to simulate. ``name``: a path, or one of ``GENERATORS``.
 
-    ``requests_max``: only this many (generators: how many, by default ``COUNT``). ``seconds``: how
-    long a generator's requests arrive. ``model``: only requests of that one, where a capture has several.
+    ``requests_max``: maximum number of requests (generators: their number, by default ``COUNT``).
+    ``seconds``: duration of a generator's arrivals. ``model``: only requests of that model, if a capture has
+    several.
     """
 
     name: str
@@ -43,7 +44,7 @@ class WorkloadSource(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
     def draws(self, seeds: Sequence[int]) -> dict[int, list[Request]]:
-        """The requests per seed. Raises ``WorkloadError``."""
+        """Return the requests per seed. Raises ``WorkloadError``."""
         if self.name in GENERATORS:
             return {seed: self._generated(seed) for seed in seeds}
         if self.seconds is not None:

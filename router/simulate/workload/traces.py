@@ -1,13 +1,14 @@
-"""Traces of one JSON line per request: Mooncake's format with any block size, AIPerf's rows of sessions.
+"""Traces with one JSON line per request: Mooncake's format with any block size, and AIPerf's rows of
+sessions.
 
 Every row has ``input_length`` and ``output_length``. ``hash_ids`` has one id per unit of the prompt, with or
-without one for what is left; tokens per id are found from all rows, which must agree. A file without them is
-read too: each prompt is then of its own, but for a turn of a session that is at least as long as the turn
-before with its answer, which it goes on from.
+without one for the rest; the tokens per id are inferred from all rows, which must agree. A file without ids
+is read too: each prompt is then unique, except that a turn of a session that is at least as long as the
+previous turn with its answer continues it.
 
-A row comes at its ``timestamp`` (ms). Rows with a ``session_id`` need none but: a turn without one comes
-``delay`` ms after the answer to the turn before (open replay: after that turn came), and sessions without any
-begin ``ROW_S`` apart per row of the file.
+A row arrives at its ``timestamp`` (ms). In a session (``session_id``) only the first row needs one: a turn
+without one arrives ``delay`` ms after the previous answer (open replay: after the previous arrival), and
+sessions without any start ``ROW_S`` apart per row of the file.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from router.simulate.workload.requests import (
 from router.simulate.workload.sessions import is_session
 
 ROW_S = 0.3
-# Of ids that are made, where a trace has none.
+# Unit of generated ids, if a trace has none.
 OWN_UNIT_TOKENS = 64
 _EXPECTED = (
     "expected input_length and output_length, timestamp (ms) or session_id (and delay, ms), and hash_ids "
@@ -58,7 +59,7 @@ class _Row(NamedTuple):
 
 
 class UnitRange(NamedTuple):
-    """The numbers of tokens per id that rows allow: ``low`` to ``high``, empty if there is none."""
+    """Numbers of tokens per id that all rows allow: ``low`` to ``high``, empty if there is none."""
 
     low: int = 1
     high: int = TOKENS_MAX
@@ -67,20 +68,20 @@ class UnitRange(NamedTuple):
         return self.low <= self.high
 
     def with_tail(self, tokens: int, ids: int) -> UnitRange:
-        """Tokens left too if the last id stands for the rest of a prompt."""
+        """Restrict it by a row whose last id represents the rest of the prompt."""
         if not ids:
             return UnitRange(1, 0)
         high = -(-tokens // (ids - 1)) - 1 if ids > 1 else self.high
         return UnitRange(max(self.low, -(-tokens // ids)), min(self.high, high))
 
     def whole_only(self, tokens: int, ids: int) -> UnitRange:
-        """The same, if what is left of a prompt has no id."""
+        """Restrict it by a row without an id for the rest of the prompt."""
         high = tokens // ids if ids else self.high
         return UnitRange(max(self.low, tokens // (ids + 1) + 1), min(self.high, high))
 
     @property
     def best(self) -> int:
-        """Mooncake's own where the rows leave a choice, else a power of two, else the largest."""
+        """Return Mooncake's own unit if the rows allow it, else a power of two, else the largest."""
         if self.low <= UNIT_TOKENS <= self.high:
             return UNIT_TOKENS
         power = 1 << (self.high.bit_length() - 1)
@@ -88,7 +89,7 @@ class UnitRange(NamedTuple):
 
 
 def read(path: Path) -> list[Asked]:
-    """The requests of a file (``.gz`` or plain), in order of time, which starts with the first of them.
+    """Return the requests of a file (``.gz`` or plain), by time, which starts with the first of them.
 
     Raises ``WorkloadError``, naming the line, what was found and what is expected.
     """
@@ -144,7 +145,7 @@ def _disagrees(row: _Row, ids: int, before: UnitRange, *, first: bool) -> str:
 
 
 def _asked(rows: list[_Row], ids: list[tuple[int, ...]], unit: int) -> list[Asked]:
-    """With times, and who follows whom, in the order of the file."""
+    """Return the requests with times and previous turns, in the order of the file."""
     sessions: dict[str | int, int] = {}
     last: dict[str | int, int] = {}
     found: list[Asked] = []
@@ -156,7 +157,7 @@ def _asked(rows: list[_Row], ids: list[tuple[int, ...]], unit: int) -> list[Aske
         if before is not None:
             gap_s = at_s - found[before].at_s
             if gap_s < 0:
-                raise WorkloadError(f"{row.where}: timestamp: before that of the session's turn before")
+                raise WorkloadError(f"{row.where}: timestamp: before that of the session's previous turn")
             think_s = 0.0 if row.at_s is None and row.delay_s is None else row.delay_s
             follows = Follows(request=before, gap_s=gap_s, think_s=think_s)
         session = None
@@ -178,7 +179,7 @@ def _asked(rows: list[_Row], ids: list[tuple[int, ...]], unit: int) -> list[Aske
 
 
 def _with_tails(rows: list[_Row], unit: int) -> list[tuple[int, ...]]:
-    """An id of its own for what is left of a prompt, where it has none."""
+    """Add an id for the rest of a prompt that has none."""
     own = max((max(row.ids) for row in rows if row.ids), default=0) + 1
     found = []
     for row in rows:
@@ -190,7 +191,7 @@ def _with_tails(rows: list[_Row], unit: int) -> list[tuple[int, ...]]:
 
 
 def _own_ids(rows: list[_Row]) -> list[tuple[int, ...]]:
-    """Ids for a trace without any."""
+    """Make ids for a trace without any."""
     streams: dict[str | int, tuple[int, list[int]]] = {}
     fresh = 0
     found = []
@@ -209,9 +210,9 @@ def _own_ids(rows: list[_Row]) -> list[tuple[int, ...]]:
 
 # The usage record of a router (``router.observe.usage``) as a workload.
 #
-# Lines of requests whose prompts were tokenized by the router and answered by an engine count, others are
-# left out. Where the engine did not report how many tokens it generated, the duration of the answer gives
-# them, at the pace of the answers that report both. A record that was rotated is read whole.
+# Only requests whose prompts were tokenized by the router and answered by an engine are used. If the engine
+# did not report the number of generated tokens, it is estimated from the duration of the answer, at the pace
+# of the answers that report both. A rotated record is read completely.
 
 
 OUTPUT_GUESS_MAX = 32_768
@@ -219,7 +220,7 @@ _SUCCESS = 200, 300
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. ``asked.output_tokens`` is a guess where ``output_reported`` is False."""
+    """One line. ``asked.output_tokens`` is estimated if ``output_reported`` is False."""
 
     asked: Asked
     model: str
@@ -233,7 +234,7 @@ class Captured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def s_per_generated_token(self) -> float | None:
-        """Between the first and the last token; None where that is not known."""
+        """Return the time per token between the first and the last one; None if unknown."""
         more = self.asked.output_tokens - 1
         if not self.output_reported or self.ttft_s is None or more < 1:
             return None
@@ -255,9 +256,9 @@ def is_capture(path: Path) -> bool:
 
 
 def read_capture(path: Path, model: str | None = None) -> list[Captured]:
-    """All lines of a capture, by time. ``model``: only requests of that one.
+    """Return all lines of a capture, by time. ``model``: only requests of that one.
 
-    Raises ``WorkloadError``, also for a capture of several models where none is named: they do not share
+    Raises ``WorkloadError``, also for a capture of several models without ``model``: they do not share
     engines' caches.
     """
     lines = (line for piece in rotated_files(path) for line in lines_of(piece))
@@ -277,12 +278,12 @@ def read_capture(path: Path, model: str | None = None) -> list[Captured]:
 
 
 def asked_in(captured: Sequence[Captured]) -> list[Asked]:
-    """The workload in a capture."""
+    """Return the workload in a capture."""
     return in_order([one.asked for one in captured])
 
 
 def _captured(fields: dict[str, Any], where: str) -> Captured | None:
-    """None: nothing was computed, or the prompt is not known."""
+    """Parse a line; None if nothing was computed, or the prompt is unknown."""
     try:
         line = msgspec.convert(fields, UsageLine)
     except msgspec.ValidationError as error:
