@@ -23,9 +23,9 @@ import msgspec
 from benchmarks.routing import put
 from publisher.events import GroupSpec
 from router.observe.history import UNIT_TOKENS
-from router.simulate.run.arms import arms_of
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, Timing
+from router.simulate.run.variants import variants_of
 from router.simulate.workload.requests import Request
 
 SECONDS = 60.0
@@ -64,7 +64,7 @@ def simulate(requests: list[Request], arm: str, engines: int) -> FleetRun:
         groups=(GroupSpec(0, "full_attention", 64),), num_blocks=8192, engines=engines, timing=TIMING
     )
     ordered = sorted(requests, key=lambda one: one.at_s)
-    return FleetSim(setup, arms_of([arm])[arm], mean_prompt_tokens=TOKENS).run(ordered)
+    return FleetSim(setup, variants_of([arm])[arm], mean_prompt_tokens=TOKENS).run(ordered)
 
 
 def waits_of(requests: list[Request], run: FleetRun, tenant: str) -> list[float]:

@@ -35,8 +35,8 @@ import msgspec
 from benchmarks.routing_report import CLOSED, Run, report
 from router.placement.candidate import PolicySettings
 from router.simulate.plan import MODELS, groups_of
-from router.simulate.run.arms import PEERS, arms_of
 from router.simulate.run.setup import FleetSetup
+from router.simulate.run.variants import PEERS, variants_of
 from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_one, speed_for
 from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request
@@ -102,8 +102,8 @@ def run_cell(cell: Cell, arms: list[str], count: int, files: Mapping[str, str], 
     even = result_of(run_one(round_robin(setup), requests))
     setup = msgspec.structs.replace(setup, speed=speed_for(cell.load, requests, even))
     found = []
-    for name, arm in arms_of(arms).items():
-        outcome = result_of(run_one(Job(name=name, arm=arm, setup=setup), requests)).outcome
+    for name, arm in variants_of(arms).items():
+        outcome = result_of(run_one(Job(name=name, variant=arm, setup=setup), requests)).outcome
         found.append(
             Run(
                 workload=cell.workload,

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from router.simulate.plan import groups_of
-from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import FleetSetup
+from router.simulate.run.variants import variants_of
 from router.simulate.study import Job, Outcome, pool_blocks, result_of, round_robin, run_one, speed_for
 from router.simulate.workload.sources import WorkloadSource
 
@@ -66,8 +66,8 @@ def run_workload(source: WorkloadSource, seeds: range, load: float) -> dict[str,
         setup = FleetSetup(groups=groups, num_blocks=blocks, engines=ENGINES, seed=seed)
         even = result_of(run_one(round_robin(setup), requests))
         setup = msgspec.structs.replace(setup, speed=speed_for(load, requests, even))
-        for name, arm in arms_of(names).items():
-            outcome = result_of(run_one(Job(name=name, arm=arm, setup=setup), requests)).outcome
+        for name, arm in variants_of(names).items():
+            outcome = result_of(run_one(Job(name=name, variant=arm, setup=setup), requests)).outcome
             found[name].append(outcome)
             print(f"{source.name} load {load} seed {seed} {name}", file=sys.stderr, flush=True)
     return found

@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 
 from router.simulate.plan import groups_of
-from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.run.variants import variants_of
 from router.simulate.study import Job, Outcome, pool_blocks, result_of, round_robin, run_one, speed_for
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
@@ -68,8 +68,8 @@ def run_workload(name: str, model: str, seeds: range, count: int) -> Found:
         base = _base(requests, model, seed)
         for tier, (host, store) in TIERS.items():
             setup = msgspec.structs.replace(base, tiers=_tiers(base, host, store))
-            for arm, how in arms_of(ARMS).items():
-                outcome = result_of(run_one(Job(name=arm, arm=how, setup=setup), requests)).outcome
+            for arm, how in variants_of(ARMS).items():
+                outcome = result_of(run_one(Job(name=arm, variant=how, setup=setup), requests)).outcome
                 found.setdefault((tier, arm), []).append(outcome)
                 print(
                     f"{name} {model} seed {seed}, {tier}, {arm}: {outcome.ttft_mean_s:.3f} s",
@@ -82,7 +82,7 @@ def run_workload(name: str, model: str, seeds: range, count: int) -> Found:
 def run_pulls(name: str, model: str, seeds: range, count: int) -> dict[str, list[Outcome]]:
     """Every link of one workload and layout, and the cache that all share, over the seeds."""
     source = WorkloadSource(name=name, requests_max=count)
-    arm = arms_of(ARMS[:1])[ARMS[0]]
+    arm = variants_of(ARMS[:1])[ARMS[0]]
     found: dict[str, list[Outcome]] = {}
     for seed, requests in source.draws(seeds).items():
         base = _base(requests, model, seed)
@@ -94,7 +94,7 @@ def run_pulls(name: str, model: str, seeds: range, count: int) -> dict[str, list
         ways[POOLED] = _tiers(base, None, f"{PULLED_HOST}:gbit_s=1e9+latency_ms=0")
         for way, tiers in ways.items():
             setup = msgspec.structs.replace(base, tiers=tiers)
-            outcome = result_of(run_one(Job(name=ARMS[0], arm=arm, setup=setup), requests)).outcome
+            outcome = result_of(run_one(Job(name=ARMS[0], variant=arm, setup=setup), requests)).outcome
             found.setdefault(way, []).append(outcome)
             print(f"{name} {model} seed {seed}, {way}: {outcome.ttft_mean_s:.3f} s", file=sys.stderr)
     return found

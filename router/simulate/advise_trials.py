@@ -17,7 +17,6 @@ from publisher.events import Family
 from router.placement.candidate import PolicySettings
 from router.simulate.plan import check_layout
 from router.simulate.report import SplitVerdict, verdict
-from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.setup import FleetSetup
 from router.simulate.run.tiers import (
     KV_KIB_PER_TOKEN,
@@ -27,6 +26,7 @@ from router.simulate.run.tiers import (
     read_host,
     read_store,
 )
+from router.simulate.run.variants import VARIANTS, Variant
 from router.simulate.study import POOL_BLOCKS_MIN, WARM_SHARE, Job, Outcome
 from router.simulate.workload.requests import Request
 
@@ -50,11 +50,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     topic: Topic
     value: str
     setup: FleetSetup
-    arm: Arm
+    variant: Variant
 
     def job(self, seed: int) -> Job:
         setup = msgspec.structs.replace(self.setup, seed=seed)
-        return Job(name=f"{self.topic} {self.value}", arm=self.arm, setup=setup, workload=seed)
+        return Job(name=f"{self.topic} {self.value}", variant=self.variant, setup=setup, workload=seed)
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,14 +82,16 @@ def retention_name(retention: int | None) -> str:
 
 def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Trial]:
     """Return the trials, the base first. With a target, more engines are tried."""
-    serving = ARMS["kvatlas"]
+    serving = VARIANTS["kvatlas"]
 
     def changed(topic: Topic, value: str, **fields: object) -> Trial:
-        return Trial(topic=topic, value=value, setup=msgspec.structs.replace(setup, **fields), arm=serving)
+        return Trial(
+            topic=topic, value=value, setup=msgspec.structs.replace(setup, **fields), variant=serving
+        )
 
-    found = [Trial(topic="now", value="as it is", setup=setup, arm=serving)]
+    found = [Trial(topic="now", value="as it is", setup=setup, variant=serving)]
     found += [
-        Trial(topic="routing", value=name, setup=setup, arm=ARMS[name])
+        Trial(topic="routing", value=name, setup=setup, variant=VARIANTS[name])
         for name in (*BLIND, "full-attention-in-flight")
     ]
     if has_retention(setup):
@@ -123,13 +125,13 @@ def splits(setup: FleetSetup) -> list[Trial]:
     counts = sorted(
         {min(max(1, round(share * setup.engines)), setup.engines - 1) for share in PREFILL_SHARES}
     )
-    serving, stalled = ARMS["kvatlas"], msgspec.structs.replace(setup, timing=timing)
+    serving, stalled = VARIANTS["kvatlas"], msgspec.structs.replace(setup, timing=timing)
     return [
         Trial(
             topic="apart",
             value=f"{count} + {setup.engines - count}" if count else ALIKE,
             setup=stalled,
-            arm=msgspec.structs.replace(serving, prefill=count),
+            variant=msgspec.structs.replace(serving, prefill=count),
         )
         for count in (0, *counts)
     ]
@@ -233,7 +235,7 @@ def results_of(
     for trial in tried:
         found = [outcomes[trial.job(seed)] for seed in seeds]
         one = result_of_trial(trial, found, against if trial.topic == "apart" else base)
-        if trial.arm.prefill:
+        if trial.variant.prefill:
             one = msgspec.structs.replace(one, apart=verdict(against, found))
         results.append(one)
     return results

@@ -28,9 +28,9 @@ from router.simulate.plan import (
 )
 from router.simulate.plot import PlotError, check_plot, draw
 from router.simulate.report import facts_of, report_json, show
-from router.simulate.run.arms import Arm, arms_of
 from router.simulate.run.setup import FleetSetup, Timing
 from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.run.variants import Variant, variants_of
 from router.simulate.study import POOL_BLOCKS_MIN, NothingServedError, Workloads, pool_blocks
 from router.simulate.workload.requests import WorkloadError
 from router.simulate.workload.sources import WorkloadSource
@@ -82,14 +82,14 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
     _check_numbers(options)
     groups = read_model(options.model, options.block_tokens)
     engines = _engines(options)
-    arms = _arms(options, engines)
+    variants = _variants(options, engines)
     retentions = read_retentions(options.retention, groups)
     with refused("--plot", PlotError):
         if options.plot is not None:
             check_plot(options.plot)
     fit = None if options.fit is None else read_fit(options.fit, options.served_model)
     timing = _timing(options, fit)
-    if any(arm.prefill for arm in arms.values()):
+    if any(variant.prefill for variant in variants.values()):
         timing = msgspec.structs.replace(timing, stall_share=1.0)
     with refused("workload", WorkloadError):
         workloads = _source(options).draws(range(options.seeds))
@@ -115,7 +115,7 @@ def run_simulate(options: SimulateOptions, *, as_json: bool) -> int:
             ),
             pd=transfers(options.kv_kib_per_token, options.transfer_gbyte_s),
         ),
-        arms=arms,
+        variants=variants,
         retentions=retentions,
         rate_factors=SENSITIVITY if options.sensitivity else (1.0,),
         load=None if options.speed is not None else options.load,
@@ -241,17 +241,17 @@ def _engines(options: SimulateOptions) -> int:
     return prefill + decode
 
 
-def _arms(options: SimulateOptions, engines: int) -> dict[str, Arm]:
+def _variants(options: SimulateOptions, engines: int) -> dict[str, Variant]:
     """Return the requested variants; with ``--prefill``, each of them without and with roles."""
     names = [word.strip() for word in options.policy.split(",")]
     if options.prefill is not None:
         names = [each for name in names for each in (name, _apart(name, options.prefill))]
     with refused("--policy", ValueError):
-        arms = arms_of(names)
-    for name, arm in arms.items():
-        if arm.prefill >= engines:
+        variants = variants_of(names)
+    for name, variant in variants.items():
+        if variant.prefill >= engines:
             raise ConfigError(f"--policy {name}: that leaves none of {engines} engines to decode")
-    return arms
+    return variants
 
 
 def _apart(name: str, prefill: int) -> str:

@@ -16,8 +16,8 @@ import msgspec
 
 from publisher.events import GroupSpec
 from publisher.pool.layout import pool_layout
-from router.simulate.run.arms import Arm
 from router.simulate.run.setup import FleetSetup, simulated_scheme
+from router.simulate.run.variants import Variant
 from router.simulate.study import (
     Job,
     Outcome,
@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``setup`` has the other parameters: its retention, speed and seed are set per cell."""
 
     setup: FleetSetup
-    arms: dict[str, Arm]
+    variants: dict[str, Variant]
     retentions: tuple[int | None, ...] = (0,)
     rate_factors: tuple[float, ...] = (1.0,)
     """Prefill rates relative to the timing's, for sensitivity."""
@@ -52,13 +52,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_runs(self, seeds: int) -> int:
         cells = len(self.retentions) * len(self.rate_factors)
-        return seeds * (cells * len(self.arms) + (self.load is not None))
+        return seeds * (cells * len(self.variants) + (self.load is not None))
 
 
-class ArmReport(msgspec.Struct, frozen=True, kw_only=True):
+class VariantReport(msgspec.Struct, frozen=True, kw_only=True):
     """One variant in one cell; ``outcomes`` and ``results`` by seed, in order."""
 
-    arm: str
+    variant: str
     retention: int | None
     rate_factor: float
     outcomes: list[Outcome]
@@ -69,7 +69,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     """Reports in the order of retentions, rate factors, variants."""
 
     speeds: list[float]
-    reports: list[ArmReport]
+    reports: list[VariantReport]
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed
         (retention, factor, name, seed): _job(plan, retention, factor, name, seed, speeds[seed])
         for retention in plan.retentions
         for factor in plan.rate_factors
-        for name in plan.arms
+        for name in plan.variants
         for seed in workloads
     }
     results = run_all(list(jobs.values()), workloads, processes=processes, placed=placed)
@@ -99,19 +99,19 @@ def run_plan(plan: Plan, workloads: Workloads, *, processes: int, placed: Placed
     for retention in plan.retentions:
         for factor in plan.rate_factors:
             by_seed = [
-                {name: results[jobs[retention, factor, name, seed]] for name in plan.arms}
+                {name: results[jobs[retention, factor, name, seed]] for name in plan.variants}
                 for seed in workloads
             ]
             compared = [compare(cell) for cell in by_seed]
             reports += [
-                ArmReport(
-                    arm=name,
+                VariantReport(
+                    variant=name,
                     retention=retention,
                     rate_factor=factor,
                     outcomes=[cell[name] for cell in compared],
                     results=[cell[name] for cell in by_seed],
                 )
-                for name in plan.arms
+                for name in plan.variants
             ]
     return Study(speeds=list(speeds.values()), reports=reports)
 
@@ -146,7 +146,7 @@ def _setup(plan: Plan, retention: int | None, factor: float, seed: int) -> Fleet
 
 def _job(plan: Plan, retention: int | None, factor: float, name: str, seed: int, speed: float) -> Job:
     setup = msgspec.structs.replace(_setup(plan, retention, factor, seed), speed=speed)
-    return Job(name=name, arm=plan.arms[name], setup=setup, workload=seed)
+    return Job(name=name, variant=plan.variants[name], setup=setup, workload=seed)
 
 
 # Cache layouts known by name, and those in a file. Sizes in tokens.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from router.simulate.plan import ArmReport, Study, over_seeds
+from router.simulate.plan import Study, VariantReport, over_seeds
 from router.simulate.report import Facts, retention_text
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def draw(study: Study, facts: Facts, path: Path) -> None:
         raise PlotError(f"{path}: {error}") from None
 
 
-def label(report: ArmReport, study: Study) -> str:
+def label(report: VariantReport, study: Study) -> str:
     """Return the variant, and the parameters of its cell that differ within the study."""
-    parts = [report.arm]
+    parts = [report.variant]
     if len({other.retention for other in study.reports}) > 1:
         parts.append(f"retention {retention_text(report.retention)}")
     if len({other.rate_factor for other in study.reports}) > 1:
@@ -101,13 +101,13 @@ def _figure(study: Study, facts: Facts) -> Figure:
     """Draw one colour per policy and one line style per cell; the legend is beside the curves."""
     figure: Figure = _library().Figure(figsize=(17, 5.5), layout="constrained")
     figure.suptitle(_title(facts))
-    arms = list(dict.fromkeys(report.arm for report in study.reports))
+    variants = list(dict.fromkeys(report.variant for report in study.reports))
     cells = list(dict.fromkeys((report.retention, report.rate_factor) for report in study.reports))
     waits, hits, loads = figure.subplots(1, 3)
     for report in study.reports:
         cell = cells.index((report.retention, report.rate_factor))
-        look = {"color": f"C{arms.index(report.arm) % 10}", "linestyle": _LINES[cell % len(_LINES)]}
-        _draw_arm(report, label(report, study), look, waits, hits, loads)
+        look = {"color": f"C{variants.index(report.variant) % 10}", "linestyle": _LINES[cell % len(_LINES)]}
+        _draw_variant(report, label(report, study), look, waits, hits, loads)
     waits.set(xscale="log", xlabel="time to first token, s", ylabel="share of requests", ylim=(0, 1))
     hits.set(xlabel="share of the run", ylabel="hit share of prompt tokens", xlim=(0, 1))
     hits.set_ylim(bottom=0)
@@ -126,8 +126,8 @@ def _title(facts: Facts) -> str:
     return f"{facts.workload} on {facts.engines} engines of {facts.model}"
 
 
-def _draw_arm(
-    report: ArmReport, name: str, look: dict[str, Any], waits: Axes, hits: Axes, loads: Axes
+def _draw_variant(
+    report: VariantReport, name: str, look: dict[str, Any], waits: Axes, hits: Axes, loads: Axes
 ) -> None:
     result = report.results[0]
     times = np.sort(result.ttft_s[result.ttft_s >= 0])

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from router.simulate.fit import Fit
-from router.simulate.plan import ArmReport, Interval, Plan, Study, over_seeds
+from router.simulate.plan import Interval, Plan, Study, VariantReport, over_seeds
 from router.simulate.study import Outcome, Workloads, mean_prompt_tokens
 
 # Whether disaggregated prefill pays: the same fleet and requests, with and without roles.
@@ -150,14 +150,14 @@ def report_json(plan: Plan, study: Study, facts: Facts, fit: Fit | None) -> dict
         "tiers": msgspec.to_builtins(plan.setup.tiers),
         "timing": msgspec.to_builtins(plan.setup.timing),
         "fit": None if fit is None else msgspec.to_builtins(fit),
-        "arms": [_arm(report) for report in study.reports],
+        "variants": [_variant(report) for report in study.reports],
     }
 
 
-def _arm(report: ArmReport) -> dict[str, Any]:
+def _variant(report: VariantReport) -> dict[str, Any]:
     means = {name: over_seeds(report.outcomes, name) for name in _NUMBERS}
     return {
-        "policy": report.arm,
+        "policy": report.variant,
         "retention": retention_text(report.retention),
         "prefill_rate_factor": report.rate_factor,
         "mean": {name: interval.mean for name, interval in means.items()},
@@ -230,7 +230,7 @@ def _load(study: Study, facts: Facts, *, closed: bool) -> str:
     sessions = "closed sessions; " if closed else ""
     first = study.reports[0]
     busy = ", ".join(
-        f"{report.arm} {100 * over_seeds(report.outcomes, 'busy_share').mean:.0f} %"
+        f"{report.variant} {100 * over_seeds(report.outcomes, 'busy_share').mean:.0f} %"
         for report in study.reports
         if (report.retention, report.rate_factor) == (first.retention, first.rate_factor)
     )
@@ -277,7 +277,9 @@ def _tables(plan: Plan, study: Study) -> Iterator[Table]:
                 table.add_column(name, justify="right", no_wrap=name not in _WITH_INTERVAL)
             for report in cell:
                 mean_s = over_seeds(report.outcomes, "ttft_mean_s").mean
-                table.add_row(report.arm, *_numbers(report, plan), style="bold" if mean_s <= best_s else None)
+                table.add_row(
+                    report.variant, *_numbers(report, plan), style="bold" if mean_s <= best_s else None
+                )
             yield table
 
 
@@ -309,7 +311,7 @@ def _pull_columns(plan: Plan) -> tuple[str, ...]:
 
 def _apart_columns(plan: Plan) -> tuple[str, ...]:
     """Return the columns for disaggregated prefill, if any variant has it."""
-    return _APART_COLUMNS if any(arm.prefill for arm in plan.arms.values()) else ()
+    return _APART_COLUMNS if any(variant.prefill for variant in plan.variants.values()) else ()
 
 
 def _closed_columns(plan: Plan) -> tuple[str, ...]:
@@ -323,23 +325,23 @@ def _verdicts(plan: Plan, study: Study) -> Iterator[str]:
     """Describe the effect of disaggregated prefill for each variant that uses it, compared with the one
     without."""
     for report in study.reports:
-        arm = plan.arms[report.arm]
-        same = msgspec.structs.replace(arm, prefill=0)
+        variant = plan.variants[report.variant]
+        same = msgspec.structs.replace(variant, prefill=0)
         alike = [
             other
             for other in study.reports
-            if plan.arms[other.arm] == same
+            if plan.variants[other.variant] == same
             and (other.retention, other.rate_factor) == (report.retention, report.rate_factor)
         ]
-        if arm.prefill and alike:
+        if variant.prefill and alike:
             found = verdict(alike[0].outcomes, report.outcomes)
             yield (
-                f"{arm.prefill} to prefill and {plan.setup.engines - arm.prefill} to decode {found.word} "
-                f"under {alike[0].arm}: {found.text}."
+                f"{variant.prefill} to prefill and {plan.setup.engines - variant.prefill} to decode "
+                f"{found.word} under {alike[0].variant}: {found.text}."
             )
 
 
-def _numbers(report: ArmReport, plan: Plan) -> list[str]:
+def _numbers(report: VariantReport, plan: Plan) -> list[str]:
     def mean(name: str) -> float:
         return over_seeds(report.outcomes, name).mean
 

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from publisher.events import Family, GroupSpec
-from router.simulate.run.arms import ARMS, Arm
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, Row
+from router.simulate.run.variants import VARIANTS, Variant
 from router.simulate.workload.requests import Request, WorkloadError
 
 # Outcome of a run: hit share, time to first token, balance, prediction error, regret. Tokens and seconds.
@@ -193,7 +193,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     parameters."""
 
     name: str
-    arm: Arm
+    variant: Variant
     setup: FleetSetup
     workload: int = 0
 
@@ -218,7 +218,7 @@ def round_robin(setup: FleetSetup, workload: int = 0) -> Job:
     """Return the run that ``speed_for`` needs: arrivals as recorded, so that a load is the same for open and
     closed sessions."""
     asked = msgspec.structs.replace(setup, speed=1.0, closed=False)
-    return Job(name="round-robin", arm=ARMS["round-robin"], setup=asked, workload=workload)
+    return Job(name="round-robin", variant=VARIANTS["round-robin"], setup=asked, workload=workload)
 
 
 def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
@@ -236,7 +236,7 @@ def speed_for(load: float, requests: Sequence[Request], even: Result) -> float:
 
 def run_one(job: Job, requests: Sequence[Request], progress: Placed | None = None) -> FleetRun:
     """Run one job, row by row."""
-    sim = FleetSim(job.setup, job.arm, mean_prompt_tokens=mean_prompt_tokens(requests))
+    sim = FleetSim(job.setup, job.variant, mean_prompt_tokens=mean_prompt_tokens(requests))
     return sim.run(requests, progress)
 
 

@@ -79,7 +79,7 @@ def scaled_groups(groups: tuple[GroupSpec, ...]) -> tuple[GroupSpec, ...]:
 
 def replayed_hits(sent: Sequence[Sent], groups: tuple[GroupSpec, ...]) -> list[int]:
     """Of every request on a simulated engine, placed as it was placed; in real tokens, as ``groups`` are."""
-    visits: list[RequestRun] = []
+    runs: list[RequestRun] = []
     engines: dict[str, SimEngine] = {}
     for url in {one.engine for one in sent}:
         pool = HybridBlockPool(
@@ -100,12 +100,12 @@ def replayed_hits(sent: Sequence[Sent], groups: tuple[GroupSpec, ...]) -> list[i
         engine = engines[one.engine]
         hashes = block_hashes(request, UNIT_TOKENS)
         pooled = engine.pool.request([0] * request.input_tokens, hashes=hashes)
-        visits.append(RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s))
-        engine.arrive(visits[-1], request.at_s)
+        runs.append(RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s))
+        engine.arrive(runs[-1], request.at_s)
         while engine.next_s < float("inf"):  # one at a time, as they were sent
             engine.advance()
-    return [visit.hit // SCALE for visit in visits]
+    return [run.hit // SCALE for run in runs]
 
 
-def _heed(visit: RequestRun, now: float) -> None:
+def _heed(run: RequestRun, now: float) -> None:
     """Nobody listens here."""

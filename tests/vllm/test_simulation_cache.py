@@ -93,10 +93,10 @@ def record(
         events=False,
     )
     timing = Timing(chunk_tokens=CHUNK_TOKENS)
-    ignore = lambda visit, now: None  # noqa: E731  # nobody listens here
+    ignore = lambda run, now: None  # noqa: E731  # nobody listens here
     refused: list[RequestRun] = []
     engine = SimEngine(
-        pool, timing, first_token=ignore, ended=ignore, refused=lambda visit, now: refused.append(visit)
+        pool, timing, first_token=ignore, ended=ignore, refused=lambda run, now: refused.append(run)
     )
     kept = []
     for index, request in enumerate(requests):

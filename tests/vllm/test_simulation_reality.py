@@ -25,9 +25,9 @@ import pytest
 
 from router.simulate.advise import ObservedFleet, see
 from router.simulate.fit import fit_capture
-from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetSetup, Timing
+from router.simulate.run.variants import VARIANTS
 from router.simulate.workload.requests import Asked
 from router.simulate.workload.traces import Captured
 from tests.vllm.chat_load import ChatLoad
@@ -210,7 +210,7 @@ def test_the_policies_come_out_in_the_order_of_what_was_cached(real: Real) -> No
         setup = FleetSetup(
             groups=scaled_groups(real.seen.groups), num_blocks=NUM_GPU_BLOCKS, engines=2, timing=timing
         )
-        rows = FleetSim(setup, ARMS[policy], mean_prompt_tokens=1.0).run(workload(sent)).rows
+        rows = FleetSim(setup, VARIANTS[policy], mean_prompt_tokens=1.0).run(workload(sent)).rows
         measured[policy] += [one.ttft_s for one in sent]
         simulated[policy] += [besides_s + row.ttft_s for row in rows]
         real_hits, simulated_hits = hits[policy]

@@ -64,9 +64,9 @@ def simulated(sent: list[Sent], groups: tuple[GroupSpec, ...], engines: list[str
         url: SimEngine(
             pool,
             Timing(chunk_tokens=SCALE * CHUNK_TOKENS),
-            first_token=lambda visit, now: None,
-            ended=lambda visit, now: None,
-            refused=lambda visit, now: None,
+            first_token=lambda run, now: None,
+            ended=lambda run, now: None,
+            refused=lambda run, now: None,
             tiers=outside,
         )
         for (url, pool), outside in zip(pools.items(), behind, strict=True)
@@ -76,11 +76,11 @@ def simulated(sent: list[Sent], groups: tuple[GroupSpec, ...], engines: list[str
         at = fleet[one.engine]
         hashes = block_hashes(request, UNIT_TOKENS)
         pooled = at.pool.request([0] * request.input_tokens, hashes=hashes)
-        visit = RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s)
-        at.arrive(visit, request.at_s)
+        run = RequestRun(index, pooled, request.input_tokens, request.output_tokens, request.at_s)
+        at.arrive(run, request.at_s)
         while at.next_s < float("inf"):
             at.advance()
-        tokens = {"GPU": visit.hit - visit.loaded, "CPU": visit.loaded}
+        tokens = {"GPU": run.hit - run.loaded, "CPU": run.loaded}
         taken.append(Counter({medium: count // SCALE for medium, count in tokens.items() if count}))
     return taken
 

@@ -93,9 +93,9 @@ class SimEngine:
             next_s = self._chunk_ends_s
         return min(next_s, self._loading[0][0]) if self._loading else next_s
 
-    def arrive(self, visit: RequestRun, now: float) -> None:
+    def arrive(self, run: RequestRun, now: float) -> None:
         """Add a request. ``advance`` must have been called for everything before ``now``."""
-        self._waiting.insert(bisect_right(self._waiting, visit.rank_s, key=_rank_s), visit)
+        self._waiting.insert(bisect_right(self._waiting, run.rank_s, key=_rank_s), run)
         self._begin(now)
 
     def advance(self) -> float:
@@ -106,15 +106,15 @@ class SimEngine:
         elif self._loading and self._loading[0][0] <= now:
             self._end_load(heapq.heappop(self._loading)[2], now)
         else:
-            _, order, visit = heapq.heappop(self._events)
-            if self._generating.get(visit) == order and not self._is_late(visit, order, now):
-                self._generate(visit, now)
+            _, order, run = heapq.heappop(self._events)
+            if self._generating.get(run) == order and not self._is_late(run, order, now):
+                self._generate(run, now)
         return now
 
-    def release(self, visit: RequestRun, now: float) -> None:
+    def release(self, run: RequestRun, now: float) -> None:
         """Release the blocks of an ended request: they have been fetched."""
-        self.pool.unpin(visit.kept)
-        visit.kept = []
+        self.pool.unpin(run.kept)
+        run.kept = []
         self._num_kept -= 1
         self._begin(now)
 
@@ -127,11 +127,11 @@ class SimEngine:
             elif not self._waiting or not self._admit(self._waiting[0], now):
                 return
 
-    def _go_on(self, visit: RequestRun, now: float) -> bool:
+    def _go_on(self, run: RequestRun, now: float) -> bool:
         """Compute what follows a load; False if there is no room now: it keeps its blocks and waits."""
-        request = visit.pool_request
+        request = run.pool_request
         tokens = self.pool.next_chunk(request, self.timing.chunk_tokens)
-        if tokens > 0 and self._compute(visit, tokens):
+        if tokens > 0 and self._compute(run, tokens):
             self._prefilling = self._loaded.popleft()
             self._spend(tokens, now)
             return True
@@ -144,19 +144,19 @@ class SimEngine:
             self._told[2](last, now)
         return True
 
-    def _admit(self, visit: RequestRun, now: float) -> bool:
+    def _admit(self, run: RequestRun, now: float) -> bool:
         """Start the first waiting request, or its load, or refuse it; False if it has to wait."""
-        request, tiers = visit.pool_request, self._tiers
+        request, tiers = run.pool_request, self._tiers
         medium: Medium | None = None
         pulled = 0
 
         def reach(one: PoolRequest, known: int) -> int:
             nonlocal medium, pulled
-            if visit.fetch is not None:
-                return max(known, visit.fetch.end)
+            if run.fetch is not None:
+                return max(known, run.fetch.end)
             end = known
             if tiers is not None:
-                end, medium, pulled = tiers.reach(one, known, now, visit.source)
+                end, medium, pulled = tiers.reach(one, known, now, run.source)
             return end
 
         holding = [load[2] for load in self._loading] + list(self._loaded)
@@ -165,59 +165,59 @@ class SimEngine:
             request,
             self.timing.chunk_tokens,
             reach=reach,
-            loads_states=visit.fetch is not None,
+            loads_states=run.fetch is not None,
             reserved_blocks=reserved,
         )
         if hit is None and self._others_hold_blocks:
             return False  # retried when one of them ends
         self._waiting.popleft()
         if hit is None:  # an empty engine has no room for it either
-            self._told[2](visit, now)
+            self._told[2](run, now)
             return True
-        if visit.started_s < 0:
-            visit.started_s, visit.hit = now, request.loading_to or hit
-            visit.loaded, visit.medium = visit.hit - hit, medium
-            visit.pulled = pulled if request.loading_to else 0
-        if request.loading_to and visit.fetch is not None:
+        if run.started_s < 0:
+            run.started_s, run.hit = now, request.loading_to or hit
+            run.loaded, run.medium = run.hit - hit, medium
+            run.pulled = pulled if request.loading_to else 0
+        if request.loading_to and run.fetch is not None:
             missing = request.loading_to - hit
-            self._load_until(now + visit.fetch.fixed_s + visit.fetch.s_per_token * missing, visit)
+            self._load_until(now + run.fetch.fixed_s + run.fetch.s_per_token * missing, run)
         elif request.loading_to and medium is not None and tiers is not None:
-            if medium == "PEER" and visit.source is not None:
-                ends_s, owed_s = tiers.pull(request, visit.source, now)
+            if medium == "PEER" and run.source is not None:
+                ends_s, owed_s = tiers.pull(request, run.source, now)
             else:
                 ends_s, owed_s = tiers.load(request, medium, now)
             self._owed_s += owed_s
-            self._load_until(ends_s, visit)
+            self._load_until(ends_s, run)
         else:
-            self._end_fetch(visit, now)
-            self._prefilling = visit
-            self._next_chunk(visit, now)
+            self._end_fetch(run, now)
+            self._prefilling = run
+            self._next_chunk(run, now)
         return True
 
     @property
     def _others_hold_blocks(self) -> bool:
         return bool(self._generating or self._loading or self._loaded or self._num_kept)
 
-    def _load_until(self, ends_s: float, visit: RequestRun) -> None:
+    def _load_until(self, ends_s: float, run: RequestRun) -> None:
         self._order += 1
-        heapq.heappush(self._loading, (ends_s, self._order, visit))
+        heapq.heappush(self._loading, (ends_s, self._order, run))
 
-    def _end_load(self, visit: RequestRun, now: float) -> None:
-        self.pool.loaded(visit.pool_request)
+    def _end_load(self, run: RequestRun, now: float) -> None:
+        self.pool.loaded(run.pool_request)
         self.pool.end_step()
-        self._end_fetch(visit, now)
-        self._loaded.append(visit)
+        self._end_fetch(run, now)
+        self._loaded.append(run)
         self._begin(now)
 
-    def _end_fetch(self, visit: RequestRun, now: float) -> None:
+    def _end_fetch(self, run: RequestRun, now: float) -> None:
         """Record that nothing is fetched for this request any more."""
-        if visit.fetch is not None and self._fetched is not None:
-            self._fetched(visit, now)
-        visit.fetch = None
+        if run.fetch is not None and self._fetched is not None:
+            self._fetched(run, now)
+        run.fetch = None
 
-    def _compute(self, visit: RequestRun, tokens: int) -> bool:
+    def _compute(self, run: RequestRun, tokens: int) -> bool:
         """Compute a step's tokens of one request and start to copy out filled blocks. False without room."""
-        request = visit.pool_request
+        request = run.pool_request
         while not self.pool.compute(request, tokens):
             if not self._copying:
                 return False
@@ -225,7 +225,7 @@ class SimEngine:
         self.pool.end_step()
         if self._tiers is not None:
             due = self.pool.due(request)
-            visit.due = [block.key for block in due]
+            run.due = [block.key for block in due]
             blocks = [block.block for block in due]
             self.pool.pin(blocks)
             self._copying.append(blocks)
@@ -237,17 +237,17 @@ class SimEngine:
         while len(self._copying) > kept:
             self.pool.unpin(self._copying.popleft())
 
-    def _store(self, visit: RequestRun, now: float) -> None:
+    def _store(self, run: RequestRun, now: float) -> None:
         if self._tiers is not None:
-            self._tiers.store(visit.due, now)
+            self._tiers.store(run.due, now)
 
-    def _next_chunk(self, visit: RequestRun, now: float) -> None:
-        tokens = self.pool.next_chunk(visit.pool_request, self.timing.chunk_tokens)
-        if tokens <= 0 or not self._compute(visit, tokens):
-            self._preempt(visit)
+    def _next_chunk(self, run: RequestRun, now: float) -> None:
+        tokens = self.pool.next_chunk(run.pool_request, self.timing.chunk_tokens)
+        if tokens <= 0 or not self._compute(run, tokens):
+            self._preempt(run)
             if not self._others_hold_blocks:  # no request will release blocks
                 self._waiting.popleft()
-                self._told[2](visit, now)
+                self._told[2](run, now)
             return
         self._spend(tokens, now)
 
@@ -260,85 +260,85 @@ class SimEngine:
         self.busy_s += seconds
         self.computed_tokens += tokens
 
-    def _preempt(self, visit: RequestRun) -> None:
+    def _preempt(self, run: RequestRun) -> None:
         """Return a request to the head of the queue with all its tokens; computed blocks may still hit."""
-        self.pool.preempt(visit.pool_request)
+        self.pool.preempt(run.pool_request)
         self.pool.end_step()
-        if self._prefilling is visit:
+        if self._prefilling is run:
             self._prefilling = None
         else:
-            self._generating.pop(visit, None)
-        visit.preempted += 1
+            self._generating.pop(run, None)
+        run.preempted += 1
         self.preemptions += 1
-        self._waiting.insert(bisect_left(self._waiting, visit.rank_s, key=_rank_s), visit)
+        self._waiting.insert(bisect_left(self._waiting, run.rank_s, key=_rank_s), run)
 
-    def _end_chunk(self, visit: RequestRun, now: float) -> None:
-        request = visit.pool_request
-        self._store(visit, now)
+    def _end_chunk(self, run: RequestRun, now: float) -> None:
+        request = run.pool_request
+        self._store(run, now)
         if request.num_computed < request.num_tokens:
             self._end_copies()
-            self._next_chunk(visit, now)
+            self._next_chunk(run, now)
         else:
             self._prefilling = None
-            if visit.first_token_s < 0:
-                visit.first_token_s = now
-                self._told[0](visit, now)
-            visit.generated = request.num_tokens - visit.input_tokens + 1
-            if visit.generated >= visit.output_tokens:
-                self._end(visit, now)
+            if run.first_token_s < 0:
+                run.first_token_s = now
+                self._told[0](run, now)
+            run.generated = request.num_tokens - run.input_tokens + 1
+            if run.generated >= run.output_tokens:
+                self._end(run, now)
             else:
-                self._schedule(visit, now)
+                self._schedule(run, now)
             self._end_copies()
         self._begin(now)
 
-    def _schedule(self, visit: RequestRun, now: float) -> None:
+    def _schedule(self, run: RequestRun, now: float) -> None:
         """Schedule the next event of its generation that concerns the pool: a full block, or the end."""
-        to_block = self._block - visit.pool_request.num_computed % self._block
-        visit.coming = min(to_block, visit.output_tokens - visit.generated)
+        to_block = self._block - run.pool_request.num_computed % self._block
+        run.coming = min(to_block, run.output_tokens - run.generated)
         self._order += 1
-        self._generating[visit] = self._order
-        visit.stalled_s = self._stalled_s
-        heapq.heappush(self._events, (now + visit.coming * self.timing.decode_s, self._order, visit))
+        self._generating[run] = self._order
+        run.stalled_s = self._stalled_s
+        heapq.heappush(self._events, (now + run.coming * self.timing.decode_s, self._order, run))
 
-    def _is_late(self, visit: RequestRun, order: int, now: float) -> bool:
+    def _is_late(self, run: RequestRun, order: int, now: float) -> bool:
         """Whether chunks have delayed this event; if so it is rescheduled."""
-        owed_s, visit.stalled_s = self._stalled_s - visit.stalled_s, self._stalled_s
+        owed_s, run.stalled_s = self._stalled_s - run.stalled_s, self._stalled_s
         if owed_s > 0:
-            heapq.heappush(self._events, (now + owed_s, order, visit))
+            heapq.heappush(self._events, (now + owed_s, order, run))
         return owed_s > 0
 
-    def _generate(self, visit: RequestRun, now: float) -> None:
+    def _generate(self, run: RequestRun, now: float) -> None:
         """Add the ``coming`` tokens generated since the last event."""
-        if visit.coming > 1:
+        if run.coming > 1:
             self._end_copies()
-        self.pool.extend(visit.pool_request, [0] * visit.coming)
-        while not self._compute(visit, visit.coming):
+        self.pool.extend(run.pool_request, [0] * run.coming)
+        while not self._compute(run, run.coming):
             last = self._prefilling or next(reversed(self._generating))
-            if visit.rank_s:  # by priority, regardless of state (Scheduler.schedule, vLLM 0.32)
+            if run.rank_s:  # by priority, regardless of state (Scheduler.schedule, vLLM 0.32)
                 last = max(filter(None, (*self._generating, self._prefilling)), key=_rank_s)
             self._preempt(last)
-            if last is visit:
+            if last is run:
                 self._begin(now)
                 return
-        self._store(visit, now)
-        visit.generated += visit.coming
-        if visit.generated < visit.output_tokens:
-            self._schedule(visit, now)
+        self._store(run, now)
+        run.generated += run.coming
+        if run.generated < run.output_tokens:
+            self._schedule(run, now)
             self._end_copies()
             return
-        del self._generating[visit]
-        self._end(visit, now)
+        del self._generating[run]
+        self._end(run, now)
         self._end_copies()
         self._begin(now)
 
-    def _end(self, visit: RequestRun, now: float) -> None:
-        if visit.keeps:
-            visit.kept = [block for table in visit.pool_request.tables for block in table if block]
-            self.pool.pin(visit.kept)
+    def _end(self, run: RequestRun, now: float) -> None:
+        if run.keeps:
+            run.kept = [block for table in run.pool_request.tables for block in table if block]
+            self.pool.pin(run.kept)
             self._num_kept += 1
-        self.pool.finish(visit.pool_request)
-        visit.ended_s = now
-        self._told[1](visit, now)
+        self.pool.finish(run.pool_request)
+        run.ended_s = now
+        self._told[1](run, now)
 
 
 # Times of the next event of each simulated engine, and of arrivals, in virtual time.

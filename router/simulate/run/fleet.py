@@ -28,12 +28,12 @@ from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
 from router.placement.pull import PullLinks, PullSources, with_pull
 from router.placement.wait import late_first_token, long_wait, predicted_wait_s
-from router.simulate.run.arms import Arm, HoldSetup
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
 from router.simulate.run.router_view import Leg, PrefixHit, Roles, router_view
 from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row, simulated_scheme
 from router.simulate.run.tiers import tiers_of
+from router.simulate.run.variants import HoldSetup, Variant
 from router.simulate.workload.requests import Request, block_hashes
 
 # Requests held by a simulated router while every engine is saturated, in the router's own queue.
@@ -119,7 +119,7 @@ class Holding:
 Progress = Callable[[int], None]
 PROGRESS_EVERY = 256
 _NORMAL = 1  # class of every request
-_BY_FIRST_TOKEN = 2  # ``Arm.refuses``
+_BY_FIRST_TOKEN = 2  # ``Variant.refuses``
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -142,20 +142,22 @@ class _Open(msgspec.Struct, eq=False):
 class FleetSim:
     """Runs one variant over one workload, once."""
 
-    def __init__(self, setup: FleetSetup, arm: Arm, *, mean_prompt_tokens: float) -> None:
-        self._setup, self._arm = setup, arm
-        self._knobs = msgspec.structs.replace(setup.policy, **dict(arm.settings))
+    def __init__(self, setup: FleetSetup, variant: Variant, *, mean_prompt_tokens: float) -> None:
+        self._setup, self._variant = setup, variant
+        self._knobs = msgspec.structs.replace(setup.policy, **dict(variant.settings))
         self._roles = None
-        if arm.prefill:
-            if arm.prefill >= setup.engines:
-                raise ValueError(f"prefill={arm.prefill} leaves none of {setup.engines} engines to decode")
-            self._roles = Roles(arm.prefill, setup.groups, setup.pd)
-        self._policy = policy(arm.policy)
+        if variant.prefill:
+            if variant.prefill >= setup.engines:
+                raise ValueError(
+                    f"prefill={variant.prefill} leaves none of {setup.engines} engines to decode"
+                )
+            self._roles = Roles(variant.prefill, setup.groups, setup.pd)
+        self._policy = policy(variant.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
         self._scheme = simulated_scheme(setup.groups)
         self._pull_s_per_token = 0.0
-        if setup.tiers is not None and setup.tiers.pull_bytes_per_s and arm.pulls:
+        if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:
             self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
         self._links = PullLinks()
         self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
@@ -181,21 +183,21 @@ class FleetSim:
             )
             for pool, outside in zip(pools, self._tiers, strict=True)
         ]
-        self._view = router_view(arm, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
+        self._view = router_view(variant, setup, pools, self._tiers, mean_prompt_tokens=mean_prompt_tokens)
         timing = setup.timing
         rates = FleetRates(RateSettings(prefill_s_per_token=timing.prefill_s_per_token))
         self._loads = [LoadAccount(rates.engine()) for _ in pools]
         for account in self._loads:
             account.pages.configure(setup.num_blocks, setup.groups)
         self._gauges_s = setup.gauge_s
-        self._holding = None if arm.hold is None else Holding(arm.hold, self._loads, timing.seqs_max)
+        self._holding = None if variant.hold is None else Holding(variant.hold, self._loads, timing.seqs_max)
         self._inflight = InflightPrefixes()
         self._open: dict[int, _Open] = {}
         self._rows: dict[int, Row] = {}
         self._peer = None
-        if arm.peer is not None:
+        if variant.peer is not None:
             unit = self._scheme.hash_block_size
-            self._peer = PeerRouter(arm.peer, setup.engines, unit, self._state.rng)
+            self._peer = PeerRouter(variant.peer, setup.engines, unit, self._state.rng)
         self._calendar = Calendar(setup.engines)
         self._arrivals = Arrivals((), speed=1.0, closed=False)
         self._now = 0.0
@@ -257,7 +259,7 @@ class FleetSim:
         order = order_of(_NORMAL, now, self._knobs.engine_priority)
         candidates = self._candidates(tokens, hashes, now, order)
         arrived_s = self._arrivals.arrived_s(index)
-        left_s = arrived_s + self._arm.slo_s - now
+        left_s = arrived_s + self._variant.slo_s - now
         seen = [PrefixHit(one.hit.gpu_tokens, one.hit.shared_prefix_tokens) for one in candidates]
         question = self._ask(request, hashes)
         place, choice, helper = 0, None, None
@@ -287,7 +289,7 @@ class FleetSim:
         if self._holding is not None:
             self._holding.charge(request.tenant, choice.uncached_tokens)
         if leg is not None:
-            self._send(leg.engine, leg.visit)
+            self._send(leg.engine, leg.run)
         else:
             pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)  # only hashes count
             source = None
@@ -308,15 +310,15 @@ class FleetSim:
         left_s: float,
     ) -> bool:
         """Whether the request is refused by what every engine is predicted to take."""
-        arm = self._arm
+        variant = self._variant
         if self._peer is not None:
-            return arm.refuses > 0 and self._peer.misses(tokens, hashes, seen, left_s)
-        admit_s = min(arm.admit_s, max(0.0, left_s)) if arm.refuses else arm.admit_s
+            return variant.refuses > 0 and self._peer.misses(tokens, hashes, seen, left_s)
+        admit_s = min(variant.admit_s, max(0.0, left_s)) if variant.refuses else variant.admit_s
         return long_wait(predicted_wait_s(candidates), admit_s) is not None
 
     def _is_late(self, choice: Choice, left_s: float) -> bool:
         """Whether the request is refused by its first token at the chosen engine."""
-        if self._arm.refuses != _BY_FIRST_TOKEN or self._peer is not None or self._roles is not None:
+        if self._variant.refuses != _BY_FIRST_TOKEN or self._peer is not None or self._roles is not None:
             return False
         wait_s = predicted_wait_s([choice.scored.candidates[choice.index]])
         return late_first_token(choice.scored.first_token_s(choice.index), wait_s, left_s) is not None
@@ -393,14 +395,14 @@ class FleetSim:
         self._view.placed(place, tokens, hashes)
         whole = block_hashes(request, self._scheme.hash_block_size)
         pool_request = self._engines[place].pool.request([0] * tokens, hashes=whole)
-        visit = RequestRun(index, pool_request, tokens, 1, self._now, keeps=True)
+        run = RequestRun(index, pool_request, tokens, 1, self._now, keeps=True)
         prefix = self._in_flight(candidate, tokens, hashes)
-        return Leg(place, ticket, prefix, visit, whole, request.output_tokens)
+        return Leg(place, ticket, prefix, run, whole, request.output_tokens)
 
     def _in_flight(
         self, candidate: Candidate, tokens: int, hashes: Sequence[BlockHash]
     ) -> InflightPrompt | None:
-        if not self._arm.in_flight:
+        if not self._variant.in_flight:
             return None
         kept = kept_prefixes(
             tokens,
@@ -412,15 +414,15 @@ class FleetSim:
         )
         return self._inflight.add(candidate.engine_id, hashes, self._now, kept)
 
-    def _send(self, place: int, visit: RequestRun) -> None:
-        self._engines[place].arrive(visit, self._now)
+    def _send(self, place: int, run: RequestRun) -> None:
+        self._engines[place].arrive(run, self._now)
         self._note(place)
 
     def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> PlacementRequest:
         question = ask(
             request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
         )
-        if self._arm.by_session:
+        if self._variant.by_session:
             question = msgspec.structs.replace(question, prefix_key=request.session)
         return question
 
@@ -430,7 +432,7 @@ class FleetSim:
         seen = self._view.look(tokens, hashes, now)
         self._alone = [held.alone for held in seen]
         unit, last = self._scheme.hash_block_size, tokens - 1
-        common = self._inflight.common(hashes, now, last // unit) if self._arm.in_flight else None
+        common = self._inflight.common(hashes, now, last // unit) if self._variant.in_flight else None
         found = []
         for engine_id, account, held in zip(self._names, self._loads, seen, strict=True):
             rate = account.rates.prefill_s_per_token(now)
@@ -446,7 +448,7 @@ class FleetSim:
                 shared_prefix_tokens=max(held.shared_prefix, shared, held.hit + held.cpu + held.storage),
                 coming_tokens=coming,
                 common_tokens=shared,
-                confidence="exact" if self._arm.view == "truth" else "shadow",
+                confidence="exact" if self._variant.view == "truth" else "shadow",
             )
             behind_pages = 0
             if order is not None:
@@ -506,33 +508,33 @@ class FleetSim:
     def _note(self, engine: int) -> None:
         self._calendar.note(engine, self._engines[engine].next_s)
 
-    def _first_token(self, visit: RequestRun, now: float) -> None:
-        opened = self._open[visit.index]
-        work: _Open | Leg = opened.leg if opened.leg is not None and visit.keeps else opened
+    def _first_token(self, run: RequestRun, now: float) -> None:
+        opened = self._open[run.index]
+        work: _Open | Leg = opened.leg if opened.leg is not None and run.keeps else opened
         account = self._loads[work.engine]
         sample = account.first_token(work.ticket, now)
-        if sample is not None and self._setup.learn_rates and (visit.keeps or opened.leg is None):
+        if sample is not None and self._setup.learn_rates and (run.keeps or opened.leg is None):
             account.rates.observe(sample, now)
         if work.prefix is not None:
             self._inflight.prefilled(work.prefix, self._now)
         self._view.prefilled(work.engine, opened.prompt_tokens, opened.hashes)
         if self._peer is not None:
-            self._peer.first_token(visit.index, now)
+            self._peer.first_token(run.index, now)
 
-    def _ended(self, visit: RequestRun, now: float) -> None:
-        opened = self._open[visit.index]
-        if visit.keeps and opened.leg is not None and self._roles is not None:
+    def _ended(self, run: RequestRun, now: float) -> None:
+        opened = self._open[run.index]
+        if run.keeps and opened.leg is not None and self._roles is not None:
             self._end_leg(opened.leg, now)
             tokens, leg = opened.prompt_tokens, opened.leg
             pool_request = self._engines[opened.engine].pool.request([0] * tokens, hashes=leg.whole)
             fetch = self._roles.fetch(tokens)
-            run = RequestRun(visit.index, pool_request, tokens, leg.answer_tokens, now, fetch=fetch)
-            self._send(opened.engine, run)
+            decode = RequestRun(run.index, pool_request, tokens, leg.answer_tokens, now, fetch=fetch)
+            self._send(opened.engine, decode)
             return
-        opened = self._close(visit, visit.first_token_s)
+        opened = self._close(run, run.first_token_s)
         self._loads[opened.engine].finish(opened.ticket, now)
         if self._holding is not None:
-            self._holding.charge(opened.tenant, GENERATED_WORTH * visit.output_tokens)
+            self._holding.charge(opened.tenant, GENERATED_WORTH * run.output_tokens)
         if opened.prefix is not None:
             self._inflight.end(opened.prefix, now)
 
@@ -541,30 +543,30 @@ class FleetSim:
         if leg.prefix is not None:
             self._inflight.end(leg.prefix, now)
 
-    def _fetched(self, visit: RequestRun, now: float) -> None:
-        leg = self._open[visit.index].leg
-        if leg is not None and leg.visit.kept:
-            self._engines[leg.engine].release(leg.visit, now)
+    def _fetched(self, run: RequestRun, now: float) -> None:
+        leg = self._open[run.index].leg
+        if leg is not None and leg.run.kept:
+            self._engines[leg.engine].release(leg.run, now)
             self._note(leg.engine)
 
-    def _refused(self, visit: RequestRun, now: float) -> None:
-        self._fetched(visit, now)
-        opened = self._close(visit, None)
-        if visit.keeps and opened.leg is not None:
+    def _refused(self, run: RequestRun, now: float) -> None:
+        self._fetched(run, now)
+        opened = self._close(run, None)
+        if run.keeps and opened.leg is not None:
             self._end_leg(opened.leg, now)
         self._loads[opened.engine].fail(opened.ticket, now)
         if opened.prefix is not None:
             self._inflight.drop(opened.prefix)
 
-    def _close(self, visit: RequestRun, first_token_s: float | None) -> _Open:
-        opened = self._open.pop(visit.index)
-        self._arrivals.ended(visit.index, self._now + self._setup.timing.request_s)
+    def _close(self, run: RequestRun, first_token_s: float | None) -> _Open:
+        opened = self._open.pop(run.index)
+        self._arrivals.ended(run.index, self._now + self._setup.timing.request_s)
         if self._peer is not None:
-            self._peer.ended(visit.index)
-        asked = visit if opened.leg is None else opened.leg.visit
+            self._peer.ended(run.index)
+        asked = run if opened.leg is None else opened.leg.run
         answered, request_s = first_token_s is not None, self._setup.timing.request_s
-        self._rows[visit.index] = Row(
-            visit.index,
+        self._rows[run.index] = Row(
+            run.index,
             opened.arrived_s,
             opened.engine,
             opened.prompt_tokens,
@@ -572,15 +574,15 @@ class FleetSim:
             asked.hit,
             -1.0 if first_token_s is None else first_token_s - opened.arrived_s + request_s,
             max(0.0, asked.started_s - opened.arrived_s),
-            visit.preempted,
-            visit.loaded if visit.medium == "CPU" else 0,
-            visit.loaded if visit.medium == "STORAGE" else 0,
-            visit.ended_s - opened.arrived_s + request_s if answered else -1.0,
-            (visit.ended_s - visit.first_token_s) / (visit.output_tokens - 1)
-            if answered and visit.output_tokens > 1
+            run.preempted,
+            run.loaded if run.medium == "CPU" else 0,
+            run.loaded if run.medium == "STORAGE" else 0,
+            run.ended_s - opened.arrived_s + request_s if answered else -1.0,
+            (run.ended_s - run.first_token_s) / (run.output_tokens - 1)
+            if answered and run.output_tokens > 1
             else -1.0,
-            0 if opened.leg is None else visit.loaded,
+            0 if opened.leg is None else run.loaded,
             opened.promised,
-            visit.pulled,
+            run.pulled,
         )
         return opened

@@ -22,9 +22,9 @@ from router.placement.cost import Choice, chosen
 from router.placement.inflight import InflightPrompt
 from router.placement.load.account import Ticket
 from router.placement.split import Pick, Side, plan
-from router.simulate.run.arms import Arm
 from router.simulate.run.setup import Fetch, FleetSetup, RequestRun
 from router.simulate.run.tiers import EngineTiers
+from router.simulate.run.variants import Variant
 
 
 class PrefixHit(NamedTuple):
@@ -189,7 +189,7 @@ def history_blocks(
 
 
 def router_view(
-    arm: Arm,
+    variant: Variant,
     setup: FleetSetup,
     pools: list[HybridBlockPool],
     tiers: Sequence[EngineTiers | None],
@@ -198,10 +198,10 @@ def router_view(
 ) -> RouterView:
     """Return this variant's view of the engines."""
     count, scheme = len(pools), pools[0].scheme
-    match arm.view:
+    match variant.view:
         case "truth":
-            pulls = arm.pulls and setup.tiers is not None and setup.tiers.pull_bytes_per_s > 0
-            return OracleView(pools, tiers if arm.tiers else None, pulls=pulls)
+            pulls = variant.pulls and setup.tiers is not None and setup.tiers.pull_bytes_per_s > 0
+            return OracleView(pools, tiers if variant.tiers else None, pulls=pulls)
         case "history":
             return History(count, scheme.hash_block_size, None)
         case "capped-history":
@@ -233,7 +233,7 @@ class Leg(msgspec.Struct, eq=False):
     engine: int
     ticket: Ticket
     prefix: InflightPrompt | None
-    visit: RequestRun
+    run: RequestRun
     whole: Sequence[BlockHash]
     answer_tokens: int
     """Number of tokens that the other engine generates."""

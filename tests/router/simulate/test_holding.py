@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from router.simulate.run.arms import ARMS, HoldSetup, arms_of
 from router.simulate.run.setup import FleetRun
+from router.simulate.run.variants import VARIANTS, HoldSetup, variants_of
 from router.simulate.workload.requests import Request
 from tests.router.simulate.support import fleet_run, request
 
@@ -21,15 +21,15 @@ def seconds(run: FleetRun) -> list[float]:
     return [row.ttft_s for row in run.rows]
 
 
-def test_where_nothing_is_saturated_an_arm_that_holds_does_what_one_does_that_does_not() -> None:
+def test_holding_changes_nothing_below_saturation() -> None:
     requests = [request(float(i), 1000, 5, 100 * (i % 5)) for i in range(30)]
     assert fleet_run(requests, "kvatlas:hold=10") == fleet_run(requests)
 
 
-@pytest.mark.parametrize("arm", ["hold=0", "hold=0.5", "hold=1+ageing=10", "hold=0.5+siblings=0.5"])
-def test_every_request_is_answered_once_and_its_time_counts_from_its_arrival(arm: str) -> None:
+@pytest.mark.parametrize("variant", ["hold=0", "hold=0.5", "hold=1+ageing=10", "hold=0.5+siblings=0.5"])
+def test_every_request_is_answered_once_and_its_time_counts_from_its_arrival(variant: str) -> None:
     requests = burst(40)
-    run = fleet_run(requests, f"kvatlas:{arm}")
+    run = fleet_run(requests, f"kvatlas:{variant}")
     assert [row.index for row in run.rows] == list(range(40))
     assert [row.arrived_s for row in run.rows] == [one.at_s for one in requests]
     assert all(row.ttft_s > 0.999 for row in run.rows)  # 1,000 tokens at 1 ms each
@@ -82,10 +82,10 @@ def test_a_sibling_of_a_prompt_in_flight_is_not_held() -> None:
 
 def test_knobs_are_read_and_bad_ones_named() -> None:
     name = "kvatlas:hold=1+ageing=2+siblings=0.5+credit=3+beta=1"
-    arm = arms_of([name])[name]
-    assert arm.hold == HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5, credit=3.0)
-    assert arm.settings == (("beta", 1.0),)
-    assert ARMS["kvatlas"].hold is None
+    variant = variants_of([name])[name]
+    assert variant.hold == HoldSetup(hold_s=1.0, ageing=2.0, siblings=0.5, credit=3.0)
+    assert variant.settings == (("beta", 1.0),)
+    assert VARIANTS["kvatlas"].hold is None
     for bad in ("kvatlas:hold=-1", "kvatlas:hold=61", "kvatlas:ageing=1", "kvatlas:siblings=2+hold=1"):
         with pytest.raises(ValueError, match=re.escape(bad)):
-            arms_of([bad])
+            variants_of([bad])

@@ -8,7 +8,6 @@ import pytest
 
 from publisher.events import BlockHash
 from router.simulate.run import peers as peer_router
-from router.simulate.run.arms import PEERS, arms_of
 from router.simulate.run.peers import (
     FORMULAS,
     FirstTokenRegression,
@@ -20,6 +19,7 @@ from router.simulate.run.peers import (
     vllm_router,
 )
 from router.simulate.run.router_view import NOTHING, PrefixHit
+from router.simulate.run.variants import PEERS, variants_of
 from tests.router.simulate.support import FULL, fleet_run, request
 
 
@@ -133,7 +133,7 @@ def test_an_idle_fleet_serves_repeats_where_they_are_cached(name: str) -> None:
 
 def test_other_routers_take_no_settings() -> None:
     with pytest.raises(ValueError, match="llm-d:beta=0: llm-d is another router with its own defaults"):
-        arms_of(["llm-d:beta=0"])
+        variants_of(["llm-d:beta=0"])
 
 
 def test_the_regression_learns_what_its_first_tokens_depend_on() -> None:
@@ -153,13 +153,13 @@ def test_the_regression_learns_what_its_first_tokens_depend_on() -> None:
     ("name", "why"),
     [
         ("kvatlas:refuse=1", "refuse= needs slo="),
-        ("llm-d:slo=1", "nothing can be set"),
-        ("ttft-regression:hold=1", "nothing can be set"),
+        ("llm-d:slo=1", "it has no parameters"),
+        ("ttft-regression:hold=1", "it has no parameters"),
     ],
 )
-def test_what_arms_do_not_take_is_refused(name: str, why: str) -> None:
+def test_parameters_that_a_variant_lacks_are_refused(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        arms_of([name])
+        variants_of([name])
 
 
 def test_the_regression_refuses_what_it_predicts_to_be_late_everywhere() -> None:

@@ -70,7 +70,7 @@ def test_a_row_of_another_block_size_is_named(tmp_path: Path) -> None:
 
 def test_blocks_must_fit_the_traces_unit(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "trace.jsonl", line(input_length=9000, hash_ids=ids(9000, 24)))
-    with pytest.raises(ConfigError, match="block_size = 64; a workload tells tokens apart in units of 24"):
+    with pytest.raises(ConfigError, match="block_size = 64; a workload identifies tokens in units of 24"):
         call(str(path), "--speed", "1", "--pool", "500")
 
 
@@ -133,7 +133,7 @@ def test_prompts_without_ids_are_of_their_own_but_for_the_next_turns_of_a_sessio
         ([json.dumps(line()), json.dumps(turn("a", 600))], ":2: hash_ids: none here, unlike the first line"),
         (
             [json.dumps(turn("a", 600, timestamp=9000)), json.dumps(turn("a", 700, timestamp=0))],
-            ":2: timestamp: before that of the session's turn before",
+            ":2: timestamp: before that of the session's previous turn",
         ),
     ],
 )

@@ -32,18 +32,18 @@ def test_every_request_ends_once_and_the_pool_is_whole(
     drawn: Drawn, num_blocks: int, groups: tuple[GroupSpec, ...]
 ) -> None:
     bench = Bench(num_blocks=num_blocks, groups=groups)
-    visits = bench.run(requests_of(drawn))
-    assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(visits)))
+    runs = bench.run(requests_of(drawn))
+    assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(runs)))
     assert set(bench.of("first")) >= set(bench.of("ended"))
     assert len(set(bench.of("first"))) == len(bench.of("first"))
     times = [now for _, _, now in bench.told]
     assert times == sorted(times)
     bench.engine.pool.check_integrity()
     assert bench.engine.pool.num_free_blocks == num_blocks - 1, "nobody holds a block at the end"
-    for visit in visits:
-        if visit.index in bench.of("ended"):
-            assert visit.arrived_s <= visit.started_s < visit.first_token_s <= visit.ended_s
-            assert 0 <= visit.hit < visit.input_tokens
+    for run in runs:
+        if run.index in bench.of("ended"):
+            assert run.arrived_s <= run.started_s < run.first_token_s <= run.ended_s
+            assert 0 <= run.hit < run.input_tokens
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -57,9 +57,9 @@ def test_it_does_not_matter_how_often_it_is_advanced(drawn: Drawn, pauses: int) 
 
 def test_prompts_are_taken_up_in_the_order_they_came() -> None:
     bench = Bench(num_blocks=400)
-    visits = bench.run([request(0.1 * index, 600, 1, 10 * index) for index in range(8)])
+    runs = bench.run([request(0.1 * index, 600, 1, 10 * index) for index in range(8)])
     assert bench.of("first") == list(range(8))
-    starts = [visit.started_s for visit in visits]
+    starts = [run.started_s for run in runs]
     assert starts == sorted(starts)
 
 
@@ -91,27 +91,27 @@ def test_a_resend_finds_what_was_computed() -> None:
 
 def test_at_most_seqs_max_are_on_the_engine() -> None:
     bench = Bench(num_blocks=400)
-    visits = bench.run([request(0, 64, 500, 10 * index) for index in range(6)])
-    ends = sorted(visit.ended_s for visit in visits)
-    assert visits[4].started_s >= ends[0], "four generate; the fifth waits for one to end"
+    runs = bench.run([request(0, 64, 500, 10 * index) for index in range(6)])
+    ends = sorted(run.ended_s for run in runs)
+    assert runs[4].started_s >= ends[0], "four generate; the fifth waits for one to end"
     assert FAST.seqs_max == 4
 
 
 def test_generation_that_finds_no_block_preempts_the_latest_which_is_computed_again() -> None:
     bench = Bench(num_blocks=21)
-    visits = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100)])
+    runs = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100)])
     assert bench.engine.preemptions > 0
-    assert visits[0].preempted == 0
-    assert visits[1].preempted > 0
+    assert runs[0].preempted == 0
+    assert runs[1].preempted > 0
     assert bench.of("ended") == [0, 1]
     assert bench.of("first") == [0, 1], "the first token is told once"
 
 
 def test_the_preempted_come_before_those_that_wait() -> None:
     bench = Bench(num_blocks=21, timing=msgspec.structs.replace(FAST, seqs_max=2))
-    visits = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100), request(0, 200, 1, 200)])
+    runs = bench.run([request(0, 500, 700, 1), request(0, 300, 500, 100), request(0, 200, 1, 200)])
     assert bench.engine.preemptions > 0
-    assert visits[2].started_s > bench.time_of("ended", 0), "the room was for the preempted one first"
+    assert runs[2].started_s > bench.time_of("ended", 0), "the room was for the preempted one first"
 
 
 def test_what_can_never_fit_is_refused_and_holds_up_nobody() -> None:
@@ -143,7 +143,7 @@ def test_with_an_order_the_first_of_those_that_wait_goes_next() -> None:
 @given(arrivals, st.lists(st.floats(1, 9), min_size=12, max_size=12))
 def test_with_an_order_every_request_ends_once_too(drawn: Drawn, ranks: list[float]) -> None:
     bench = Bench(num_blocks=24)
-    visits = bench.run(requests_of(drawn), ranks=ranks)
-    assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(visits)))
+    runs = bench.run(requests_of(drawn), ranks=ranks)
+    assert sorted(bench.of("ended") + bench.of("refused")) == list(range(len(runs)))
     bench.engine.pool.check_integrity()
     assert bench.engine.pool.num_free_blocks == 23

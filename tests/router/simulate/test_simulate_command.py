@@ -15,7 +15,7 @@ from publisher.engine import EngineSettings, SimulatedEngine
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate import plot
-from router.simulate.plan import ArmReport, Study
+from router.simulate.plan import Study, VariantReport
 from router.simulate.report import Facts
 from router.simulate.study import Curves, Outcome, Result
 from tests.router.simulate.support import line, write_lines
@@ -70,7 +70,8 @@ def test_the_pool_and_the_load_are_said_as_they_are(capsys: pytest.CaptureFixtur
     assert "the fleet 50% of what these 60 requests fill" in out
     report = told(capsys, *words, "--pool", "50%")
     busy = {
-        arm["policy"]: f"{arm['policy']} {100 * arm['mean']['busy_share']:.0f} %" for arm in report["arms"]
+        variant["policy"]: f"{variant['policy']} {100 * variant['mean']['busy_share']:.0f} %"
+        for variant in report["variants"]
     }
     assert "85 % of the time in which requests come" in out
     assert (
@@ -85,9 +86,9 @@ def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_cur
     curves = Curves(hit_shares=[0.1, 0.2], busy_s=[1.0, 2.0], lasted_s=4.0)
     result = Result(outcome=outcome, ttft_s=np.array([0.1, 0.2]), curves=curves)
     reports = [
-        ArmReport(arm=arm, retention=kept, rate_factor=1.0, outcomes=[outcome], results=[result])
+        VariantReport(variant=variant, retention=kept, rate_factor=1.0, outcomes=[outcome], results=[result])
         for kept in (0, 4096)
-        for arm in ("kvatlas", "hash")
+        for variant in ("kvatlas", "hash")
     ]
     facts = Facts(
         workload="chat", model="full", requests=2, sessions=1, mean_prompt_tokens=1, mean_output_tokens=1,
@@ -111,13 +112,15 @@ def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_cur
 def test_json_holds_what_was_run(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--policy", "kvatlas,least-load", "--seeds", "2", "--sensitivity", "--load", "0.5"]
     report = told(capsys, *words)
-    assert [(arm["policy"], arm["prefill_rate_factor"]) for arm in report["arms"]] == [
+    assert [(variant["policy"], variant["prefill_rate_factor"]) for variant in report["variants"]] == [
         (name, factor) for factor in (0.8, 1.0, 1.25) for name in ("kvatlas", "least-load")
     ]
-    arm = report["arms"][0]
-    assert len(arm["seeds"]) == 2
-    assert arm["mean"]["ttft_mean_s"] == pytest.approx(sum(s["ttft_mean_s"] for s in arm["seeds"]) / 2)
-    assert arm["ci95"]["ttft_mean_s"] > 0
+    variant = report["variants"][0]
+    assert len(variant["seeds"]) == 2
+    assert variant["mean"]["ttft_mean_s"] == pytest.approx(
+        sum(s["ttft_mean_s"] for s in variant["seeds"]) / 2
+    )
+    assert variant["ci95"]["ttft_mean_s"] > 0
     assert (report["facts"]["blocks_per_engine"], report["facts"]["load"]) == (2000, 0.5)
     assert report == told(capsys, *words), "the same seeds, the same numbers"
 
@@ -129,7 +132,7 @@ def test_a_file_is_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         capsys, str(path), "--engines", "1", "--model", "full", "--pool", "100%", "--policy", "hash"
     )
     assert report["facts"]["requests"] == 20
-    hit_share = report["arms"][0]["mean"]["hit_share"]
+    hit_share = report["variants"][0]["mean"]["hit_share"]
     assert hit_share == pytest.approx(512 / 600), "all share their first unit"
 
 
@@ -162,9 +165,7 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         engine = SimulatedEngine(EngineSettings(prefill_s_per_token=1e-6, decode_s_per_token=1e-5))
         await engine.start()
         try:
-            with pytest.raises(
-                ConfigError, match="time_to_first_token_seconds is not there, or counts nothing"
-            ):
+            with pytest.raises(ConfigError, match="time_to_first_token_seconds is missing or empty"):
                 await asyncio.to_thread(call, *SMALL, "--fit", engine.base_url)
         finally:
             await engine.stop()
@@ -200,21 +201,21 @@ def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("words", "said"),
     [
         (["nowhere"], "nowhere: neither a file nor one of chat, tenants, agents"),
-        (["nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
+        (["nowhere.jsonl"], "nowhere.jsonl: the file does not exist"),
         ([*SMALL, "--retention", "100"], "--retention 100: .* no multiple of 64"),
         ([*SMALL, "--retention", "often"], "--retention 'often': expected tokens, or dense"),
         ([*SMALL, "--model", "full", "--retention", "4096"], "--retention 4096: .* no effect"),
         ([*SMALL, "--model", "gpt5"], "--model: gpt5: neither a file nor one of full"),
-        ([*SMALL, "--policy", "kvatlas,best"], "--policy: no policy is called 'best'; there are kvatlas"),
+        ([*SMALL, "--policy", "kvatlas,best"], "--policy: unknown policy 'best'; expected one of kvatlas"),
         (["chat", "--requests", "9", "--pool", "10"], "--pool 10: expected at least 64 blocks"),
         (["chat", "--requests", "9", "--pool", "much"], "--pool 'much': expected blocks per engine"),
         (["chat", "--requests", "9", "--pool", "nan%"], "--pool 'nan%': expected blocks per engine"),
         (["chat", "--requests", "9", "--engines", "0"], "--engines 0: expected 1 to 1024"),
         ([*SMALL, "--seeds", "0"], "--seeds 0: expected 1 to 100"),
         ([*SMALL, "--load", "-1"], "--load -1.0: expected a number above 0"),
-        ([*SMALL, "--block-tokens", "48"], "block_size = 48; a workload tells tokens apart in units of 512"),
+        ([*SMALL, "--block-tokens", "48"], "block_size = 48; a workload identifies tokens in units of 512"),
         ([*SMALL, "--plot", "a.gif"], "--plot: a.gif: the name must end in one of .png"),
-        ([*SMALL, "--plot", "nowhere/a.png"], "no such folder"),
+        ([*SMALL, "--plot", "nowhere/a.png"], "the folder does not exist"),
         ([*SMALL, "--served-model", "m", "--fit", "nowhere"], "--fit nowhere: .*No such file"),
     ],
 )
@@ -230,9 +231,9 @@ def test_a_pool_too_small_for_every_prompt_is_refused(tmp_path: Path) -> None:
         call(str(path), "--pool", "100", "--processes", "1")
 
 
-def test_a_trace_tells_no_rates(tmp_path: Path) -> None:
+def test_a_trace_has_no_rates(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "w.jsonl", line())
-    with pytest.raises(ConfigError, match="a trace tells no times of answers"):
+    with pytest.raises(ConfigError, match="a trace has no response times"):
         call(*SMALL, "--fit", str(path))
-    with pytest.raises(ConfigError, match="0 requests tell"):
+    with pytest.raises(ConfigError, match="0 requests have both"):
         call(*SMALL, "--fit", str(write_lines(tmp_path / "a.jsonl", captured(cached_tokens=None))))

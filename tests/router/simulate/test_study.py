@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from router.simulate.plan import ModelError, Plan, check_layout, check_units, groups_of, run_plan
-from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import FleetSetup
+from router.simulate.run.variants import variants_of
 from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_all, run_one, speed_for
 from router.simulate.workload.requests import Request, WorkloadError
 from router.simulate.workload.sources import WorkloadSource
@@ -17,13 +17,13 @@ from tests.router.simulate.support import FAST, HYBRID, line, request, write_lin
 
 WORKLOADS = WorkloadSource(name="tenants", requests_max=60).draws(range(2))
 SETUP = FleetSetup(groups=HYBRID, num_blocks=700, engines=3, timing=FAST)
-PLAN = Plan(setup=SETUP, arms=arms_of(["kvatlas", "power-of-two"]), retentions=(0, 1024), load=0.7)
+PLAN = Plan(setup=SETUP, variants=variants_of(["kvatlas", "power-of-two"]), retentions=(0, 1024), load=0.7)
 
 
 def numbers(processes: int) -> tuple[list[object], list[float], int]:
     placed: list[int] = []
     study = run_plan(PLAN, WORKLOADS, processes=processes, placed=placed.append)
-    return [(r.arm, r.retention, r.outcomes) for r in study.reports], study.speeds, sum(placed)
+    return [(r.variant, r.retention, r.outcomes) for r in study.reports], study.speeds, sum(placed)
 
 
 @pytest.mark.long
@@ -36,9 +36,9 @@ def test_two_processes_find_what_one_finds() -> None:
     assert placed_by_two <= placed
 
 
-def test_reports_come_per_retention_and_arm_with_a_number_per_seed() -> None:
+def test_reports_come_per_retention_and_variant_with_a_number_per_seed() -> None:
     study = run_plan(msgspec.structs.replace(PLAN, load=None), WORKLOADS, processes=1)
-    assert [(r.arm, r.retention) for r in study.reports] == [
+    assert [(r.variant, r.retention) for r in study.reports] == [
         ("kvatlas", 0),
         ("power-of-two", 0),
         ("kvatlas", 1024),
@@ -48,10 +48,10 @@ def test_reports_come_per_retention_and_arm_with_a_number_per_seed() -> None:
     assert study.speeds == [1.0, 1.0]
 
 
-def test_all_arms_meet_the_load_asked_for() -> None:
-    arms = arms_of(["round-robin"])
+def test_all_variants_get_the_requested_load() -> None:
+    variants = variants_of(["round-robin"])
     requests = {0: [request(float(index), 500, 1, 10 * index) for index in range(100)]}
-    plan = msgspec.structs.replace(PLAN, arms=arms, retentions=(0,), load=0.6)
+    plan = msgspec.structs.replace(PLAN, variants=variants, retentions=(0,), load=0.6)
     report = run_plan(plan, requests, processes=1).reports[0]
     assert report.outcomes[0].busy_share == pytest.approx(0.6, rel=0.05)
 
@@ -78,7 +78,7 @@ def test_the_speed_makes_round_robin_as_busy_as_asked() -> None:
 
 def test_a_fault_in_a_worker_comes_out() -> None:
     huge = [request(float(index), 90_000, 1, 1000 * index) for index in range(2)]
-    jobs = [Job(name=name, arm=arm, setup=SETUP) for name, arm in PLAN.arms.items()]
+    jobs = [Job(name=name, variant=variant, setup=SETUP) for name, variant in PLAN.variants.items()]
     with pytest.raises(ValueError, match="more blocks"):
         run_all(jobs, {0: huge}, processes=2)
 

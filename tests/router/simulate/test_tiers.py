@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from router.config.errors import ConfigError
 from router.simulate.command import read_tiers
-from router.simulate.run.arms import arms_of
 from router.simulate.run.setup import Timing
 from router.simulate.run.tiers import (
     WRITES_MAX,
@@ -24,6 +23,7 @@ from router.simulate.run.tiers import (
     read_store,
     tiers_of,
 )
+from router.simulate.run.variants import variants_of
 from router.simulate.workload.generate import agents
 from router.simulate.workload.requests import continued
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
@@ -88,8 +88,8 @@ def test_loads_of_one_engine_share_its_link() -> None:
     one = bench(host(bytes_per_s=9 * BYTES / 1.0), num_blocks=30, timing=timing)
     fillers = [request(5, 1700, 1, 100)]
     two = [request(10, 640, 1, 1), request(10, 640, 1, 50)]
-    visits = one.run([PROMPT, request(1, 640, 1, 50), *fillers, *two])
-    first, second = visits[-2:]
+    runs = one.run([PROMPT, request(1, 640, 1, 50), *fillers, *two])
+    first, second = runs[-2:]
     assert (first.loaded, second.loaded) == (576, 576)
     assert first.first_token_s == pytest.approx(11.064)
     assert second.first_token_s == pytest.approx(12.064)
@@ -133,13 +133,13 @@ def test_the_nearest_of_equals_is_loaded_from() -> None:
     assert again.medium == "CPU"
 
 
-def test_an_arm_is_told_of_what_lies_outside_or_not() -> None:
+def test_a_variant_sees_memory_outside_the_gpus_or_not() -> None:
     requests = continued(agents(150, 150.0, 3))
     told = {
-        arm: fleet_run(requests, f"{arm}:spread=0", num_blocks=500, timing=FAST, tiers=store())
-        for arm in ("kvatlas", "gpu-only")
+        variant: fleet_run(requests, f"{variant}:spread=0", num_blocks=500, timing=FAST, tiers=store())
+        for variant in ("kvatlas", "gpu-only")
     }
-    errors = {arm: sum(abs(row.predicted - row.hit) for row in run.rows) for arm, run in told.items()}
+    errors = {variant: sum(abs(row.predicted - row.hit) for row in run.rows) for variant, run in told.items()}
     assert errors["kvatlas"] < errors["gpu-only"] / 4
     assert sum(row.storage for row in told["gpu-only"].rows) > 0, "engines load all the same"
 
@@ -149,8 +149,8 @@ def test_a_busy_engines_prefix_is_pulled_from_its_host_memory() -> None:
     setup = TierSetup(block_bytes=BYTES, host=host().host, pull_bytes_per_s=FAR)
     slow = Timing(prefill_s_per_token=1e-3)
     runs = {
-        arm: fleet_run(requests, arm, num_blocks=500, timing=slow, tiers=setup)
-        for arm in ("kvatlas", "kvatlas:pull=0")
+        variant: fleet_run(requests, variant, num_blocks=500, timing=slow, tiers=setup)
+        for variant in ("kvatlas", "kvatlas:pull=0")
     }
     pulled = [row for row in runs["kvatlas"].rows if row.pulled]
     assert pulled
@@ -163,7 +163,7 @@ def test_pulling_needs_host_memory() -> None:
     with pytest.raises(ConfigError, match=r"--pull 100: .*add --host-memory"):
         read_tiers(None, "400%", 100.0, HYBRID, 1000, 8, pull_gbit_s=100.0)
     with pytest.raises(ValueError, match="only kvatlas pulls"):
-        arms_of(["exact:pull=1"])
+        variants_of(["exact:pull=1"])
 
 
 def test_runs_depend_on_their_inputs_alone() -> None:
@@ -193,11 +193,11 @@ def test_every_request_ends_once_whatever_is_loaded(
 ) -> None:
     one = bench(host(blocks, bytes_per_s), num_blocks=num_blocks, groups=groups)
     made = [request(at_s, tokens, output, 100 * head) for at_s, tokens, output, head in drawn]
-    visits = one.run(sorted(made, key=lambda each: each.at_s))
-    assert sorted(one.of("ended") + one.of("refused")) == list(range(len(visits)))
+    runs = one.run(sorted(made, key=lambda each: each.at_s))
+    assert sorted(one.of("ended") + one.of("refused")) == list(range(len(runs)))
     one.engine.pool.check_integrity()
     assert one.engine.pool.num_free_blocks == num_blocks - 1
-    assert all(0 <= visit.loaded <= visit.hit < visit.input_tokens for visit in visits)
+    assert all(0 <= run.loaded <= run.hit < run.input_tokens for run in runs)
 
 
 def test_sizes_and_links_as_flags_say_them() -> None:
@@ -225,12 +225,12 @@ def test_the_cost_of_a_load_is_that_of_the_slower_link() -> None:
     assert setup.load_s_per_token("CPU", HYBRID) == 0.0
 
 
-def test_knobs_of_an_arm() -> None:
-    arm = arms_of(["kvatlas:beta=0.5+premium=0"])["kvatlas:beta=0.5+premium=0"]
-    assert dict(arm.settings) == {"beta": 0.5, "eviction_premium": 0.0}
+def test_knobs_of_an_variant() -> None:
+    variant = variants_of(["kvatlas:beta=0.5+premium=0"])["kvatlas:beta=0.5+premium=0"]
+    assert dict(variant.settings) == {"beta": 0.5, "eviction_premium": 0.0}
     for name in ("kvatlas:beta=2", "kvatlas:premium=9", "kvatlas:load=1", "kvatlas:beta=0.5+", "kvatlas:x"):
         with pytest.raises(ValueError, match="after the colon"):
-            arms_of([name])
+            variants_of([name])
 
 
 def test_no_tiers_no_ways_to_them() -> None:

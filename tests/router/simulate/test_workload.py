@@ -61,7 +61,7 @@ def test_what_is_no_workload_is_refused(tmp_path: Path, text: str, said: str) ->
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match="no such file"):
+    with pytest.raises(WorkloadError, match="the file does not exist"):
         read(tmp_path / "nowhere.jsonl")
     whole = gzip.compress(json.dumps(line()).encode() * 50)
     for spoilt in (whole[:-20], whole[:20] + b"\xff\xff\xff" + whole[23:], b"plain text"):

@@ -1,4 +1,4 @@
-"""What arms believe: the history tree against a naive one, its cap, the truth, and the shadow's rules."""
+"""What variants believe: the history tree against a naive one, its cap, the truth, and the shadow's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from router.placement.affinity import ShadowSpec
-from router.simulate.run.arms import ARMS, arms_of
 from router.simulate.run.router_view import (
     NOTHING,
     ExactRules,
@@ -20,6 +19,7 @@ from router.simulate.run.router_view import (
     PrefixHit,
     history_blocks,
 )
+from router.simulate.run.variants import VARIANTS, variants_of
 from router.simulate.workload.requests import block_hashes
 from tests.router.simulate.support import FULL, HYBRID, request
 
@@ -101,11 +101,11 @@ def test_a_capped_history_is_as_large_as_the_pool_allows_beside_the_windows() ->
     assert 950 <= history_blocks(HYBRID, 1000, 6400.0, 0) < 1000, "two window pages per prompt"
 
 
-def test_arms_by_name() -> None:
-    found = arms_of(["round-robin", "kvatlas:beta=0.5"])
+def test_variants_by_name() -> None:
+    found = variants_of(["round-robin", "kvatlas:beta=0.5"])
     assert list(found) == ["round-robin", "kvatlas:beta=0.5"]
     assert found["kvatlas:beta=0.5"].settings == (("beta", 0.5),)
     for bad in ("best", "kvatlas:beta=2", "kvatlas:gamma=1", "kvatlas:beta=nan", ""):
-        with pytest.raises(ValueError, match=r"beta|no policy"):
-            arms_of([bad])
-    assert all(arm.what for arm in ARMS.values())
+        with pytest.raises(ValueError, match=r"beta|unknown policy"):
+            variants_of([bad])
+    assert all(variant.what for variant in VARIANTS.values())

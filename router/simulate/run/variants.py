@@ -32,7 +32,7 @@ class HoldSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Most work that a tenant may save up, in seconds of the fleet's computation."""
 
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True):
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
     """``policy``: a name of ``router.placement.policies``; ``settings``: overrides of the policy's own, by
     name; ``hold`` None: every request goes to an engine immediately."""
 
@@ -75,92 +75,92 @@ _COUNTS = {"prefill": 1023.0, "pull": 1.0}
 _ADMIT = {"admit": 600.0, "slo": 600.0, "refuse": 2.0}
 _HOLD_KNOBS = {"hold": 60.0, "ageing": 100.0, "siblings": 1.0, "credit": 60.0}
 
-ARMS: dict[str, Arm] = {
-    "kvatlas": Arm(
+VARIANTS: dict[str, Variant] = {
+    "kvatlas": Variant(
         policy="kvatlas", view="truth", pulls=True, what="place by shared prefix, account by the exact hit"
     ),
-    "exact": Arm(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
-    "full-attention": Arm(
+    "exact": Variant(policy="exact", view="truth", in_flight=False, what="cheapest by the exact hit alone"),
+    "full-attention": Variant(
         policy="full-attention",
         view="truth",
         in_flight=False,
         what="the full-attention prefix taken for the hit",
     ),
-    "full-attention-in-flight": Arm(
+    "full-attention-in-flight": Variant(
         policy="full-attention", view="truth", what="the same, and prompts in flight count"
     ),
-    "gpu-only": Arm(
+    "gpu-only": Variant(
         policy="kvatlas", view="truth", tiers=False, what="kvatlas without the state of memory outside GPUs"
     ),
-    "rules": Arm(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
-    "approx-tree": Arm(
+    "rules": Variant(policy="kvatlas", view="rules", what="no events: shadow pools with the engine's rules"),
+    "approx-tree": Variant(
         policy="exact", view="history", in_flight=False, what="own prefix history that never forgets"
     ),
-    "approx-tree-capped": Arm(
+    "approx-tree-capped": Variant(
         policy="exact",
         view="capped-history",
         in_flight=False,
         what="own prefix history with the engine's size",
     ),
-    "session-hash": Arm(
+    "session-hash": Variant(
         policy="hash", view="blind", in_flight=False, by_session=True, what="sessions hashed, bounded load"
     ),
-    "hash": Arm(policy="hash", view="blind", in_flight=False, what="first blocks hashed, bounded load"),
-    "power-of-two": Arm(
+    "hash": Variant(policy="hash", view="blind", in_flight=False, what="first blocks hashed, bounded load"),
+    "power-of-two": Variant(
         policy="power-of-two", view="blind", in_flight=False, what="less loaded of two at random"
     ),
-    "least-load": Arm(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
-    "round-robin": Arm(policy="round-robin", view="blind", in_flight=False, what="in turn"),
-    "dynamo": Arm(
+    "least-load": Variant(policy="least-load", view="blind", in_flight=False, what="shortest queue"),
+    "round-robin": Variant(policy="round-robin", view="blind", in_flight=False, what="in turn"),
+    "dynamo": Variant(
         policy="exact",
         view="truth",
         in_flight=False,
         peer="dynamo",
         what="Dynamo's formula: blocks to prefill and to decode",
     ),
-    "llm-d": Arm(
+    "llm-d": Variant(
         policy="exact",
         view="truth",
         in_flight=False,
         peer="llm-d",
         what="llm-d's scores: prefix share, KV usage, waiting, no-hit LRU",
     ),
-    "cache-aware": Arm(
+    "cache-aware": Variant(
         policy="exact", view="blind", in_flight=False, peer="cache-aware", what="smg's cache_aware"
     ),
-    REGRESSION: Arm(
+    REGRESSION: Variant(
         policy="exact",
         view="truth",
         in_flight=False,
         peer=REGRESSION,
         what="lowest first token by a regression on prompt, hit and queue",
     ),
-    "vllm-router": Arm(
+    "vllm-router": Variant(
         policy="exact", view="blind", in_flight=False, peer="vllm-router", what="vllm-router's cache_aware"
     ),
 }
-PEERS = tuple(name for name, arm in ARMS.items() if arm.peer is not None)
+PEERS = tuple(name for name, variant in VARIANTS.items() if variant.peer is not None)
 
 
-def arms_of(names: Iterable[str]) -> dict[str, Arm]:
+def variants_of(names: Iterable[str]) -> dict[str, Variant]:
     """Return variants by name, in the given order. ``kvatlas:beta=0.5+premium=0`` sets these parameters,
     ``kvatlas:hold=1+ageing=2+siblings=0.5+credit=2`` those of ``HoldSetup``, ``kvatlas:prefill=2`` the number
     of prefill engines. Raises ``ValueError``."""
-    found: dict[str, Arm] = {}
+    found: dict[str, Variant] = {}
     for name in names:
         base, _, knob = name.partition(":")
-        arm = ARMS.get(base)
-        if arm is None:
-            raise ValueError(f"unknown policy {base!r}; expected one of {', '.join(ARMS)}")
-        if knob and arm.peer is not None and not (arm.peer == REGRESSION and knob.startswith("slo=")):
+        variant = VARIANTS.get(base)
+        if variant is None:
+            raise ValueError(f"unknown policy {base!r}; expected one of {', '.join(VARIANTS)}")
+        if knob and variant.peer is not None and not (variant.peer == REGRESSION and knob.startswith("slo=")):
             raise ValueError(f"{name}: {base} is another router with its own defaults; it has no parameters")
         if knob:
-            arm = _set(arm, name, knob)
-        found[name] = arm
+            variant = _set(variant, name, knob)
+        found[name] = variant
     return found
 
 
-def _set(arm: Arm, name: str, knobs: str) -> Arm:
+def _set(variant: Variant, name: str, knobs: str) -> Variant:
     """Apply the parameters after the colon: ``beta=0.5+premium=0``."""
     limits = {key: most for key, (_, most) in _KNOBS.items()} | _HOLD_KNOBS | _COUNTS | _ADMIT
     values: dict[str, float] = {}
@@ -175,26 +175,26 @@ def _set(arm: Arm, name: str, knobs: str) -> Arm:
             raise ValueError(f"{name}: after the colon, expected {allowed}; separate several with +")
         values[key] = value
     if "prefill" in values:
-        arm = msgspec.structs.replace(arm, prefill=int(values.pop("prefill")))
+        variant = msgspec.structs.replace(variant, prefill=int(values.pop("prefill")))
     if "pull" in values:
-        if not arm.pulls:
+        if not variant.pulls:
             raise ValueError(f"{name}: only kvatlas pulls prefixes, so only it takes pull=")
-        arm = msgspec.structs.replace(arm, pulls=values.pop("pull") > 0)
+        variant = msgspec.structs.replace(variant, pulls=values.pop("pull") > 0)
     if "refuse" in values and "slo" not in values:
         raise ValueError(f"{name}: refuse= needs slo=SECONDS beside")
-    arm = msgspec.structs.replace(
-        arm,
-        admit_s=values.pop("admit", arm.admit_s),
-        slo_s=values.pop("slo", arm.slo_s),
+    variant = msgspec.structs.replace(
+        variant,
+        admit_s=values.pop("admit", variant.admit_s),
+        slo_s=values.pop("slo", variant.slo_s),
         refuses=int(values.pop("refuse", 0.0)),
     )
     held = {key: values.pop(key) for key in _HOLD_KNOBS if key in values}
     if held and "hold" not in held:
         raise ValueError(f"{name}: {' and '.join(held)} need hold=SECONDS as well")
     if held:
-        arm = msgspec.structs.replace(arm, hold=HoldSetup(hold_s=held.pop("hold"), **held))
-    if arm.hold is not None and arm.prefill:
+        variant = msgspec.structs.replace(variant, hold=HoldSetup(hold_s=held.pop("hold"), **held))
+    if variant.hold is not None and variant.prefill:
         raise ValueError(f"{name}: hold= needs engines without roles; leave out prefill=")
     return msgspec.structs.replace(
-        arm, settings=tuple((_KNOBS[key][0], value) for key, value in values.items())
+        variant, settings=tuple((_KNOBS[key][0], value) for key, value in values.items())
     )
