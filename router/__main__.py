@@ -1,7 +1,7 @@
 """Entry point of the ``kvatlas`` command and its error boundary: every failure ends in one sentence.
 
-Light to import: a wheel installed without its extras gets this far and learns what to install. Invariants: no
-traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set; the status is 0 done, 1 no or failed, 2
+Light to import: a wheel installed without its extras gets this far and reports what to install. Invariants:
+no traceback reaches the terminal unless ``KVATLAS_TRACEBACK`` is set; the status is 0 done, 1 no or failed, 2
 bad arguments or configuration, 130 interrupted.
 """
 
@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Sequence
 
 TRACEBACK_VARIABLE = "KVATLAS_TRACEBACK"
+# Extra that provides a module; all others come with ``router``.
 _EXTRA_OF = {"matplotlib": "plot", "torch": "connectors", "mooncake": "connectors-mooncake"}
-"""Extra that provides a module; all others come with ``router``."""
 _OWN = frozenset({"router", "publisher", "connectors"})
+# New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
+# time.
 _COLLECT_EVERY = 50_000
-"""New objects between two garbage collections. Imports create no garbage; collecting takes a tenth of their
-time."""
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def run(words: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001  # the one place where everything ends
         if os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exc()
-        status = _told(_innermost(error))
+        status = _report(_innermost(error))
     return status
 
 
@@ -57,25 +57,27 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _told(error: BaseException) -> int:
+def _report(error: BaseException) -> int:
     """Print why the command failed; returns the status."""
-    nobody_reads = _let_go_of_output()
+    pipe_closed = _flush_output()
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, BrokenPipeError) and nobody_reads:
-        return 1  # the reader has gone: head, or a pager that was left
+    if isinstance(error, BrokenPipeError) and pipe_closed:
+        return 1  # the reader has closed the pipe: head, or a pager that was quit
     if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
         extra = _EXTRA_OF.get(name, "router")
-        _say(
+        _print_error(
             f"this command needs the Python module {name!r}: install kvatlas with its extra {extra!r}, "
             f"in a checkout: python -m pip install '.[{extra}]'"
         )
     elif isinstance(error, OSError):
-        _say(_of_system(error))
+        _print_error(_of_system(error))
     elif isinstance(error, MemoryError):
-        _say("not enough memory")
+        _print_error("not enough memory")
     else:
-        _say(f"unexpected {type(error).__name__}: {error} (a bug; {TRACEBACK_VARIABLE}=1 shows where)")
+        _print_error(
+            f"unexpected {type(error).__name__}: {error} (a bug; {TRACEBACK_VARIABLE}=1 shows where)"
+        )
     return 1
 
 
@@ -85,15 +87,15 @@ def _of_system(error: OSError) -> str:
     return f"{error.filename}: {said}" if error.filename else said
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(OSError):
         print(f"kvatlas: {text}", file=sys.stderr, flush=True)
 
 
-def _let_go_of_output() -> bool:
-    """Flush the output; drop an output that is closed or full, so that nothing fails on it at exit.
+def _flush_output() -> bool:
+    """Flush the output; detach an output that is closed or full, so that nothing fails on it at exit.
 
-    Returns whether the reader has gone.
+    Returns whether the reader has closed the pipe.
     """
     if sys.stdout is None:
         return False

@@ -1,8 +1,8 @@
-"""The running router: builds every part from the configuration and keeps them alive together.
+"""The running router: builds every part from the configuration, and runs them together.
 
 ``Router`` is one ASGI application. Its own endpoints go to ``control``, everything else to the proxy. Its
-lifespan runs the sources of engines, the fleet poller, one feed per engine that publishes events, and the
-upkeep, all in one task group, so nothing outlives the server.
+lifespan runs the sources of engines, the fleet poller, one feed per engine that publishes events, and
+periodic work, all in one task group, so nothing outlives the server.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Router:
         self.accounts.inflight.is_stored = self.lifecycle.is_stored
         self.listen_stats: ListenStats | None = None
         self.on_listen: Callable[[ListenSettings], None] = lambda listen: None
-        """Called with new limits of client connections."""
+        """Is called with new limits of client connections."""
         self.draining: Callable[[], bool] = lambda: False
         self.poller: FleetPoller[Engine] | None = None
         self.desired = DesiredState(engines_max=_engines_max(config))
@@ -289,9 +289,9 @@ class Router:
             if self.usage is not None:
                 self.usage.start()
             if self.worker_group is not None and self.worker_group.worker.life:
-                # The sibling workers serve meanwhile: a replacement that accepts before it knows an engine
-                # refuses requests that they would answer. Until then connections wait in the backlog of its
-                # socket.
+                # The sibling workers serve meanwhile. A replacement that accepted connections before it knows
+                # an engine would refuse requests that they can answer; until then connections wait in the
+                # backlog of its socket.
                 await poller.first_polls(self.config.fleet.poll_timeout_s)
             try:
                 yield
@@ -311,7 +311,7 @@ class Router:
                 self._tasks = self.poller = None
 
     async def _expire_inflight(self) -> None:
-        """Expire prompts whose grace period is over, also while no request comes."""
+        """Expire prompts whose grace period is over, also while no requests arrive."""
         inflight = self.accounts.inflight
         while True:
             await asyncio.sleep(inflight.settings.grace_s)
@@ -337,17 +337,17 @@ class Router:
         return None if self.worker_group is None or self.leads else self.worker_group.calls.to_lead
 
     def discard(self) -> None:
-        """Release a router that was made only to check the configuration."""
+        """Close a router that was made only to check the configuration."""
         if self.traces is not None:
             self.traces.close()
         self.reader.close()
 
     def readiness(self) -> Readiness:
-        """Whether traffic should come here."""
+        """Return the readiness for traffic."""
         return self._readiness_check.check(draining=self.draining())
 
     def retire(self) -> None:
-        """Hand over to other replicas what they can take, because the server drains."""
+        """Hand over to other replicas what they can take; called when the server drains."""
         if self.picker is not None:
             self.picker.drain()
         if self.peers.index is not None and self._tasks is not None:
@@ -398,8 +398,8 @@ class Router:
         )
 
     def _engine_url(self, model: str | None) -> str | None:
-        """Return the URL of the least loaded engine of this model, so that no engine tokenizes for the whole
-        fleet."""
+        """Return the URL of the least loaded engine of this model, so that tokenizing does not load one
+        engine for the whole fleet."""
         now = self.clock()
         ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
         loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]

@@ -2,8 +2,8 @@
 imports its implementation only when it runs, so that --help is quick.
 
 Every subcommand checks its input before it starts anything: bad arguments and bad configuration end with
-status 2 and a message that names the argument or key. Other statuses: 0 done, 1 the answer is no (a probe not
-exact, a check failed).
+status 2 and a message that names the argument or key. Other statuses: 0 done, 1 the answer is no (a probe was
+not exact, a check failed).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def serve(
         list[str] | None,
         Parameter(
             name="--renderer",
-            help="A render server (vllm launch render): http://host:port, asked for tokens before engines; "
+            help="A render server (vllm launch render): http://host:port, used for tokens before engines; "
             "repeat for more.",
             negative="",
         ),
@@ -72,7 +72,7 @@ def serve(
     ops_port: Annotated[
         str | None,
         Parameter(
-            help="Port of /metrics and /kvatlas/*: 0 takes a free one, off answers nowhere, public on --port "
+            help="Port of /metrics and /kvatlas/*: 0 takes a free one, off disables it, public on --port "
             f"(default {OPS_PORT})."
         ),
     ] = None,
@@ -84,11 +84,11 @@ def serve(
     index_file: IndexFileFlag = None,
     expose_decision: Annotated[
         bool | None,
-        Parameter(help="Add x-kvatlas-engine and what was predicted to every answer (default: no)."),
+        Parameter(help="Add x-kvatlas-engine and the prediction to every response (default: no)."),
     ] = None,
     log_level: Annotated[
         str | None,
-        Parameter(help=f"Least severity logged: debug, info, warning, error (default {_SERVER.log_level})."),
+        Parameter(help=f"Lowest level logged: debug, info, warning, error (default {_SERVER.log_level})."),
     ] = None,
     set_: SetFlags = None,
     print_config: PrintFlag = False,
@@ -123,7 +123,7 @@ def epp(
     *,
     listen: Annotated[
         str | None,
-        Parameter(help=f"HOST:PORT on which gateways ask; port 0 takes a free one (default {EPP_LISTEN})."),
+        Parameter(help=f"HOST:PORT for gateways; port 0 takes a free one (default {EPP_LISTEN})."),
     ] = None,
     health_listen: Annotated[
         str | None, Parameter(help="HOST:PORT of health checks without TLS (default: none).")
@@ -132,7 +132,7 @@ def epp(
     config: ConfigFlag = None,
     tokenizer: TokenizerFlag = None,
     tls: Annotated[
-        bool | None, Parameter(help="Speak TLS to gateways (default: yes, with a certificate of its own).")
+        bool | None, Parameter(help="Use TLS for gateways (default: yes, with a self-signed certificate).")
     ] = None,
     fallbacks: Annotated[
         int | None, Parameter(help="Number of further engines named to the gateway, in order (default 0).")
@@ -144,13 +144,13 @@ def epp(
         str | None, Parameter(help="Its namespace (default: the picker's own).")
     ] = None,
     grpc_port: Annotated[
-        int | None, Parameter(help="Port on which gateways ask, at every address: --listen in short.")
+        int | None, Parameter(help="Port for gateways, at every address: --listen in short.")
     ] = None,
     grpc_health_port: Annotated[
         int | None, Parameter(help="Port of health checks, at every address: --health-listen in short.")
     ] = None,
     zap_encoder: Annotated[
-        str | None, Parameter(help="Form of the log, json or console, as the light picker's flag has it.")
+        str | None, Parameter(help="Format of the log, json or console, like the light picker's flag.")
     ] = None,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
@@ -184,7 +184,7 @@ def epp(
 
 
 def _at(name: str, address: str | None, port_name: str, port: int | None) -> str | None:
-    """HOST:PORT from either flag. Raises ``ConfigError`` if both are given."""
+    """Return HOST:PORT from either flag. Raises ``ConfigError`` if both are given."""
     if port is None:
         return address
     if address is not None:
@@ -210,8 +210,8 @@ def _start(
 
 def demo(
     *,
-    seconds: Annotated[float, Parameter(help="How long the load runs.")] = 20.0,
-    engines: Annotated[int, Parameter(help="How many simulated engines.")] = 4,
+    seconds: Annotated[float, Parameter(help="Duration of the load.")] = 20.0,
+    engines: Annotated[int, Parameter(help="Number of simulated engines.")] = 4,
     port: Annotated[int, Parameter(help="Port of the router; 0 takes a free one.")] = 0,
     json: Annotated[
         bool, Parameter(help="Print only the final summary, as one JSON object.", negative="")
@@ -225,7 +225,7 @@ def demo(
     ] = 1,
     api: Annotated[
         Literal["chat", "messages", "responses"],
-        Parameter(help="What the load asks by: messages and responses are agents that work with tools."),
+        Parameter(help="API of the load: messages and responses are agents that work with tools."),
     ] = "chat",
     pd: Annotated[
         bool | Literal["nixl", "mooncake", "offloading"],
@@ -237,12 +237,12 @@ def demo(
     ] = False,
     gateway: Annotated[
         bool,
-        Parameter(help="A real Envoy carries the requests (port --port) and asks kvatlas.", negative=""),
+        Parameter(help="Use a real Envoy (on --port) that forwards requests and asks kvatlas.", negative=""),
     ] = False,
     index: IndexFlag = None,
     index_file: IndexFileFlag = None,
 ) -> int:
-    """Simulated engines, the router and a chat load on this machine, with a live table."""
+    """Run simulated engines, the router and a chat load on this machine, with a live table."""
     from router.demo.run import run_demo
 
     return run_demo(
@@ -287,7 +287,7 @@ def sidecar(
     print_config: PrintFlag = False,
     check_config: CheckFlag = False,
 ) -> int:
-    """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp has chosen."""
+    """Run beside a decode engine behind a gateway: ask the prefill engine that kvatlas epp chose."""
     from router.sidecar import check, tend
 
     flags = {
@@ -304,7 +304,7 @@ def sidecar(
 app = App(
     name="kvatlas",
     version=__version__,
-    help="Routes LLM requests to the vLLM engine that has to compute the least, by what its KV cache holds.",
+    help="Routes LLM requests to the vLLM engine whose KV cache leaves it the least to compute.",
 )
 app.register_install_completion_command(
     help="Install tab completion for this shell (bash, zsh, fish); --shell names another one."

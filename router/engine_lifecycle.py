@@ -34,10 +34,10 @@ if TYPE_CHECKING:  # it imports redis-py, which a router without a shared index 
 
 _log = structlog.get_logger()
 
+# Interval between checks of engines at which requests wait.
 _WATCH_S = 1.0
-"""Interval between checks of engines at which requests wait."""
+# Facts that a model's file may supply if they are not configured.
 _OF_FILE = ("attention_chunk_size", "kinds", "windows")
-"""Facts that a model's file may supply if they are not configured."""
 _OF_PROMPTS = ("tokenizer", *(set(ModelPrompts.__struct_fields__) & set(ModelConfig.__struct_fields__)))
 
 

@@ -1,7 +1,7 @@
-"""The sidecar as one ASGI application: the proxy with one engine to answer and others to prefill.
+"""The sidecar as one ASGI application: a proxy in front of one decode engine, with other engines for prefill.
 
-Health, metrics and readiness are on the ops port, since on the public one ``/health`` and ``/metrics`` are
-the engine's: routers poll it through the sidecar.
+Health, metrics and readiness are on the ops port. On the public port ``/health`` and ``/metrics`` are the
+engine's: routers poll it through the sidecar.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from router.serve.server import RouterServer, configure, run_server, server_ends
 
 # Allowed prefill engines: any other address is refused.
 #
-# Pure. A header names the address, and a client may have written it: without this rule a client could send
-# requests from inside the cluster to any address.
+# Pure. A header names the address, and a client may have written it: without this rule a client could make
+# the sidecar send requests to any address inside the cluster.
 
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -120,11 +120,11 @@ class Allowed:
         return any(pattern.allows(bare, int(port)) for pattern in self._patterns)
 
 
-# Placement of a request that reached the sidecar: always the engine beside it, preceded by the prefill engine
-# that the request names, if it is allowed.
+# Placement of a request at the sidecar: always on the engine beside it, after a prefill on the engine that
+# the request names, if it is allowed.
 #
 # Both requests use the code of ``router.proxy.disaggregated``, with the same invariants. The picker learns
-# the outcome of the prefill from the answer's head (``router.pd.settings``).
+# the outcome of the prefill from the response head (``router.pd.settings``).
 
 
 _PREFILLERS_MAX = 1024
@@ -145,7 +145,7 @@ class SidecarPlacer:
         self._clock = clock
         self._breaker = Breaker()
         self._prefillers: OrderedDict[str, _Prefiller] = OrderedDict()
-        """Most recently asked last."""
+        """Most recently used last."""
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
@@ -245,7 +245,7 @@ class _Helper(Attempt):
 
 
 class _Answerer(Attempt):
-    """The decode: the request names the blocks to fetch."""
+    """The decode attempt: its request names the blocks to fetch."""
 
     __slots__ = ("_helper", "_place")
 
@@ -266,8 +266,8 @@ class _Answerer(Attempt):
 
     @property
     def answer_headers(self) -> Fields:
-        """Implement ``Attempt``. The prompt has been computed by then, except perhaps if both engines were
-        asked at once."""
+        """Implement ``Attempt``. The prompt has been computed by then, except perhaps if both requests were
+        sent at once."""
         return (prefilled_field(Prefilled(self._place, self._helper.cached_tokens)),)
 
 
@@ -380,11 +380,11 @@ class Sidecar:
         return json_answer({"status": "ok", "version": __version__})
 
     async def _ready(self, request: Request) -> Response:
-        """Whether its engine answers; it serves without prefill engines too."""
+        """Whether its engine answers; it also serves without prefill engines."""
         if self.draining():
             return json_answer({"ready": False, "reason": "draining"}, 503)
         if not await self._calls.healthy(self._engine):
-            return json_answer({"ready": False, "reason": f"{self._engine}/health does not say 200"}, 503)
+            return json_answer({"ready": False, "reason": f"{self._engine}/health does not return 200"}, 503)
         return json_answer({"ready": True, "reason": ""})
 
     async def _metrics(self, request: Request) -> Response:
@@ -417,7 +417,7 @@ def usable(config: Config) -> Allowed:
     own = config.sidecar
     if not own.prefills and not config.fleet.discovers:
         raise ConfigError(
-            "sidecar.prefills: no prefill engine may be asked; give HOST:PORT or NETWORK:PORT, or a "
+            "sidecar.prefills: no prefill engine is allowed; give HOST:PORT or NETWORK:PORT, or a "
             "source of engines (fleet.kubernetes.selector, fleet.dns.names or fleet.file.path)"
         )
     try:

@@ -78,12 +78,12 @@ BANNED = re.compile(
 SMALL_LINES = 60
 BUDGETS = {
     "modules": 375,
-    "modules under 60 lines": 6,
+    "modules under 60 lines": 5,
     "banned phrases": 0,
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
-COMMENT_SHARE_MIN = 0.0168
+COMMENT_SHARE_MIN = 0.0177
 """Comment lines in all lines of the packages; may only rise."""
 
 

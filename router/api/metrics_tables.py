@@ -27,8 +27,8 @@ _METRIC = re.compile(r"kvatlas_(?P<name>[a-z0-9_*]+?)(?P<counter>_total)?(\{(?P<
 T = TypeVar("T")
 M = TypeVar("M", bound=Metric)
 Family = CounterMetricFamily | GaugeMetricFamily
+# A number, None, or numbers by the values of further labels.
 Value = float | None | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A number, None, or numbers by the values of further labels."""
 # Making and writing these many samples takes less than 1 ms.
 PART_SAMPLES = 128
 

@@ -148,8 +148,8 @@ def ops_authenticator(
 # data of the fleet or of other clients, and not for the admin API.
 
 
+# ASGI 3.
 Application = Callable[[Any, Any, Any], Awaitable[None]]
-"""ASGI 3."""
 
 
 class Front:

@@ -27,8 +27,8 @@ from router.placement.affinity import Shadow
 from router.prompts.origin.hub import download_command, has_tokenizer, parse_source
 from router.proxy.aliases import Aliases
 
+# Three years: longer times overflow timers of event loops and of ZMQ.
 _SECONDS_MAX = 1e8
-"""Three years: longer times overflow timers of event loops and of ZMQ."""
 _COUNT_MAX = (1 << 31) - 1  # a C int, as ZMQ's limits and HTTP/2's settings are
 _SIZE_MAX = 1 << 48
 _WINDOW_MAX = (1 << 31) - 1  # RFC 9113, section 6.9.1

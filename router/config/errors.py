@@ -19,8 +19,8 @@ class ConfigError(ValueError):
 
 
 _NEAR = 0.75
+# ``url`` for ``base_url``.
 _IS_A_PART = 0.8
-"""``url`` for ``base_url``."""
 _BESIDE_BEST = 0.08
 _NAMES_MAX = 3
 _PLAIN = re.compile(r"[^a-z0-9]")

@@ -40,14 +40,15 @@ ENV_PREFIX = "KVATLAS_"
 _REFERENCE = " (all settings: docs/configuration.md)"
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 _LISTS = (tuple[str, ...], frozenset[str])
+# Sections that do not consist of plain keys, and where to set them.
 _TABLES = {
     "engines": "engines are given by --engine URL, or as [[engines]] in the --config file",
     "models": 'models are described in the --config file, under [models."NAME"]; --tokenizer is for any',
     "aliases": "aliases are given in the --config file, under [aliases]",
 }
-"""Sections that do not consist of plain keys, and where to set them."""
 _S = TypeVar("_S", bound=msgspec.Struct)
 
+# Sections whose keys are plain values, so that a flag or an environment variable can set each.
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "server": ServerConfig,
     "fleet": FleetSettings,
@@ -70,7 +71,6 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "traces": TraceSettings,
     "usage": UsageSettings,
 }
-"""Sections whose keys are plain values, so that a flag or an environment variable can set each."""
 
 
 def variable(section: str, key: str = "") -> str:
@@ -272,6 +272,7 @@ def _engine(fields: Any, prefix: str) -> EngineAddress:
 # write.
 
 
+# Whole sections, and keys of others. ``_stays`` has two exceptions.
 LIVE = frozenset(
     {
         *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd"),
@@ -281,7 +282,6 @@ LIVE = frozenset(
         *("fleet.polls_missed_max", "fleet.gauge_interval_s", "fleet.answer_bytes_max"),
     }
 )
-"""Whole sections, and keys of others. ``_stays`` has two exceptions."""
 
 
 class Change(msgspec.Struct, frozen=True):

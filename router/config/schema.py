@@ -31,12 +31,12 @@ from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings
 
+# Every worker receives every request event of the others.
 WORKERS_MAX = 32
-"""Every worker receives every request event of the others."""
+# Default of ``epp.listen`` for `kvatlas epp`: the port of other endpoint pickers.
 EPP_LISTEN = "0.0.0.0:9002"
-"""Default of ``epp.listen`` for `kvatlas epp`: the port of other endpoint pickers."""
+# Default of ``server.ops_port``.
 OPS_PORT = 9001
-"""Default of ``server.ops_port``."""
 
 
 class ShadowConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ from router.http.sockets import base_url_fault, is_host, split_address
 from router.placement.policies import POLICIES
 from router.prompts.settings import zone_of
 
+# Returns the fault of a text with its remedy; "" if it is valid.
 Rule = Callable[[str], str]
-"""Returns the fault of a text with its remedy; "" if it is valid."""
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
 _LABEL_KEY = r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -29,8 +29,8 @@ _LABEL_VALUES = rf"\(\s*{_LABEL_VALUE}\s*(,\s*{_LABEL_VALUE}\s*)*\)"
 _REQUIREMENT = (
     rf"\s*(!\s*{_LABEL_KEY}|{_LABEL_KEY}(\s*(=|==|!=)\s*{_LABEL_VALUE}|\s+(in|notin)\s*{_LABEL_VALUES})?)\s*"
 )
+# Kubernetes' label selectors (apimachinery, pkg/labels/selector.go).
 _SELECTOR = re.compile(rf"{_REQUIREMENT}(,{_REQUIREMENT})*")
-"""Kubernetes' label selectors (apimachinery, pkg/labels/selector.go)."""
 _HASH_SEED_MAX = (1 << 32) - 1
 _NAME_LENGTH_MAX = 200
 
@@ -125,6 +125,7 @@ def _elsewhere(text: str) -> str:
     return ""
 
 
+# Rules by section and key, for any model. Defaults are always valid: "" means none.
 RULES: dict[str, Rule] = {
     "server.host": _host,
     "server.ops_host": _host,
@@ -187,7 +188,6 @@ RULES: dict[str, Rule] = {
     "models.kinds": _elsewhere,
     "models.shared_stores": _name,
 }
-"""Rules by section and key, for any model. Defaults are always valid: "" means none."""
 
 
 def check_texts(config: Config) -> None:

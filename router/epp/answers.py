@@ -15,8 +15,8 @@ from router.http.request_cycle import Message
 from router.http.upstream import UpstreamError
 
 Header = tuple[bytes, bytes]
+# Beginnings of Envoy's local replies, which are no answer of an engine.
 _GATEWAYS_OWN = (b"upstream connect error", b"no healthy upstream", b"upstream request timeout")
-"""Beginnings of Envoy's local replies, which are no answer of an engine."""
 
 
 class GatewayAnswer:

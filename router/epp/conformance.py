@@ -24,8 +24,8 @@ from router.openai.errors import no_ready_engine
 
 SELECTION = b"test-epp-endpoint-selection"
 SERVED = b"x-conformance-test-served-endpoint"
+# The suite's backends answer with the field named here.
 _ECHO = b"x-echo-set-header"
-"""The suite's backends answer with the field named here."""
 _NOT_SERVED = "fail: missing destination endpoint served metadata"
 
 

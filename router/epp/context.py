@@ -23,8 +23,8 @@ from router.proxy.settings import ProxySettings
 
 _log = structlog.get_logger()
 _TELL_EVERY_S = 5.0
+# Message size in addition to a body: heads and metadata.
 _MESSAGE_BYTES = 1024 * 1024
-"""Message size in addition to a body: heads and metadata."""
 
 
 class PickerContext(msgspec.Struct):

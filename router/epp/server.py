@@ -41,9 +41,9 @@ from router.proxy.settings import ProxySettings
 EXTERNAL_PROCESSOR: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PROCESS: Final = f"/{EXTERNAL_PROCESSOR}/Process".encode()
 _CHECK: Final = b"/grpc.health.v1.Health/Check"
+# Service name of the conformance suite's liveness and readiness probes: the light picker serves once it
+# knows its pool (pkg/lwepp/server/runserver.go).
 _LIGHT_PICKER: Final = "inference-extension"
-"""Service name of the conformance suite's liveness and readiness probes: the light picker serves once it
-knows its pool (pkg/lwepp/server/runserver.go)."""
 _SERVING, _NOT_SERVING = 1, 2
 _MESSAGE_BYTES_MAX: Final = 4096
 _NOT_GRPC: Final = encode_literal(b":status", b"415")

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 Role = Literal["prefill", "decode", "both"]
+# Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
+# never parsed: use the engine's address instead.
 EngineId = NewType("EngineId", str)
-"""Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
-never parsed: use the engine's address instead."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True):

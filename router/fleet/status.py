@@ -19,8 +19,8 @@ from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement, metrics_statement
 
+# API server of vLLM that tokenizes requests: each gives other tokens for some bodies.
 Frontend = Literal["python", "rust"]
-"""API server of vLLM that tokenizes requests: each gives other tokens for some bodies."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):

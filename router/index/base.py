@@ -97,8 +97,8 @@ def is_shared(name: str) -> bool:
     return "*" in name.partition("@")[0]
 
 
+# Bit sets of engines, 64 to a word.
 Words = npt.NDArray[np.uint64]
-"""Bit sets of engines, 64 to a word."""
 
 WORD_BITS = 64
 

@@ -40,10 +40,9 @@ from router.index.learn.layout import CacheLayout
 # (compared in tests/router/index/rules/test_runs.py).
 
 
+# Tokens, and the engines (bits of a word) whose prefix ends there, longest first; engines without a prefix
+# are left out.
 Ends = list[tuple[int, int]]
-"""Tokens, and the engines (bits of a word) whose prefix ends there, longest first; engines without a
-prefix are left out.
-"""
 _ALL = (1 << WORD_BITS) - 1
 
 

@@ -5,8 +5,8 @@ own places only, by the rules of ``hit_rules.py``, where everything before ``L``
 a boundary ``x > L``: full attention needs every block from ``L`` to ``x``, a window its last blocks before
 ``x`` as far as they lie after ``L``, Mamba the state at ``x``. A boundary that needs blocks of two connectors
 is not valid. Places without an owner in events belong to one connector (vLLM's offloading looks in all its
-tiers), and each owner is a separate connector. One connector loads everything: the one that extents furthest
-(``HybridMultiConnector``), or the first that has more than the GPU (vLLM's MultiConnector,
+tiers), and each owner is a separate connector. One connector loads everything: the one that reaches furthest
+is not valid. Places without an owner in events belong to one connector (vLLM's offloading looks in all its
 ``ModelFacts.first_connector_loads``); host memory comes before storage, then by name.
 
 If hits may end inside a block, a connector is asked from the last whole block on; the block in which a load

@@ -25,7 +25,7 @@ class ClassHit(msgspec.Struct, frozen=True):
     """Largest boundary valid in one spec class alone, in tokens.
 
     ``hit_tokens`` counts blocks on the GPU; ``by_medium`` gives the extent of the class from the joint GPU
-    hit on, with CPU, and with CPU and STORAGE, for the connector that extents furthest.
+    hit on, with CPU, and with CPU and STORAGE, for the connector that reaches furthest.
     """
 
     spec_class: str

@@ -24,8 +24,8 @@ from publisher.block_hash import PromptExtras
 from publisher.events import BlockHash
 
 EVERY_S = 5.0
+# Five minutes.
 INTERVALS_MAX = 60
-"""Five minutes."""
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,19 +58,19 @@ class Histogram:
 # Pure and bounded: at most ``MODELS_MAX`` histograms and ``WINDOW`` errors per engine.
 
 
+# Several scheduler steps of an engine, which cannot be known from outside.
 HOLDS_S = 0.05
-"""Several scheduler steps of an engine, which cannot be known from outside."""
 HOLDS_SHARE = 0.1
 WINDOW = 100
+# Quantile of the errors: a first token comes later than prediction and margin in one request of twenty.
 MARGIN_QUANTILE = 0.95
-"""Quantile of the errors: a first token comes later than prediction and margin in one request of twenty."""
 MODELS_MAX = 16
+# The model label of an engine's further models (LoRA adapters).
 OTHER = "other"
-"""The model label of an engine's further models (LoRA adapters)."""
+# A smaller share of predictions that hold, of at least this number, is a problem of the engine.
 HELD_SHARE_MIN, HELD_OF_MIN = 0.5, 20
-"""A smaller share of predictions that hold, of at least this number, is a problem of the engine."""
+# Errors between two computations of the margin: sorting the window takes 4 us.
 _REFRESH_EVERY = 8
-"""Errors between two computations of the margin: sorting the window takes 4 us."""
 _ERRORS_S = (-30.0, -10.0, -2.5, -1.0, -0.25, -0.05, -0.01, 0.01, 0.05, 0.25, 1.0, 2.5, 10.0, 30.0, 120.0)
 
 
@@ -179,24 +179,24 @@ def _outcome(predicted_s: float, error_s: float) -> str:
 
 
 GPU, CPU, STORAGE = MEDIA
+# One in four wrong over the window. Load alone makes about one in ten wrong in the demo: a prompt's hit is
+# decided when the engine reaches it, not when it is placed.
 DRIFT_SHARE = 0.25
-"""One in four wrong over the window. Load alone makes about one in ten wrong in the demo: a prompt's hit is
-decided when the engine reaches it, not when it is placed."""
 DRIFT_MIN = 20
 EVIDENCE_KEPT = 4
+# Found by request id; pages show the latest few.
 RECEIPTS_KEPT = 4096
-"""Found by request id; pages show the latest few."""
+# Pairs of model and tenant with separate counts.
 FUNNELS_MAX = 1024
-"""Pairs of model and tenant with separate counts."""
+# Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones.
 ERROR_BUCKETS = (-8192, -1024, -256, -64, -1, 0, 64, 256, 1024, 8192)
-"""Upper bounds of (predicted - actual) in tokens; the bucket "0" beyond "-1" holds the exact ones."""
 
 Leg = Literal["", "prefill", "decode"]
+# Outcomes of predictions that can be compared with the engine's report.
 COMPARED = ("exact", "over", "under")
-"""Outcomes of predictions that can be compared with the engine's report."""
+# Why a prompt went to another engine than the one that holds most of it: its queue was longer; it lacked
+# free KV cache pages; other parts of the cost; or it was predicted to miss the service level.
 Missed = Literal["", "load", "pages", "choice", "slo"]
-"""Why a prompt went to another engine than the one that holds most of it: its queue was longer; it lacked
-free KV cache pages; other parts of the cost; or it was predicted to miss the service level."""
 Outcome = Literal["exact", "over", "under", "unreported", "unpredicted"]
 
 
@@ -297,9 +297,8 @@ class Contradiction(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None
 
 
+# Equal to that of hot prefixes: the order of engines for scale-down should outlast the pauses of a session.
 WORTH_HALF_LIFE_S = 600.0
-"""Equal to that of hot prefixes: the order of engines for scale-down should outlast the pauses of a
-session."""
 
 
 class CacheWorth(msgspec.Struct):

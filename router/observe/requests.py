@@ -54,12 +54,12 @@ Fields = list[tuple[bytes, bytes]]
 _log = structlog.get_logger()
 MODELS_MAX = 256
 OTHER = "other"
+# Labels instead of the status: the client left before the end; the engine cut the response; a gateway
+# forwarded the answer without showing it.
 GONE, BROKEN, UNSEEN = "client_gone", "broken_stream", "unseen"
-"""Labels instead of the status: the client left before the end; the engine cut the response; a gateway
-forwarded the answer without showing it."""
 ENDED_KEPT = 4096
+# Length of a request id in receipts and pages: clients choose it.
 REQUEST_ID_CHARS_MAX = 256
-"""Length of a request id in receipts and pages: clients choose it."""
 _TEXT_MAX = 200
 _TELL_EVERY_S = 5.0
 _FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)

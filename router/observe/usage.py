@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 EVENT_NAME = "kvatlas.usage"
+# The time is the log record's own; prefix hashes are for simulations.
 _LEFT_OUT = frozenset({"arrived_s", "hash_ids", "hashed_tokens"})
-"""The time is the log record's own; prefix hashes are for simulations."""
 _QUEUE_MAX = 8192
 
 

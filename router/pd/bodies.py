@@ -1,8 +1,8 @@
 """Derive both requests' bodies from the client's body by edits in place: all other bytes stay.
 
-The prefill engine is asked for one token without a stream, so the values of fields that say otherwise are
-replaced at each occurrence; the decode engine gets the client's body with the transfer parameters inserted at
-the start. ``SplitBody.whole`` is the one rule for which requests stay on one engine, in the router, the
+The prefill engine gets a request for one token without a stream: the values of conflicting fields are
+replaced at each occurrence. The decode engine gets the client's body with the transfer parameters inserted at
+the start. ``SplitBody.whole`` is the only rule for which requests stay on one engine, in the router, the
 endpoint picker and the sidecar.
 
 The fast JSON parser finds the fields and a text search finds their positions; the parser then confirms the
@@ -23,6 +23,7 @@ import msgspec
 from router.openai.members import MalformedError, Scan, at_once, joined
 from router.openai.request import CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES
 
+# Field of each API that bounds the answer; "": the one in ``sampling_params``.
 _LENGTHS: Final = {
     CHAT: b"max_tokens",
     COMPLETION: b"max_tokens",
@@ -30,7 +31,6 @@ _LENGTHS: Final = {
     RESPONSES: b"max_output_tokens",
     GENERATE: b"",
 }
-"""Field of each API that bounds the answer; "": the one in ``sampling_params``."""
 _REPLACED: Final = {
     b"stream": b"false",
     b"stream_options": b"null",
@@ -41,6 +41,8 @@ _REPLACED: Final = {
     b"store": b"false",
 }
 _ABSENT: Final = frozenset({b"null", b""})
+# Values with which a request may be split; with any other value it stays on one engine, and this field is
+# the reason.
 _MUST_BE: Final = {
     b"n": _ABSENT | {b"1"},
     b"best_of": _ABSENT | {b"1"},
@@ -52,28 +54,26 @@ _MUST_BE: Final = {
     b"prompt_embeds": _ABSENT,
     b"echo": _ABSENT | {b"false"},
 }
-"""Values with which a request may be split; with any other value it stays on one engine, and this field is
-the reason."""
+# Types of tools that the client runs (vllm/entrypoints/openai/responses/utils.py, 0.32). After a tool that
+# vLLM runs, the next turn reuses the sampling parameters of the first one, ``kv_transfer_params`` included
+# (serving.py), and would fetch the blocks of the first prompt again.
 _OWN_TOOLS: Final = frozenset({"function", "custom", "namespace"})
-"""Types of tools that the client runs (vllm/entrypoints/openai/responses/utils.py, 0.32). After a tool that
-vLLM runs, the next turn reuses the sampling parameters of the first one, ``kv_transfer_params`` included
-(serving.py), and would fetch the blocks of the first prompt again."""
 _SAMPLING: Final = b"sampling_params"
 _SCANNED_BYTES: Final = 1 << 20
+# Size of a body without its messages; larger ones are not cached.
 _REST_BYTES_MAX: Final = 2048
-"""Size of a body without its messages; larger ones are not cached."""
 _NEAR_BYTES: Final = 1024
 
 _Edit = tuple[int, int, bytes]
+# Name, start and end of a value.
 _Found = tuple[bytes, int, int]
-"""Name, start and end of a value."""
 _Bound = tuple[bytes, _Edit]
 _UNSAID: Final = msgspec.Raw(b"")
 _NAMES: Final = (*_MUST_BE, *_REPLACED, b"prompt", b"tools")
 _Fields = msgspec.defstruct("_Fields", [(name.decode(), msgspec.Raw, _UNSAID) for name in _NAMES], gc=False)
 _DECODER: Final = msgspec.json.Decoder(_Fields)
+# Fields of a request that sets none of the fields that decide about splitting.
 _FREE: Final = (_UNSAID,) * len(_MUST_BE)
-"""Fields of a request that sets none of the fields that decide about splitting."""
 _AT: Final = {name: place for place, name in enumerate(_NAMES)}
 _EDITED: Final = tuple((_AT[name], name, new, msgspec.Raw(new)) for name, new in _REPLACED.items())
 _ONE, _NO_PARAMS = msgspec.Raw(b"1"), msgspec.Raw(b"{}")
@@ -172,11 +172,11 @@ class _Tool(msgspec.Struct, gc=False):
 
 
 _TOOLS: Final = msgspec.json.Decoder(list[_Tool] | None)
+# By API: a field, the value it must have in a split request, and the reason for staying whole otherwise.
 _CHECKED: Final[dict[str, tuple[bytes, Callable[[bytes], bool], str]]] = {
     COMPLETION: (b"prompt", _one_prompt, "prompts"),
     RESPONSES: (b"tools", _client_runs_tools, "tools"),
 }
-"""By API: a field, the value it must have in a split request, and the reason for staying whole otherwise."""
 
 
 def _quick(body: bytes, length: bytes, path: str) -> SplitBody | None:

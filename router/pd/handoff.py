@@ -2,8 +2,8 @@
 
 Invariants: the parameters are sent at most once, and never with less than the margin left of the lease. The
 lease counts from the last moment at which the answer certainly had not arrived, by the router's clock, so
-that a paused router does not take old blocks for fresh ones. An answer that begins after the lease's end
-counts as made from other blocks: the decode engine may have paused before it fetched them.
+that blocks do not seem fresh after a pause of the router. An answer that begins after the lease's end counts
+as made from other blocks: the decode engine may have paused before it fetched them.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class DisaggState:
 # engines time out, even after the client has left. So slots are few, and a leaked one stays taken.
 
 
+# Seconds by which a decode engine's time-out exceeds the prefill engine's.
 _AFTER_S = 60.0
-"""Seconds by which a decode engine's time-out exceeds the prefill engine's."""
 
 
 class WaitSlots:

@@ -72,8 +72,8 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`kvatlas sidecar`, which runs in front of a decode engine behind a gateway
-    ([prefill-decode.md](prefill-decode.md#behind-a-gateway)). It listens as `server` and `listen` say, with
-    the time-outs and limits of `proxy` and the rules of `pd`."""
+    ([prefill-decode.md](prefill-decode.md#behind-a-gateway)). `server` and `listen` set its ports, `proxy`
+    the time-outs and limits, `pd` the rules."""
 
     engine: str = "http://127.0.0.1:8001"
     """URL of the decode engine."""
@@ -97,12 +97,12 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
 # sidecar reads too. The answer names the one that did; other sidecars do not name it. Pure.
 
 
+# Request field: ``HOST:PORT``, or several separated by commas.
 PREFILLERS: Final = b"x-prefiller-host-port"
-"""Request field: ``HOST:PORT``, or several separated by commas."""
+# Answer field: position in that list and ``cached_tokens`` there, or a dash for either.
 PREFILLED: Final = b"x-kvatlas-prefilled"
-"""Answer field: position in that list and ``cached_tokens`` there, or a dash for either."""
+# Request field: rank of the answering engine, which has no meaning for the prefill engine.
 RANK: Final = b"x-data-parallel-rank"
-"""Request field: rank of the answering engine, which has no meaning for the prefill engine."""
 _NAMED_MAX: Final = 8
 _ENDPOINT: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[0-9A-Za-z][0-9A-Za-z.-]{0,252}):[0-9]{1,5}")
 _TOLD: Final = re.compile(rb"([0-9]{1,3}|-) ([0-9]{1,9}|-)")

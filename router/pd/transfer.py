@@ -1,8 +1,8 @@
 """Transfer parameters of both requests, by the connector that carries the blocks.
 
-NIXL in pull mode: the prefill engine is asked to keep the blocks, and its answer says where they are; that
-text goes to the decode engine unchanged. Incomplete parameters end a vLLM 0.32 server (an assertion in its
-scheduler), so they are never handed over.
+NIXL in pull mode: the prefill engine is requested to keep the blocks, and its answer contains their location;
+that text goes to the decode engine unchanged. Incomplete parameters terminate a vLLM 0.32 server (an
+assertion in its scheduler), so they are never handed over.
 
 Mooncake: both engines get a transfer id, and the decode engine also the engine to fetch from, found through
 the bootstrap server in the prefill engine's pod. The prefill engine's answer does not mention it. Blocks are
@@ -13,8 +13,8 @@ for them.
 OffloadingConnector's ``p2p`` tier: both engines get a transfer id, the decode engine also the address of the
 other's side channel. Blocks that are not fetched are dropped after 60 s; later readers are refused at once.
 
-Which of the first two an engine has is seen from its answer: Mooncake accepts NIXL's fields with the same
-meaning, and NIXL ignores the transfer id.
+The engine's connector, of the first two, is detected from its answer: Mooncake accepts NIXL's fields with the
+same meaning, and NIXL ignores the transfer id.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ import msgspec
 
 from router.pd.settings import PdSettings
 
+# The parameters for the decode engine, or why there are none: the engine holds no blocks; its state is
+# unknown; its answer did not end by its length; it has several ranks, and the request named none.
 TransferResult = bytes | Literal["no connector", "unreadable", "stopped", "ranks"]
-"""The parameters for the decode engine, or why there are none: the engine holds no blocks; it is not known
-what it holds; its answer ended otherwise than by its length; it has several ranks, and was asked without
-naming one."""
 Problem = Literal["", "unreadable", "stopped"]
+# Get a page of the server at ``http://HOST:PORT``: a bootstrap server's answer to ``GET /query``. Raises
+# ``OSError``.
 Query = Callable[[str], Awaitable[bytes]]
-"""Get a page of the server at ``http://HOST:PORT``: a bootstrap server's answer to ``GET /query``. Raises
-``OSError``."""
 
 
 class PrefillHolder(msgspec.Struct, frozen=True, gc=False):
-    """A prefill engine that was asked; ``rank`` as sent to it, "" if none was."""
+    """A prefill engine that got the request; ``rank``: as sent to it, "" if none was."""
 
     base_url: str
     rank: str = ""
@@ -57,15 +56,15 @@ class Connector(Protocol):
         """Parameters from its successful answer. ``cached_tokens``: prompt tokens that were in its cache."""
 
     def leased(self, source: PrefillHolder) -> bool:
-        """Whether a decode engine that comes after the lease reads whatever is there, instead of being
-        refused."""
+        """Whether a decode engine that comes after the lease reads whatever the blocks hold then, instead of
+        being refused."""
 
     async def early_params(self, transfer_id: str, source: PrefillHolder) -> bytes | None:
         """Parameters for a decode engine before there is an answer; None if it must be awaited."""
 
     def problem(self, answer: bytes) -> Problem:
-        """Why an engine holds no blocks after this answer, when a decode engine was asked ``early``; "" if it
-        does."""
+        """Return why an engine holds no blocks after this answer, if the decode request was sent ``early``;
+        "" if it does."""
 
 
 class _SequentialTransfer:
@@ -84,8 +83,8 @@ class _SequentialTransfer:
         return ""
 
 
+# Number of engines remembered as having Mooncake; for others, the two requests are sequential.
 _ENGINES_MAX = 4096
-"""Engines remembered as having Mooncake; others are asked one after the other."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -145,14 +144,14 @@ _ENGINE_METRIC = b"vllm:num_requests_running"
 
 
 def expired_leases(page: bytes) -> float | None:
-    """Number of leases that expired at an engine with NIXL, from its metrics page, if that begins with the
-    first one; None if the page does not say."""
+    """Return the number of leases that expired at an engine with NIXL, from its metrics page, if that starts
+    with the first one; None if the page lacks it."""
     return sum(map(float, _EXPIRED.findall(page))) if _ENGINE_METRIC in page else None
 
 
 def without_blocks(text: bytes) -> bytes:
     """Return an engine's answer, or its parameters, with an empty list of blocks: block numbers are most of
-    the text, and skipping them costs more than the rest. Unchanged if they are not a list of lists."""
+    the text, and parsing them costs more than the rest. Unchanged unless they are a list of lists."""
     key = text.find(_BLOCKS)
     start = key + len(_BLOCKS)
     start += text.startswith(b" ", start)
@@ -292,7 +291,7 @@ class Offloading(_SequentialTransfer):
 
 
 class AutoDetect:
-    """Asks in a way that both understand, and detects the connector by the answer."""
+    """Sends a request that both connectors understand, and detects the connector from the answer."""
 
     def __init__(self, nixl: NixlPull, mooncake: Mooncake) -> None:
         self._nixl = nixl

@@ -183,8 +183,8 @@ def _over_time(run: FleetRun) -> list[float]:
 
 POOL_BLOCKS_MIN = 64
 PROGRESS_S = 0.2
+# Is called with the number of requests placed since the last call, over all jobs.
 Placed = Callable[[int], None]
-"""Is called with the number of requests placed since the last call, over all jobs."""
 Workloads = Mapping[int, Sequence[Request]]
 
 

@@ -193,8 +193,8 @@ _BAD = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError, Ty
 SALT = "redacted"
 _STORED = "BlockStored"
 _HARMLESS = frozenset({"BlockRemoved", "AllBlocksCleared"})
+# Positions in the array form of ``BlockStored``, its tag first (vLLM 0.20 to 0.23).
 _ARRAY_TOKENS, _ARRAY_LORA, _ARRAY_KEYS = 3, 7, 8
-"""Positions in the array form of ``BlockStored``, its tag first (vLLM 0.20 to 0.23)."""
 
 
 def redact(payload: bytes) -> bytes | None:
@@ -291,8 +291,8 @@ def _key(key: Any, lora_name: Any) -> Any:
 
 QUEUE_BYTES_MAX = 256 << 20
 
+# Payload bytes of a piece. Larger pieces make the writer thread request the GIL less often.
 _PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 64 << 10, 4 << 20
-"""Payload bytes of a piece. Larger pieces make the writer thread request the GIL less often."""
 # (Fill level of the queue up to which it applies, zlib level). Measured on a capture of vLLM events: level 4
 # leaves 12 % of the size in half the time of level 6, level 1 leaves 14 % in two thirds of the time of level
 # 4, level 0 takes almost no time.

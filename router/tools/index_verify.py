@@ -112,8 +112,8 @@ _LOOKUP_S = 10.0
 _PAGE = 20_000
 _AGAIN_S = 0.1
 Pairs = set[tuple[Plane, int]]
+# (Wrong, missing) pairs of one engine.
 _Difference = tuple[Pairs, Pairs]
-"""(Wrong, missing) pairs of one engine."""
 _KNOWN = frozenset({FeedState.READY, FeedState.DEGRADED})
 
 

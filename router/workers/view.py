@@ -59,8 +59,8 @@ _DIVIDED = ("kvatlas_index_blocks", "kvatlas_index_residencies", "kvatlas_index_
 _ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 Labels = tuple[tuple[str, str], ...]
+# A sample's name and labels.
 Key = tuple[str, Labels]
-"""A sample's name and labels."""
 
 
 class WorkerFamily(msgspec.Struct, array_like=True):

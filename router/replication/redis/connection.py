@@ -52,8 +52,8 @@ def unavailable(error: RedisError | OSError) -> IndexUnavailable:
 _WAITING_MAX = 4096
 _GRACE_S = 0.0005
 
+# bytes, int, None, a list of replies, or the server's ``ResponseError``.
 Reply = Any
-"""bytes, int, None, a list of replies, or the server's ``ResponseError``."""
 
 
 class _Waiter(NamedTuple):

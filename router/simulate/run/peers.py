@@ -50,8 +50,8 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """Size of this router's history of the engine."""
 
 
+# (engines, prompt tokens, tokens per block) -> the best engines, at least one.
 Formula = Callable[[Sequence[PeerView], int, int], list[int]]
-"""(engines, prompt tokens, tokens per block) -> the best engines, at least one."""
 
 
 def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:

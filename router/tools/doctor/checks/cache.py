@@ -249,8 +249,8 @@ def _may_gain_by_retention(groups: Sequence[GroupSpec]) -> bool:
     return max(windows, default=0) <= _SMALL_WINDOW_TOKENS
 
 
+# Beyond what one block of a plain model holds (16 to 128 tokens); Qwen3-Next with EAGLE3 has 1,120.
 _LARGE_ALIGNMENT_TOKENS = 512
-"""Beyond what one block of a plain model holds (16 to 128 tokens); Qwen3-Next with EAGLE3 has 1,120."""
 
 
 @engine_check("cache.block_size")

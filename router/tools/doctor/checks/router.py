@@ -238,8 +238,8 @@ def _metrics(router: RouterEvidence) -> Iterator[CheckResult]:
             )
 
 
+# Smaller shares of all prompt tokens need no action.
 _ELSEWHERE_SHARE, _EVICTED_SHARE = 0.05, 0.1
-"""Smaller shares of all prompt tokens need no action."""
 _ELSEWHERE = {
     "load": "the queue of that engine was longer",
     "pages": "prompts wait for KV cache pages there",
