@@ -152,22 +152,25 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         "index_problem": decision.index_problem,
         "waits": decision.waits,
         "refused": None if decision.long_wait is None else msgspec.to_builtins(decision.long_wait),
-        **({} if decision.slo_forecast is None else {"slo": _slo(decision.slo_forecast)}),
+        **({} if decision.slo_forecast is None else {"slo": _slo(decision, decision.slo_forecast)}),
         **({} if decision.split is None else {"split": _split(decision.split)}),
         "engines": _engines(decision),
     }
 
 
-def _slo(forecast: SloForecast) -> dict[str, Any]:
-    """Predicted first token of each engine, against the time left until the request's target."""
-    left_s = forecast.left_s
-    return {
-        "left_s": left_s,
-        "engines": [
-            {"engine": name, "first_token_s": predicted_s, "late_s": max(0.0, predicted_s - left_s)}
-            for name, predicted_s in forecast.predicted_s.items()
-        ],
-    }
+def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
+    """Predicted first token of each engine alone, and of the chosen two of a split request, against the time
+    left until the request's target."""
+    left_s, split = forecast.left_s, decision.split
+    engines = [
+        {"engine": name, "first_token_s": predicted_s, "late_s": max(0.0, predicted_s - left_s)}
+        for name, predicted_s in forecast.predicted_s.items()
+    ]
+    if split is not None and split.prefill is not None and split.first_token_s is not None:
+        pair = f"{split.prefill.choice.engine_id} -> {decision.choice.engine_id}"
+        late_s = max(0.0, split.first_token_s - left_s)
+        engines.append({"engine": pair, "first_token_s": split.first_token_s, "late_s": late_s})
+    return {"left_s": left_s, "engines": engines}
 
 
 def _split(split: Split) -> dict[str, Any]:
@@ -176,6 +179,7 @@ def _split(split: Split) -> dict[str, Any]:
         "why": split.why,
         "local_s": split.local_s,
         "remote_s": split.remote_s,
+        "first_token_s": split.first_token_s,
         "transfer_tokens": split.lacks_tokens,
         "transfer_s": split.transfer_s,
     }

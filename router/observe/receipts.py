@@ -122,7 +122,7 @@ class SloStats(msgspec.Struct):
     """Of these, those for which every engine was predicted to miss the target, so that the cost decided."""
     engines_skipped: Annotated[int, "kvatlas_slo_engines_skipped_total"] = 0
     """Engines left out of decisions, because the cheapest one was predicted to miss the target and others
-    were not."""
+    were not; not counted in fleets with prefill engines."""
 
 
 class FirstTokenErrors:

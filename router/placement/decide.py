@@ -9,6 +9,7 @@ look-ups, so its view of the engines is of one moment.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -351,12 +352,14 @@ class Planner:
         asked.order = order
         found = candidates(engines, asked, now)
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
+        due_s, forecast = request.claim.due_s, None
+        left_s = math.inf if due_s is None else due_s - now
         if apart is None:
             choice = self._policy(found, question, self._settings, state)
-            due_s, skipped, forecast = request.claim.due_s, _NONE_SKIPPED, None
+            skipped = _NONE_SKIPPED
             if due_s is not None:
-                level = self._within_level(engines, found, choice, due_s - now)
-                forecast = _forecast(engines, choice, due_s - now) if rehearsal else None
+                level = self._within_level(engines, found, choice, left_s)
+                forecast = _forecast(engines, choice, left_s) if rehearsal else None
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
@@ -368,9 +371,15 @@ class Planner:
                 slo_forecast=forecast,
             )
         able = DecodeCandidates(read, engines, found, look.problem)
-        choice, split = apart.decide(able, asked, question, self._picking(question, state), now)
+        choice, split = apart.decide(able, asked, question, self._picking(question, state), now, left_s)
         read, tokens = _read_by(read, asked.tokens, engines[choice.index])
-        return Decision(read, tokens, engines, found, choice, look.problem, split=split)
+        if due_s is not None:
+            self._accounts.slo_stats.decisions += 1
+            self._accounts.slo_stats.hopeless += (split.first_token_s or 0.0) > left_s
+            forecast = _forecast(engines, choice, left_s) if rehearsal else None
+        return Decision(
+            *(read, tokens, engines, found, choice, look.problem), split=split, slo_forecast=forecast
+        )
 
     def _within_level(
         self, engines: Sequence[Engine], found: Sequence[Candidate], choice: Choice, left_s: float
@@ -382,9 +391,9 @@ class Planner:
         """
         stats, scored, index = self._accounts.slo_stats, choice.scored, choice.index
         stats.decisions += 1
-        if scored.first_token_s(index) + _own_s(engines[index]) <= left_s:
+        if scored.first_token_s(index) + engines[index].own_s <= left_s:
             return None
-        met = within_level(scored, [_own_s(one) for one in engines], left_s)
+        met = within_level(scored, [one.own_s for one in engines], left_s)
         if not any(met):
             stats.hopeless += 1
             return None
@@ -504,12 +513,7 @@ def _read_by(
 
 def _forecast(engines: Sequence[Engine], choice: Choice, left_s: float) -> SloForecast:
     predicted = {
-        engine.engine_id: choice.scored.first_token_s(index) + _own_s(engine)
+        engine.engine_id: choice.scored.first_token_s(index) + engine.own_s
         for index, engine in enumerate(engines)
     }
     return SloForecast(left_s, predicted)
-
-
-def _own_s(engine: Engine) -> float:
-    """Return the addition to each prediction: the engine's overhead, and the margin for errors."""
-    return engine.rates.overhead_s + (engine.receipts.first_tokens.margin_s or 0.0)

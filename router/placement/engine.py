@@ -250,6 +250,11 @@ class Engine(EngineStatus):
             count += sum(self.feed.malformed_frames.values())
         return count
 
+    @property
+    def own_s(self) -> float:
+        """Addition to predictions of its first tokens: its overhead, and the margin for errors."""
+        return self.rates.overhead_s + (self.receipts.first_tokens.margin_s or 0.0)
+
     def close(self) -> None:
         """Remove it from the fleet. Later reports of its open placements have no effect."""
         self.closed = True

@@ -52,6 +52,8 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     """Cost of the best engine alone."""
     remote_s: float | None = None
     """Cost of the best pair."""
+    first_token_s: float | None = None
+    """Predicted time to first token, margins included; None if the prompt has been computed already."""
 
 
 class MostHeld(NamedTuple):
@@ -78,7 +80,7 @@ _NOTHING_HELD = MostHeld(0, "", None, 0.0)
 
 class SloForecast(msgspec.Struct, frozen=True):
     """Explained: seconds left until the request's target, and each engine's predicted first token with its
-    margin."""
+    margin, without another engine's help."""
 
     left_s: float
     predicted_s: dict[EngineId, float]

@@ -7,6 +7,7 @@ lower cost on one engine alone. All others go to the cheapest pair.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -19,7 +20,7 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
-from router.placement.cost import Choice, ScoredCandidates, chosen, score, weight
+from router.placement.cost import Choice, ScoredCandidates, chosen, score, weight, within_level
 from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
@@ -42,6 +43,11 @@ from router.prompts.request import ChatBody
 # threshold except the minimum ``min_remote_tokens``. The best prefill engine depends on the decode engine
 # only by its version, and for engines with both roles: so |P| + |D| costs are computed, not |P| * |D|.
 #
+# With a service level, plans predicted to give the first token in time go before those that are not. Alone,
+# the prediction is the engine's; apart, the sum of the prefill engine's, the overhead, the transfer and the
+# wait at the decode engine. With concurrent legs that wait passes during the prefill: then the sum is an
+# upper bound.
+#
 # Waiting sequences count by the queue alone, although those ahead of this prompt would run by its turn. Tried
 # by simulation (450 conversations, 2 + 6 and 3 + 5 engines, loads 0.6, 0.85 and 1.1): counted as delayed too,
 # whole answers took 2 % longer in the mean of the six; counted at decode engines only, 5 %.
@@ -55,11 +61,12 @@ Pick = Callable[[Sequence[Candidate]], Choice]
 
 class Side(msgspec.Struct, frozen=True, gc=False):
     """One engine as a candidate for one of the two roles. ``version`` None: unknown. ``lacks``: tokens that
-    would be transferred to it."""
+    would be transferred to it. ``own_s``: its overhead, and the margin for errors of its predictions."""
 
     candidate: Candidate
     version: str | None
     lacks: int = 0
+    own_s: float = 0.0
 
 
 class Partner(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +75,7 @@ class Partner(msgspec.Struct, frozen=True, gc=False):
     sides: Sequence[Side]
     choice: Choice
     cost_s: float
+    first_token_s: float
 
 
 class _Place(msgspec.Struct, frozen=True, gc=False):
@@ -76,7 +84,15 @@ class _Place(msgspec.Struct, frozen=True, gc=False):
     at: int
     seconds: float
     cost: Cost
+    first_token_s: float
+    late: bool
+    """Whether ``first_token_s`` is beyond the target."""
     partner: Partner | None = None
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Lower is better."""
+        return self.late, self.seconds
 
 
 class PairPlan(msgspec.Struct, frozen=True, gc=False):
@@ -89,6 +105,8 @@ class PairPlan(msgspec.Struct, frozen=True, gc=False):
     partner: Partner | None
     scored: ScoredCandidates
     local_s: float
+    first_token_s: float
+    """Predicted time to first token of this plan, margins included."""
     remote_s: float | None = None
     why: str = ""
 
@@ -102,16 +120,19 @@ def plan(
     pick: Pick,
     policy: PolicySettings,
     pd: PdSettings,
+    left_s: float = math.inf,
 ) -> PairPlan:
-    """Return the cheapest plan. Raises ``ValueError`` without a decode engine."""
+    """Return the cheapest plan with a first token in ``left_s``; if none has, the cheapest. Raises
+    ``ValueError`` without a decode engine."""
     scored = score([side.candidate for side in decode], prompt_tokens, policy)
-    partners = _Partners(prefill, prompt_tokens, pick, policy, pd)
+    partners = _Partners(prefill, prompt_tokens, pick, policy, pd, left_s - pd.leg_overhead_s)
     why = "no_prefill_engine" if not prefill else "short"
     alone: _Place | None = None
     apart: _Place | None = None
     for index, side in enumerate(decode):
         cost = scored.cost(index)
-        alone = _less(alone, _Place(index, cost.total_s + _delay_s(side, cost, pd), cost), key)
+        local_s, first_s = cost.total_s + _delay_s(side, cost, pd), scored.first_token_s(index) + side.own_s
+        alone = _less(alone, _Place(index, local_s, cost, first_s, first_s > left_s), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
         partner = partners.of(side)
@@ -120,14 +141,32 @@ def plan(
             continue
         transfer_s = pd.leg_overhead_s + pd.transfer_s_per_token * side.lacks
         remote_s = partner.cost_s + transfer_s + cost.queue_s + cost.decode_s
-        apart = _less(apart, _Place(index, remote_s, cost, partner), key)
+        first_s = partner.first_token_s + transfer_s + cost.wait_s + side.own_s
+        apart = _less(apart, _Place(index, remote_s, cost, first_s, first_s > left_s, partner), key)
     if alone is None:
         raise ValueError("no decode engine")
-    if apart is None:
-        return PairPlan(alone.at, alone.cost, None, scored, alone.seconds, None, why)
-    if apart.seconds < alone.seconds:
-        return PairPlan(apart.at, apart.cost, apart.partner, scored, alone.seconds, apart.seconds)
-    return PairPlan(alone.at, alone.cost, None, scored, alone.seconds, apart.seconds, "local")
+    best = alone if apart is None or alone.rank <= apart.rank else apart
+    return PairPlan(
+        *(best.at, best.cost, best.partner, scored, alone.seconds, best.first_token_s),
+        remote_s=None if apart is None else apart.seconds,
+        why=why if apart is None else "local" if best is alone else "",
+    )
+
+
+def pick_in_time(sides: Sequence[Side], pick: Pick, left_s: float) -> Choice:
+    """Pick an engine; if it is predicted to give the first token later than in ``left_s``, one of those that
+    are not, if there are any."""
+    choice = pick([side.candidate for side in sides])
+    scored = choice.scored
+    if scored.first_token_s(choice.index) + sides[choice.index].own_s <= left_s:
+        return choice
+    met = within_level(scored, [side.own_s for side in sides], left_s)
+    places = [place for place, good in enumerate(met) if good]
+    if not places:
+        return choice
+    some = pick([sides[place].candidate for place in places])
+    other = chosen(scored, places[some.index], some.reason)
+    return msgspec.structs.replace(other, uncached_tokens=some.uncached_tokens)
 
 
 def cheapest_taker(
@@ -158,7 +197,9 @@ class _Partners:
         pick: Pick,
         policy: PolicySettings,
         pd: PdSettings,
+        left_s: float,
     ) -> None:
+        self._left_s = left_s
         self._prefill = prefill
         self._ids = {side.candidate.engine_id for side in prefill}
         self._tokens = prompt_tokens
@@ -184,9 +225,10 @@ class _Partners:
         ]
         if not sides:
             return None
-        choice = self._pick([other.candidate for other in sides])
-        cost = choice.cost
-        return Partner(sides, choice, cost.total_s + _delay_s(sides[choice.index], cost, self._pd))
+        choice = pick_in_time(sides, self._pick, self._left_s)
+        cost, side = choice.cost, sides[choice.index]
+        first_token_s = choice.scored.first_token_s(choice.index) + side.own_s
+        return Partner(sides, choice, cost.total_s + _delay_s(side, cost, self._pd), first_token_s)
 
 
 def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:
@@ -195,10 +237,10 @@ def _delay_s(side: Side, cost: Cost, pd: PdSettings) -> float:
 
 
 def _less(known: _Place | None, other: _Place, key: int) -> _Place:
-    """Return the cheaper one."""
-    if known is None or other.seconds < known.seconds:
+    """Return the better one."""
+    if known is None or other.rank < known.rank:
         return other
-    if other.seconds > known.seconds:
+    if other.rank > known.rank:
         return known
     places = known, other
     return min(places, key=lambda place: _order(place.seconds, place.cost, key))
@@ -276,12 +318,19 @@ class DisaggregationPlanner:
                 self.why = self._body.whole
 
     def decide(
-        self, able: DecodeCandidates, asked: PromptView, question: PlacementRequest, pick: Pick, now: float
+        self,
+        able: DecodeCandidates,
+        asked: PromptView,
+        question: PlacementRequest,
+        pick: Pick,
+        now: float,
+        left_s: float,
     ) -> tuple[Choice, Split]:
-        """Return the answering engine, and whether another one computes the prompt."""
+        """Return the answering engine, and whether another one computes the prompt. ``left_s``: time until
+        the target of the first token."""
         read = able.read
         if self.why or not isinstance(read, Prompt):
-            return pick(able.candidates), Split(self.why)
+            return self._whole(able, pick, left_s, self.why)
         engines = zip(able.engines, able.candidates, strict=True)
         decode = [_side(engine, candidate, read.num_tokens) for engine, candidate in engines]
         if self._disagg is not None and (handoff := self._disagg.handoff(now)) is not None:
@@ -289,8 +338,16 @@ class DisaggregationPlanner:
             if taken is not None:
                 return taken
             if not self._disagg.may_split:
-                return pick(able.candidates), Split("retried")
-        return self._plan(able, decode, asked, question, pick, now)
+                return self._whole(able, pick, left_s, "retried")
+        return self._plan(able, decode, asked, question, pick, now, left_s)
+
+    def _whole(self, able: DecodeCandidates, pick: Pick, left_s: float, why: str) -> tuple[Choice, Split]:
+        """Choose one engine for both."""
+        engines = zip(able.engines, able.candidates, strict=True)
+        sides = [Side(candidate, engine.version, own_s=engine.own_s) for engine, candidate in engines]
+        choice = pick_in_time(sides, pick, left_s)
+        first_token_s = choice.scored.first_token_s(choice.index) + sides[choice.index].own_s
+        return choice, Split(why, first_token_s=first_token_s)
 
     def _plan(
         self,
@@ -300,6 +357,7 @@ class DisaggregationPlanner:
         question: PlacementRequest,
         pick: Pick,
         now: float,
+        left_s: float,
     ) -> tuple[Choice, Split]:
         tokens = asked.tokens
         helpers: dict[str, Engine] = {
@@ -308,17 +366,23 @@ class DisaggregationPlanner:
         found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
         best = plan(
             decode,
-            [Side(candidate, engine.version) for engine, candidate in found],
+            [Side(candidate, engine.version, own_s=engine.own_s) for engine, candidate in found],
             tokens,
             question.prompt_key,
             pick=pick,
             policy=self._policy,
             pd=self._pd,
+            left_s=left_s,
         )
         partner = best.partner
         choice = _choice(best, partner)
         if partner is None:
-            return choice, Split(best.why, local_s=best.local_s, remote_s=best.remote_s)
+            return choice, Split(
+                best.why,
+                local_s=best.local_s,
+                remote_s=best.remote_s,
+                first_token_s=best.first_token_s,
+            )
         mates = [side.candidate for side in partner.sides]
         there = [helpers[candidate.engine_id] for candidate in mates]
         lacks = decode[best.decode].lacks
@@ -336,6 +400,7 @@ class DisaggregationPlanner:
             transfer_s=self._transfer_s(lacks),
             local_s=best.local_s,
             remote_s=best.remote_s,
+            first_token_s=best.first_token_s,
         )
         return choice, split
 
@@ -407,4 +472,4 @@ def _bound_to_one(request: InboundRequest) -> str:
 def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
     """An engine that cannot fetch lacks nothing that could be sent."""
     lacks = lacking(engine, candidate.hit, tokens) if engine.engine.decodes else 0
-    return Side(candidate, engine.version, lacks)
+    return Side(candidate, engine.version, lacks, engine.own_s)

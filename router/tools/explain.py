@@ -271,10 +271,7 @@ def _query_router(options: ExplainOptions, router: str, body: bytes, *, as_json:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PromptError(f"{url}: not the response of a kvatlas router: {error}") from None
     if options.slo_ttft_ms is not None and response.slo is None:
-        problem = (
-            "--slo-ttft-ms was not used: set policy.service_levels = true at the router; "
-            "fleets with prefill engines have no such forecast"
-        )
+        problem = "--slo-ttft-ms was not used: set policy.service_levels = true at the router"
         print(f"kvatlas explain: {problem}", file=sys.stderr)
     if as_json:
         print(text.decode().rstrip())
@@ -357,7 +354,7 @@ def _router_table(response: RouterAnswer) -> Table:
 
 def _target_line(slo: TargetForecast, refused: Mapping[str, float] | None) -> str:
     late = sum(each.late_s > 0 for each in slo.engines)
-    line = f"target in {1000 * slo.left_s:,.0f} ms: {late} of {len(slo.engines)} engines would miss it"
+    line = f"target in {1000 * slo.left_s:,.0f} ms: {late} of {len(slo.engines)} would miss it"
     return line if refused is None else f"{line}; refused for a wait of {1000 * refused['wait_s']:,.0f} ms"
 
 

@@ -368,7 +368,7 @@ class FleetSim:
         def pick(some: Sequence[Candidate]) -> Choice:
             return self._policy(some, question, self._knobs, self._state)
 
-        return roles.choose(candidates, question, pick, self._knobs)
+        return roles.choose(candidates, question, pick, self._knobs, left_s)
 
     def _sources(self) -> PullSources:
         """Return the engines as sources of pulls, for the prompt looked up last."""

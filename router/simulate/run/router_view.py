@@ -249,14 +249,21 @@ class Roles:
         self._states = Family.MAMBA in families
 
     def choose(
-        self, candidates: Sequence[Candidate], question: PlacementRequest, pick: Pick, policy: PolicySettings
+        self,
+        candidates: Sequence[Candidate],
+        question: PlacementRequest,
+        pick: Pick,
+        policy: PolicySettings,
+        left_s: float,
     ) -> tuple[int, Choice, int | None]:
         """Return the engine that answers, the choice of the one that computes the prompt, and that engine if
-        it is another."""
+        it is another. ``left_s``: time until the target of the first token."""
         tokens = question.prompt_tokens
         decode = [Side(one, "", self._lacks(one, tokens)) for one in candidates[self.prefill :]]
         prefill = [Side(one, "") for one in candidates[: self.prefill]]
-        found = plan(decode, prefill, tokens, question.prompt_key, pick=pick, policy=policy, pd=self._pd)
+        found = plan(
+            decode, prefill, tokens, question.prompt_key, pick=pick, policy=policy, pd=self._pd, left_s=left_s
+        )
         place = self.prefill + found.decode
         if found.partner is not None:
             choice = found.partner.choice

@@ -15,9 +15,11 @@ from router.placement.candidate import PolicySettings
 from router.serve.reload import apply
 from router.tools.explain import ExplainOptions, run_explain
 from tests.router.app.test_admission import ASKED, queued
+from tests.router.app.test_prefill_decode import D, P, apart, prompt
 from tests.router.app.test_queue import asks, busy, crowded, ended, waits
+from tests.support.pairs import busy as decoding
 from tests.support.waiting import run, until
-from tests.support.whole_router import TEXT, Rig, configure, routing, running
+from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 LEVELS = PolicySettings(service_levels=True)
 REFUSING = PolicySettings(service_levels=True, slo_refuse="wait")
@@ -181,17 +183,60 @@ def test_the_command_shows_which_engines_would_miss_a_target(
             with queued(one, wait_s=20.0):
                 assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
             table = capsys.readouterr().out
-            assert "1 of 2 engines would miss it" in table
+            assert "1 of 2 would miss it" in table
             assert "refused" not in table
             rows = [line.split() for line in table.splitlines()]
             (late,) = [row[2] for row in rows if row[:1] == [one.engine_id] and len(row) == 3]
             assert 15_000 <= int(late.replace(",", "")) <= 19_000
             with queued(one, two, wait_s=20.0):
                 assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
-            assert "2 of 2 engines would miss it; refused for a wait of" in capsys.readouterr().out
+            assert "2 of 2 would miss it; refused for a wait of" in capsys.readouterr().out
             await apply(rig.router, configure(*engines))
             assert await asyncio.to_thread(run_explain, options, as_json=False) == 0
             assert "set policy.service_levels = true" in capsys.readouterr().err
+
+    run(main())
+
+
+def test_a_target_keeps_a_prompt_from_a_prefill_engine_that_would_miss_it() -> None:
+    async def main() -> None:
+        async with apart(P, D, policy=LEVELS) as (rig, (p, d)):
+            long = {"model": MODEL, "prompt": prompt(1, 13_600), "max_tokens": 1}
+            helper = rig.router.fleet.get(p.base_url)
+            assert helper is not None
+            told: Any = None
+            with decoding(rig), queued(helper, wait_s=1.0):
+                for target_ms, pair in (None, True), (2200, False), (9, True):
+                    asked = {} if target_ms is None else {"x-slo-ttft-ms": str(target_ms)}
+                    _, told = await rig.ask("POST", "/kvatlas/explain", long, asked)
+                    assert (told["split"]["prefill"] is not None) is pair, target_ms
+            late_s = {each["engine"]: each["late_s"] for each in told["slo"]["engines"]}
+            assert late_s[d.base_url] == pytest.approx(1.7, abs=0.3)
+            assert late_s[f"{p.base_url} -> {d.base_url}"] == pytest.approx(2.7, abs=0.3)
+            stats = rig.router.accounts.slo_stats
+            assert (stats.decisions, stats.hopeless) == (2, 1)
+
+    run(main())
+
+
+def test_a_target_counts_for_requests_that_are_not_split_too() -> None:
+    async def main() -> None:
+        async with apart(P, D, D, policy=LEVELS) as (rig, engines):
+            await rig.ready()
+            long = {"model": MODEL, "prompt": prompt(1, 13_600), "max_tokens": 1, "n": 2}
+            assert (await rig.ask("POST", "/v1/completions", long))[0] == 200
+            await rig.caught_up(*engines)
+            _, told = await rig.ask("POST", "/kvatlas/explain", long)
+            holder = rig.router.fleet.get(told["choice"]["engine"])
+            assert holder is not None
+            found = []
+            with queued(holder, wait_s=2.4):
+                for target_ms in ("500", "2100"):
+                    _, told = await rig.ask("POST", "/kvatlas/explain", long, {"x-slo-ttft-ms": target_ms})
+                    assert told["split"]["why"] == "n"
+                    found.append(told["choice"]["engine"])
+            assert found[0] == holder.engine_id, "no engine is predicted to make it: the cost decides"
+            assert found[1] in {one.base_url for one in engines[1:]} - {holder.engine_id}
 
     run(main())
 

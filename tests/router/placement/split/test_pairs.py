@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ def side(name: str, *, version: str | None = "0.32.0", lacks: int | None = None,
     return Side(candidate, version, TOKENS - candidate.hit.soon_tokens if lacks is None else lacks)
 
 
-def planned(decode: Sequence[Side], prefill: Sequence[Side], pd: PdSettings = PD) -> PairPlan:
+def planned(
+    decode: Sequence[Side], prefill: Sequence[Side], pd: PdSettings = PD, left_s: float = math.inf
+) -> PairPlan:
     def pick(among: Sequence[Candidate]) -> Choice:
         return choose(among, TOKENS, POLICY, prompt_key=7)
 
-    return plan(decode, prefill, TOKENS, 7, pick=pick, policy=POLICY, pd=pd)
+    return plan(decode, prefill, TOKENS, 7, pick=pick, policy=POLICY, pd=pd, left_s=left_s)
 
 
 def partner(found: PairPlan) -> str | None:
@@ -105,6 +108,28 @@ def test_an_engine_for_both_is_not_paired_with_itself() -> None:
     found = planned([one, other], [one, other])
     assert partner(found) in {"a", "b", None}
     assert found.partner is None or partner(found) != ("a", "b")[found.decode]
+
+
+def test_a_plan_in_time_goes_before_a_cheaper_one_that_is_late() -> None:
+    """The hit at the prefill engine makes the pair cheap, the transfer makes it late."""
+    pd = msgspec.structs.replace(PD, transfer_s_per_token=1.1 / TOKENS)
+    decode, prefill = [side("d", running=3)], [side("p", hit_tokens=7000, shared_prefix_tokens=7000)]
+    free, in_time, late = (planned(decode, prefill, pd, left_s=left_s) for left_s in (math.inf, 1.1, 0.5))
+    assert partner(free) == "p"
+    assert free.first_token_s == pytest.approx(0.125 + pd.leg_overhead_s + 1.1)
+    assert (partner(in_time), in_time.why) == (None, "local")
+    assert in_time.first_token_s == pytest.approx(1.0)
+    assert partner(late) == "p", "neither is in time: the cost decides"
+
+
+def test_a_prefill_engine_predicted_to_be_late_is_skipped_while_another_one_is_not() -> None:
+    decode = [side("d", running=9)]
+    prefill = [
+        msgspec.structs.replace(side("near", hit_tokens=7900, shared_prefix_tokens=7900), own_s=2.0),
+        side("far", hit_tokens=1000, shared_prefix_tokens=1000),
+    ]
+    found = [partner(planned(decode, prefill, left_s=left_s)) for left_s in (math.inf, 1.5, 0.5)]
+    assert found == ["near", "far", "near"]
 
 
 _SIDES = st.builds(
