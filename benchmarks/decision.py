@@ -65,7 +65,7 @@ class Answered:
     def read_nowait(self) -> bytes:
         return ANSWER
 
-    def release(self) -> bool:
+    def make_idle(self) -> bool:
         return False
 
 
