@@ -1,4 +1,4 @@
-"""docs/architecture.md names every room, and every module it names is where it says."""
+"""docs/architecture.md names every package, and every module it names is where it says."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def described(package: str, header: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     ("package", "header"),
-    [("router", "room of `router/`"), ("connectors", "room")],
+    [("router", "package of `router/`"), ("connectors", "path")],
     ids=["router", "connectors"],
 )
-def test_every_room_is_described_and_every_module_named_exists(package: str, header: str) -> None:
+def test_every_package_is_described_and_every_module_named_exists(package: str, header: str) -> None:
     table = described(package, header)
     assert set(table) == rooms(package)
     missing = [
