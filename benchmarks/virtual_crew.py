@@ -20,7 +20,7 @@ from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Step
 from publisher.simulator.settings import EngineSettings
 from publisher.simulator.stepper import eventless
-from router.placement.candidate import Candidate, Hit, PolicySettings, ask
+from router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
 from router.placement.cost import choose
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.account import LoadAccount, Ticket
@@ -172,7 +172,7 @@ class VirtualFleet:
         pool = self.engines[0].pool
         hashes = pool.request(tokens).known_hashes()
         candidates = self._candidates(worker, tokens, hashes)
-        question = ask(len(tokens), hashes, prefix_blocks=_POLICY.prefix_blocks)
+        question = placement_request(len(tokens), hashes, prefix_blocks=_POLICY.prefix_blocks)
         choice = choose(candidates, len(tokens), _POLICY, prompt_key=question.prompt_key)
         place, chosen = choice.index, candidates[choice.index]
         ticket = worker.loads[place].admit(
@@ -206,7 +206,7 @@ class VirtualFleet:
         common, others, found = worker.inflight.common(hashes, now, last // unit), worker.others(), []
         for name, engine, account in zip(self.names, self.engines, worker.loads, strict=True):
             hit, shared_prefix = engine.pool.find_prefix(engine.pool.request(tokens, hashes=hashes))
-            rate, interference_s = account.rates.at(now)
+            rate, interference_s = account.rates.current(now)
             load = account.ahead(now, others.get(name, NO_OTHERS), rate)
             queue_s, running, waiting, idle_s, late_s, recent_s = load
             shared = min(common.blocks.get(name, 0) * unit, last)

@@ -402,7 +402,7 @@ class Router:
         engine for the whole fleet."""
         now = self.clock()
         ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
-        loads = [(engine.load.at(now), engine.engine.base_url) for engine in ready]
+        loads = [(engine.load.current(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 
     def take(self, config: Config) -> None:

@@ -162,7 +162,7 @@ class FleetActions:
 
     def _in_flight(self, status: Engine) -> int:
         """Return the requests in flight at the engine, of this router and of those that report theirs."""
-        load, others = status.load.at(self._now()), others_at(status.engine_id, self._others())
+        load, others = status.load.current(self._now()), others_at(status.engine_id, self._others())
         own = max(0, load.running + load.waiting - load.foreign)
         return own if others is None else own + others.running + others.waiting
 

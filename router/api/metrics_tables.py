@@ -197,7 +197,7 @@ def engine_columns(now: float, others: Mapping[str, OthersLoad] | None) -> tuple
         gauge(
             "queue_ahead_seconds",
             "Prefill work queued at the engine, by the router's account",
-            lambda e: e.load.at(now, others_at(e.engine_id, others)).queue_s,
+            lambda e: e.load.current(now, others_at(e.engine_id, others)).queue_s,
         ),
         gauge(
             "cache_worth_seconds_per_minute",

@@ -125,7 +125,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
         rejected_events={} if engine is None else dict(engine.rejected),
         unknown_events={} if engine is None else dict(engine.unknown_types),
         unusable_events=status.unusable_events,
-        load=status.load.at(now, others_at(status.engine_id, others)),
+        load=status.load.current(now, others_at(status.engine_id, others)),
         receipts=status.receipts.outcomes,
         drifting=status.receipts.drifting,
         contradicting=status.receipts.contradicting,

@@ -163,7 +163,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     prefix_key: int = 0
 
 
-def ask(
+def placement_request(
     prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0
 ) -> PlacementRequest:
     """Make the keys of a prompt from its block hashes (each covers the whole prefix before it).

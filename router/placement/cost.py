@@ -152,7 +152,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         return tuple(self.scored.cost(index) for index in range(len(self.scored.totals)))
 
 
-def chosen(scored: ScoredCandidates, index: int, reason: Reason) -> Choice:
+def make_choice(scored: ScoredCandidates, index: int, reason: Reason) -> Choice:
     """Make the choice of this candidate."""
     cost = scored.cost(index)
     return Choice(index, cost.engine_id, reason, cost.uncached_tokens, cost, scored)
@@ -267,7 +267,7 @@ def choose(
     if not candidates:
         raise ValueError("no engine to choose from")
     scored = score(candidates, prompt_tokens, settings)
-    return chosen(scored, *_pick(scored, prompt_key))
+    return make_choice(scored, *_pick(scored, prompt_key))
 
 
 def within_bound(chosen: Cost, least: Cost, settings: PolicySettings) -> bool:

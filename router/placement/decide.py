@@ -27,7 +27,7 @@ from router.openai.request import PROMPT_APIS, InboundRequest
 from router.pd.handoff import DisaggState
 from router.pd.settings import PdSettings, PdStats
 from router.placement.affinity import ShadowPrompt, text_tokens
-from router.placement.candidate import Candidate, PlacementRequest, PolicySettings, ask
+from router.placement.candidate import Candidate, PlacementRequest, PolicySettings, placement_request
 from router.placement.cost import Choice, within_level
 from router.placement.eligible import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
 from router.placement.engine import (
@@ -40,9 +40,9 @@ from router.placement.engine import (
     candidates,
     order_of,
 )
-from router.placement.hold import Hold
 from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
 from router.placement.policies import ArmState, policy
+from router.placement.saturation import SaturationGate
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.placement.wait import LongWait, late_first_token, long_wait
@@ -97,7 +97,7 @@ class Planner:
         self.pd_stats = pd_stats or PdStats()
         self._arm_state = ArmState()
         self._refusals_logged = LogThrottle(_LOG_EVERY_S)
-        self.hold: Hold | None = None
+        self.gate: SaturationGate | None = None
         """Holds requests while engines are saturated, if queueing is or was configured."""
         self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
 
@@ -117,11 +117,11 @@ class Planner:
         self._pd = pd
         self._expose = expose_decision
         self._check_every = check_every
-        if self.hold is not None:
-            self.hold.configure(queue)
+        if self.gate is not None:
+            self.gate.configure(queue)
         elif queue.saturation_s is not None:
-            self.hold = Hold(queue, self._fleet, now=self._accounts.now)
-            self._accounts.room = self.hold.room
+            self.gate = SaturationGate(queue, self._fleet, now=self._accounts.now)
+            self._accounts.room = self.gate.room
 
     async def place(
         self, request: InboundRequest, *, exclude: frozenset[str], disagg: DisaggState | None = None
@@ -132,24 +132,24 @@ class Planner:
         decision = await self._decide(request, exclude, disagg=disagg)
         if self._check_every:
             self._check()
-        hold = self.hold
+        gate = self.gate
         if exclude or disagg is not None:
             return self._placed(request, decision, 0.0)
-        waits = hold is not None and hold.holds(request, decision)
+        waits = gate is not None and gate.must_queue(request, decision)
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
-        if hold is None or not waits:
+        if gate is None or not waits:
             return self._placed(request, decision, 0.0)
         if request.trace is not None:
             request.trace.phase("queue")
         began_s = self._accounts.now()
-        ticket = await hold.wait(request, decision)
+        ticket = await gate.wait(request, decision)
         try:
             waited_s = self._accounts.now() - began_s
             decision = await self._decide(request, exclude, decision.read, disagg=disagg)
             return self._placed(request, decision, waited_s)
         finally:
-            hold.room.leave(ticket)
+            gate.room.leave(ticket)
 
     def _placed(self, request: InboundRequest, decision: Decision, waited_s: float) -> Placement:
         split = decision.split
@@ -219,7 +219,7 @@ class Planner:
     async def explain(self, request: InboundRequest) -> Decision:
         """The decision ``place`` would make now, with per-group detail; changes nothing."""
         decision = await self._decide(request, frozenset(), rehearsal=True)
-        waits = self.hold is not None and self.hold.holds(request, decision)
+        waits = self.gate is not None and self.gate.must_queue(request, decision)
         long = self._long_wait(request, decision, waits=waits)
         if not waits and long is None:
             return decision
@@ -240,7 +240,7 @@ class Planner:
             target_s = left_s if target_s is None else min(target_s, left_s)
         if target_s is None:
             return None
-        queued_s = self.hold.queued_s(request, decision) if waits and self.hold is not None else 0.0
+        queued_s = self.gate.queued_s(request, decision) if waits and self.gate is not None else 0.0
         wait_s = queued_s + decision.wait_s()
         refused = long_wait(wait_s, target_s)
         if refused is not None or refuses != "first-token" or decision.split is not None:
@@ -278,7 +278,7 @@ class Planner:
     def reads_claims(self) -> bool:
         """Whether the claims of all requests are read (``router.admission.admission_queue``)."""
         ordered = self._settings.engine_priority > 0
-        return self.hold is not None or ordered or self._queue.has_wait_targets
+        return self.gate is not None or ordered or self._queue.has_wait_targets
 
     async def _decide(
         self,
@@ -314,8 +314,8 @@ class Planner:
             if self._shared is None
             else await self._look(self._shared, read, asked_of, rehearsal)
         )
-        if self.hold is not None:
-            self.hold.others(look.load)
+        if self.gate is not None:
+            self.gate.others(look.load)
         if fleet.changes != changes:  # some may have left while the prompt was being read
             engines = [engine for engine in engines if not engine.closed]
             if not engines:
@@ -444,8 +444,8 @@ class Planner:
             if variant is None:
                 continue
             ids = names if not look.hits else [name for name in names if name not in look.hits]
-            told = look.stores.get(model)
-            predicted = self._scopes.scope(model).predict(variant, ids, detail=detail, elsewhere=told)
+            peer_stores = look.stores.get(model)
+            predicted = self._scopes.scope(model).predict(variant, ids, detail=detail, elsewhere=peer_stores)
             held = {**held, **predicted} if held else predicted
         common: dict[str, int] = {}
         coming: dict[str, int] = {}
@@ -481,7 +481,7 @@ class Planner:
     def _question(self, prompt: Prompt, scheme: HashScheme) -> PlacementRequest:
         hashes = prompt.hashes(scheme)
         fallback = 0 if hashes else xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(prompt.token_ids)))
-        return ask(
+        return placement_request(
             prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
         )
 

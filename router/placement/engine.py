@@ -323,8 +323,8 @@ class Engine(EngineStatus):
         """State of its feed, here or at another replica; ``none`` if it publishes nothing."""
         if self.feed is not None:
             return str(self.feed.state)
-        told = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
-        return told or "none"
+        remote = None if self._elsewhere is None else self._elsewhere.feed_state(self.engine_id)
+        return remote or "none"
 
     @property
     def lasting_scheme(self) -> HashScheme | None:
@@ -420,7 +420,7 @@ class Engine(EngineStatus):
 def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list[Candidate]:
     """Return these engines as candidates for one prompt, in order: hit, load and rates of each."""
     # One loop and locals: this runs once per engine and request.
-    told, others = asked.others, None if asked.others is None else NO_OTHERS
+    by_engine, others = asked.others, None if asked.others is None else NO_OTHERS
     tokens, order = asked.tokens, asked.order
     held_by, common, coming, hits = asked.held.get, asked.common.get, asked.coming.get, asked.hits
     found: list[Candidate] = []
@@ -435,9 +435,9 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
             hit = known if known is not None else hits.setdefault(key, engine.hit(asked))
             if engine.evictions.crowded and hit.soon_tokens:
                 hit = engine.after_evictions(hit, asked)
-        rate, interference_s = engine.rates.at(now)
-        if told:
-            others = told.get(name, NO_OTHERS)
+        rate, interference_s = engine.rates.current(now)
+        if by_engine:
+            others = by_engine.get(name, NO_OTHERS)
         load = engine.load
         queue_s, running, waiting, idle_s, late_s, recent_s = load.ahead(now, others, rate)
         candidate = Candidate(

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import msgspec
 
 from router.placement.candidate import Candidate, Hit, PlacementRequest, PolicySettings
-from router.placement.cost import Choice, choose, chosen, favourite, score, weight
+from router.placement.cost import Choice, choose, favourite, make_choice, score, weight
 
 
 @dataclass(slots=True)
@@ -157,4 +157,4 @@ def _choice(
     candidates: Sequence[Candidate], index: int, prompt: PlacementRequest, settings: PolicySettings
 ) -> Choice:
     scored = score(candidates, prompt.prompt_tokens, settings)
-    return chosen(scored, index, "only" if len(candidates) == 1 else "policy")
+    return make_choice(scored, index, "only" if len(candidates) == 1 else "policy")

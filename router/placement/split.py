@@ -20,7 +20,7 @@ from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState, Handoff
 from router.pd.settings import PdSettings
 from router.placement.candidate import Candidate, Cost, PlacementRequest, PolicySettings, Reason
-from router.placement.cost import Choice, ScoredCandidates, chosen, score, weight, within_level
+from router.placement.cost import Choice, ScoredCandidates, make_choice, score, weight, within_level
 from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
@@ -135,7 +135,7 @@ def plan(
         alone = _less(alone, _Place(index, local_s, cost, first_s, first_s > left_s), key)
         if side.lacks < pd.min_remote_tokens or not prefill:
             continue
-        partner = partners.of(side)
+        partner = partners.partner_of(side)
         if partner is None:
             why = "version"
             continue
@@ -165,7 +165,7 @@ def pick_in_time(sides: Sequence[Side], pick: Pick, left_s: float) -> Choice:
     if not places:
         return choice
     some = pick([sides[place].candidate for place in places])
-    other = chosen(scored, places[some.index], some.reason)
+    other = make_choice(scored, places[some.index], some.reason)
     return msgspec.structs.replace(other, uncached_tokens=some.uncached_tokens)
 
 
@@ -208,7 +208,7 @@ class _Partners:
         self._pd = pd
         self._known: dict[tuple[str | None, str], Partner | None] = {}
 
-    def of(self, side: Side) -> Partner | None:
+    def partner_of(self, side: Side) -> Partner | None:
         """Return it; None: no prefill engine may be paired with it."""
         name = side.candidate.engine_id
         mark = side.version, name if name in self._ids else ""
@@ -421,7 +421,9 @@ class DisaggregationPlanner:
         taker = cheapest_taker(able, tokens, question.prompt_key, policy=self._policy, pd=self._pd)
         lacks = able[taker].lacks
         scored = score([side.candidate for side in decode], tokens, self._policy)
-        choice = msgspec.structs.replace(chosen(scored, places[taker], _reason(scored)), uncached_tokens=0)
+        choice = msgspec.structs.replace(
+            make_choice(scored, places[taker], _reason(scored)), uncached_tokens=0
+        )
         return choice, Split(body=self._body, lacks_tokens=lacks, transfer_s=self._transfer_s(lacks))
 
     def _transfer_s(self, lacks: int) -> float:

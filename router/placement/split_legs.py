@@ -122,7 +122,7 @@ class DecodePlacement(Placement):
         }
 
     def _admit(self) -> Ticket:
-        return self.engine.load.hold(self.asked_s, self.decision.prompt_tokens)
+        return self.engine.load.reserve(self.asked_s, self.decision.prompt_tokens)
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
         return ()
@@ -146,7 +146,7 @@ class SidecarPlacement(DecodePlacement):
     """Both requests are made by the decode engine's sidecar: the prefill is known only from the answer.
     ``named_max``: most engines that the sidecar may ask for the prompt, in order."""
 
-    __slots__ = ("_helper", "_told")
+    __slots__ = ("_helper", "_report")
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class SidecarPlacement(DecodePlacement):
         named_max: int,
     ) -> None:
         self._helper = prefill
-        self._told: Prefilled | None = None
+        self._report: Prefilled | None = None
         super().__init__(
             request,
             decision,
@@ -184,26 +184,26 @@ class SidecarPlacement(DecodePlacement):
         """Implement ``Attempt``: the others may have another version than the prefill engine."""
         return ()
 
-    def prefilled(self, told: Prefilled) -> None:
+    def prefilled(self, report: Prefilled) -> None:
         """Implement ``Attempt``."""
-        self._told = told
+        self._report = report
 
     @property
     def _prefill_engine(self) -> str:
-        told = self._told
-        return self._helper.engine_id if told is None or told.place == 0 else ""
+        report = self._report
+        return self._helper.engine_id if report is None or report.place == 0 else ""
 
     def corrected(self, usage: Usage | None) -> Usage | None:
         """Implement ``Attempt``: the sidecar reports the prefill engine's hit."""
-        if usage is not None and self._told is not None and self._told.cached_tokens is not None:
-            usage.cached_tokens = self._told.cached_tokens
+        if usage is not None and self._report is not None and self._report.cached_tokens is not None:
+            usage.cached_tokens = self._report.cached_tokens
         return usage
 
     def _begun(self, now: float) -> None:
         super()._begun(now)
-        told = self._told
-        if told is None or told.place == 0:  # other sidecars do not name it
-            cached = None if told is None else told.cached_tokens
+        report = self._report
+        if report is None or report.place == 0:  # other sidecars do not name it
+            cached = None if report is None else report.cached_tokens
             self._helper.answered(_OK)
             self._helper.first_byte(_OK)
             self._helper.finished(None if cached is None else Usage(self.decision.prompt_tokens, 1, cached))

@@ -207,7 +207,7 @@ class Attempt:
     def handed_over(self, gap_s: float) -> None:
         """Note that the engine learns of blocks that another one has held for it for this long."""
 
-    def prefilled(self, told: Prefilled) -> None:
+    def prefilled(self, report: Prefilled) -> None:
         """The engine's sidecar says who computed the prompt."""
 
     def nothing_held(self) -> None:

@@ -20,7 +20,13 @@ from router.config.schema import Config
 from router.index.learn.layout import ModelFacts
 from router.index.model import HashedPrompt
 from router.openai.body import peek
-from router.placement.candidate import Candidate, Confidence, Hit, PlacementRequest, PolicySettings, ask
+from router.placement.candidate import (
+    Candidate,
+    Confidence,
+    Hit,
+    PolicySettings,
+    placement_request,
+)
 from router.placement.policies import ArmState, policy
 from router.prompts.settings import ANY_MODEL
 from router.tools.capture import CaptureError, is_trace, read_capture, with_progress
@@ -76,8 +82,8 @@ def select_engine(
         for e in engines
     ]
     hashes = prompt.hashes(scheme) if scheme is not None else ()
-    question: PlacementRequest = ask(prompt.num_tokens, hashes, prefix_blocks=settings.prefix_blocks)
-    made = policy(settings.policy)(candidates, question, settings, ArmState())
+    request = placement_request(prompt.num_tokens, hashes, prefix_blocks=settings.prefix_blocks)
+    made = policy(settings.policy)(candidates, request, settings, ArmState())
     return Selection(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
 
 

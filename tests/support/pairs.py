@@ -31,7 +31,7 @@ PlacementRequest = Callable[..., Awaitable[tuple[int, Any]]]
 def busy(rig: Rig) -> Iterator[None]:
     """A sequence runs on every decode engine, so that prompts are better computed elsewhere."""
     loads = [engine.load for engine in rig.router.fleet if engine.engine.decodes]
-    tickets = [load.hold(time.monotonic()) for load in loads]
+    tickets = [load.reserve(time.monotonic()) for load in loads]
     yield
     for load, ticket in zip(loads, tickets, strict=True):
         load.finish(ticket, time.monotonic())

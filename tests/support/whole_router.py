@@ -99,7 +99,7 @@ class Rig:
         assert accounts.inflight.check_integrity() == []
         for engine in self.router.fleet:
             assert engine.load.check_integrity() == []
-            load = engine.load.at(now)
+            load = engine.load.current(now)
             assert (load.running + load.waiting - load.foreign, load.awaited_tokens) == (0, 0), load
         stats = accounts.load_stats
         assert stats.admitted == stats.finished + stats.failed

@@ -257,7 +257,7 @@ class LoadAccount:
             self._head_s = now
         return ticket
 
-    def hold(self, now: float, prompt_tokens: int = 0) -> Ticket:
+    def reserve(self, now: float, prompt_tokens: int = 0) -> Ticket:
         """Reserve a place for a request of ``prompt_tokens`` whose prompt is computed elsewhere."""
         if self._awaited:
             self._advance(now)
@@ -366,13 +366,13 @@ class LoadAccount:
 
     def queue_ahead_s(self, now: float) -> float:
         """Seconds of prefill and loads still to do there before a prompt sent now would start."""
-        return self.at(now).queue_s
+        return self.current(now).queue_s
 
     def late_s(self, now: float) -> float:
         """Mean seconds by which first tokens came later than computing and loading explain."""
         return self._late_s if now - self._late_seen_s <= self._settings.late_fresh_s else 0.0
 
-    def at(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
+    def current(self, now: float, others: OthersLoad | None = None) -> EngineLoad:
         """Current load. ``others``: as in ``ahead``, but it may be older: only decisions settle foreign
         load."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
@@ -402,7 +402,7 @@ class LoadAccount:
         if foreign.unsettled and others is not None:
             foreign.settle(others)
         if others is not NO_OTHERS or foreign.running or foreign.waiting:
-            more_running, more_waiting, tokens = foreign.with_told(others, now)
+            more_running, more_waiting, tokens = foreign.totals(others, now)
             queue_s += tokens * rate
             running += more_running
             waiting += more_waiting

@@ -96,29 +96,29 @@ class ForeignLoad:
         self._beyond, self._beyond_waiting = beyond, beyond_waiting
         self._gauges_s, self.unsettled = now, True
 
-    def settle(self, told: OthersLoad) -> None:
+    def settle(self, others: OthersLoad) -> None:
         """Subtract the others' state from the excess; the rest is foreign until the next poll."""
-        self.running, self.waiting = self._shown_beyond(told)
+        self.running, self.waiting = self._shown_beyond(others)
         self.unsettled = False
 
-    def with_told(self, told: OthersLoad | None, now: float) -> tuple[int, int, float]:
+    def totals(self, others: OthersLoad | None, now: float) -> tuple[int, int, float]:
         """Running, waiting and tokens to compute of all requests that are not ours. None: the others' state
         is unknown, and the whole excess is foreign."""
-        others = NO_OTHERS if told is None else told
+        known = NO_OTHERS if others is None else others
         if now - self._gauges_s > self._fresh_s:
-            return others.running, others.waiting, others.tokens
+            return known.running, known.waiting, known.tokens
         running, waiting = self.running, self.waiting
-        if told is None:
-            running, waiting = self._shown_beyond(others)
-        tokens = others.tokens + waiting * self._mean_tokens
-        return others.running + running, others.waiting + waiting, tokens
+        if others is None:
+            running, waiting = self._shown_beyond(known)
+        tokens = known.tokens + waiting * self._mean_tokens
+        return known.running + running, known.waiting + waiting, tokens
 
     def num_waiting(self, now: float) -> int:
         """Foreign prompts that wait there, by the gauges."""
-        return self.with_told(None if self.unsettled else NO_OTHERS, now)[1]
+        return self.totals(None if self.unsettled else NO_OTHERS, now)[1]
 
-    def _shown_beyond(self, told: OthersLoad) -> tuple[int, int]:
+    def _shown_beyond(self, others: OthersLoad) -> tuple[int, int]:
         """Running and waiting of the excess beyond the others' state."""
-        foreign = max(0, self._beyond - told.running - told.waiting)
-        waiting = min(foreign, max(0, self._beyond_waiting - told.waiting))
+        foreign = max(0, self._beyond - others.running - others.waiting)
+        waiting = min(foreign, max(0, self._beyond_waiting - others.waiting))
         return foreign - waiting, waiting

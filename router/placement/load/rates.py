@@ -116,7 +116,7 @@ class EngineRates:
         own: float = 0.5 ** (overdue_s / fleet.settings.stale_halflife_s)
         return own * rate + (1 - own) * fleet.prefill_s_per_token
 
-    def at(self, now: float) -> tuple[float, float]:
+    def current(self, now: float) -> tuple[float, float]:
         """``prefill_s_per_token`` and ``decode_interference_s``, for decisions."""
         if now <= self._fresh_until_s:
             return self._own

@@ -17,16 +17,16 @@ import msgspec
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
-from router.placement.candidate import Candidate, Hit, PlacementRequest, ask
-from router.placement.cost import Choice, chosen, score, within_level
+from router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
+from router.placement.cost import Choice, make_choice, score, within_level
 from router.placement.engine import EngineOrder, order_of
-from router.placement.hold import gap_s, joins_sibling
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.account import LoadAccount, Ticket
 from router.placement.load.others import NO_OTHERS
 from router.placement.load.rates import FleetRates, RateSettings
 from router.placement.policies import ArmState, policy
 from router.placement.pull import PullLinks, PullSources, with_pull
+from router.placement.saturation import gap_s, joins_sibling
 from router.placement.wait import late_first_token, long_wait, predicted_wait_s
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
@@ -39,7 +39,7 @@ from router.simulate.workload.requests import Request, block_hashes
 # Requests held by a simulated router while every engine is saturated, in the router's own queue.
 #
 # An engine is saturated with more than ``hold_s`` seconds of prompts queued by the router's account, or with
-# the maximum number of running requests; the router's own rule (``router.placement.hold``) exempts siblings.
+# the maximum number of running requests; the rule of ``placement/saturation.py`` exempts siblings.
 
 
 _SOONEST_S = 0.001
@@ -73,7 +73,7 @@ class Holding:
         share, hold_s = self._hold.siblings, self._hold.hold_s
         if share is None or not self._queue.alone(request.tenant, _POOL):
             return True
-        return not joins_sibling(candidates, request.input_tokens, share=share, hold_s=hold_s)
+        return not joins_sibling(candidates, request.input_tokens, share=share, saturation_s=hold_s)
 
     def add(self, index: int, request: Request, candidates: Sequence[Candidate], now: float) -> None:
         work_s = min(
@@ -110,9 +110,9 @@ class Holding:
         """Return the seconds of work until an engine is no longer saturated; 0 or less if one is not."""
         gaps = []
         for account in self._loads:
-            load = account.at(now)
+            load = account.current(now)
             requests, hold_s = load.running + load.waiting, self._hold.hold_s
-            gaps.append(gap_s(load.queue_s, requests, hold_s=hold_s, requests_max=self._seqs_max))
+            gaps.append(gap_s(load.queue_s, requests, saturation_s=hold_s, requests_max=self._seqs_max))
         return min(gaps)
 
 
@@ -348,7 +348,7 @@ class FleetSim:
         if self._peer is not None:
             tokens = question.prompt_tokens
             place, cached = self._peer.place(index, tokens, hashes, seen, self._now)
-            choice = chosen(score(candidates, tokens, self._knobs), place, "policy")
+            choice = make_choice(score(candidates, tokens, self._knobs), place, "policy")
             choice = msgspec.structs.replace(choice, uncached_tokens=max(1, tokens - cached))
             return place, choice, None
         roles = self._roles
@@ -419,7 +419,7 @@ class FleetSim:
         self._note(place)
 
     def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> PlacementRequest:
-        question = ask(
+        question = placement_request(
             request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
         )
         if self._variant.by_session:

@@ -18,7 +18,7 @@ from publisher.events import BlockHash, Family, GroupSpec
 from router.pd.settings import PdSettings
 from router.placement.affinity import Shadow, ShadowPrompt, ShadowSpec
 from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
-from router.placement.cost import Choice, chosen
+from router.placement.cost import Choice, make_choice
 from router.placement.inflight import InflightPrompt
 from router.placement.load.account import Ticket
 from router.placement.split import Pick, Side, plan
@@ -268,7 +268,7 @@ class Roles:
         if found.partner is not None:
             choice = found.partner.choice
             return place, choice, choice.index
-        return place, chosen(found.scored, found.decode, "cheapest"), None
+        return place, make_choice(found.scored, found.decode, "cheapest"), None
 
     def fetch(self, prompt_tokens: int) -> Fetch:
         """Return the number of tokens that the decode engine fetches; with a recurrent state it computes the

@@ -216,7 +216,7 @@ def test_a_split_request_waits_where_its_prompt_is_computed() -> None:
 def held(rig: Rig) -> Iterator[None]:
     """So many sequences run on the decode engine that no prompt is computed there."""
     (decode,) = [one for one in rig.router.fleet if one.engine.decodes]
-    tickets = [decode.load.hold(time.monotonic()) for _ in range(2000)]
+    tickets = [decode.load.reserve(time.monotonic()) for _ in range(2000)]
     yield
     for ticket in tickets:
         decode.load.finish(ticket, time.monotonic())

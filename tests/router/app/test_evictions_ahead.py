@@ -34,9 +34,9 @@ def test_what_prompts_ahead_evict_is_taken_off_the_hit() -> None:
             assert whole > 200
 
             ahead = asyncio.create_task(streamed(rig, second, 120))
-            await until(lambda: engine.load.at(rig.router.accounts.now()).running == 1, "it runs")
+            await until(lambda: engine.load.current(rig.router.accounts.now()).running == 1, "it runs")
             behind = asyncio.create_task(streamed(rig, third, 1))
-            await until(lambda: engine.load.at(rig.router.accounts.now()).waiting == 1, "it was sent")
+            await until(lambda: engine.load.current(rig.router.accounts.now()).waiting == 1, "it was sent")
             body = {"model": MODEL, "messages": [{"role": "user", "content": first}]}
             _, shown = await rig.ask("POST", "/kvatlas/explain", body)
             (entry,) = shown["engines"]

@@ -90,7 +90,7 @@ def test_a_prompt_behind_another_one_has_its_prefill_as_queue() -> None:
             await rig.ready()
             (engine,) = rig.router.fleet
             ahead = asyncio.create_task(streamed(rig, "One. " + TEXT * 400))
-            await until(lambda: engine.load.at(rig.router.clock()).waiting, "a prompt at the engine")
+            await until(lambda: engine.load.current(rig.router.clock()).waiting, "a prompt at the engine")
             await asyncio.gather(ahead, streamed(rig, "Two. " + TEXT))
             behind = next(one for one in await receipts(rig, 2) if (one.prompt_tokens or 0) < 100)
             assert behind.queue_s > 0

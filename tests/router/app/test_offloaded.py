@@ -73,7 +73,7 @@ def test_an_engine_that_offloaded_the_prompt_is_chosen_and_the_receipt_says_why(
             await rig.caught_up(*engines)
             loads = [engine.load for engine in rig.router.fleet]
             await until(
-                lambda: not any(load.at(time.monotonic()).foreign for load in loads), "seen to be idle"
+                lambda: not any(load.current(time.monotonic()).foreign for load in loads), "seen to be idle"
             )
             host, plain = (engine.base_url for engine in engines)
 

@@ -209,7 +209,7 @@ def test_no_more_prefills_than_allowed_also_where_nobody_can_fetch_what_one_hold
             other = rig.router.fleet.get(d.base_url)
             busiest = [e for e in rig.router.fleet if e.engine.decodes and e is not other]
             with busy(rig):
-                tickets = [e.load.hold(time.monotonic()) for e in busiest for _ in range(3)]
+                tickets = [e.load.reserve(time.monotonic()) for e in busiest for _ in range(3)]
                 asked = asyncio.ensure_future(rig.ask("POST", "/v1/completions", completion(1)))
                 await until(lambda: p.scheduler.gauges().num_running == 1, "the prompt is being computed")
                 d.die()

@@ -250,7 +250,7 @@ def test_those_that_wait_when_one_of_two_engines_dies_get_the_other() -> None:
                     async with busy(rig):
                         asked = [asks(rig, f"{i} {TEXT}") for i in range(4)]
                         await waits(room, 4)
-                        held = {e.engine_id: e.load.at(0.0).running for e in rig.router.fleet}
+                        held = {e.engine_id: e.load.current(0.0).running for e in rig.router.fleet}
                         assert set(held.values()) == {1}
                         await engines[0].stop()
                 except openai.APIError:

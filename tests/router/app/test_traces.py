@@ -97,7 +97,7 @@ def test_each_leg_is_a_span_with_its_engine_and_the_second_one_has_the_gap() -> 
             pd = PdSettings(min_remote_tokens=0, leg_overhead_s=0.0, transfer_s_per_token=0.0)
             async with routing(configure(*addresses, traces=settings, pd=pd)) as rig:
                 load = next(engine.load for engine in rig.router.fleet if engine.engine.decodes)
-                held = load.hold(time.monotonic())  # a sequence that a prefill would hold up
+                held = load.reserve(time.monotonic())  # a sequence that a prefill would hold up
                 await rig.chat(TEXT * 20)
                 load.finish(held, time.monotonic())
                 await until(lambda: rig.idle, "requests over")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, ask
+from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, placement_request
 from router.placement.cost import choose, cost, score, within_bound, within_level
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
@@ -325,10 +325,11 @@ def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None
         PolicySettings(**bad)
 
 
-def test_ask_takes_its_keys_from_the_hashes() -> None:
-    assert ask(100, [1, 2, 3], prefix_blocks=2) == ask(100, [9, 2, 3], prefix_blocks=2)
-    assert ask(100, [1, 2, 3], prefix_blocks=64).prefix_key == 3
-    assert ask(10, [], prefix_blocks=64, fallback_key=5).prompt_key == 5
+def test_placement_request_takes_its_keys_from_the_hashes() -> None:
+    keys = placement_request(100, [1, 2, 3], prefix_blocks=2)
+    assert keys == placement_request(100, [9, 2, 3], prefix_blocks=2)
+    assert placement_request(100, [1, 2, 3], prefix_blocks=64).prefix_key == 3
+    assert placement_request(10, [], prefix_blocks=64, fallback_key=5).prompt_key == 5
 
 
 def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:

@@ -70,7 +70,7 @@ def test_an_engine_that_comes_back_is_another_one() -> None:
     (after,) = fleet
     assert after is not before
     before.load.finish(ticket, NOW)
-    assert after.load.at(NOW).idle_s == math.inf
+    assert after.load.current(NOW).idle_s == math.inf
 
 
 def held(**numbers: object) -> dict[str, EngineHit]:

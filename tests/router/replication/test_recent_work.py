@@ -47,7 +47,7 @@ def test_recent_work_is_a_total_of_all_replicas(server: Server) -> None:
 
             await until(placed, "the other replica knows")
             assert found[-1].recent_ms <= 30_100
-            recent_s = there.load.at(time.monotonic(), found[-1]).recent_s
+            recent_s = there.load.current(time.monotonic(), found[-1]).recent_s
             own = there.load.own(time.monotonic()) or OthersLoad()
             assert recent_s == pytest.approx((found[-1].recent_ms + own.recent_ms) / 1000, abs=0.2)
             assert own.recent_ms < 1000, "that of the first one is not reported back"

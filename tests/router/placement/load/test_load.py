@@ -28,7 +28,7 @@ def test_queue_is_the_prefill_still_to_do() -> None:
     load.admit(uncached_tokens=500, now=0.5)
     assert load.queue_ahead_s(0.5) == pytest.approx(1.5 + 0.5)
     assert account().queue_ahead_s(0.5) == 0
-    state = load.at(0.5)
+    state = load.current(0.5)
     assert (state.waiting, state.running, state.awaited_tokens) == (2, 0, 2500)
     assert state.idle_s == 0
 
@@ -50,9 +50,9 @@ def test_a_first_token_corrects_the_account() -> None:
     assert load.queue_ahead_s(2.4) == pytest.approx(0.6)
     assert sample is not None
     assert (sample.tokens, sample.service_s, sample.running) == (5000, 2.0, 0)
-    assert load.at(2.0).running == 1
+    assert load.current(2.0).running == 1
     load.finish(first, 9.0)
-    assert load.at(9.0).running + load.at(9.0).waiting == 1
+    assert load.current(9.0).running + load.current(9.0).waiting == 1
 
 
 def test_samples_leave_out_the_queue() -> None:
@@ -74,15 +74,15 @@ def test_what_is_loaded_first_stands_in_the_queue_until_the_first_token() -> Non
     assert load.queue_ahead_s(1.0) == pytest.approx(1.0 + 0.2), "the head is late, not negative"
     load.first_token(loading, 1.0)
     assert load.queue_ahead_s(1.3) == pytest.approx(1.0 + 0.2 - 0.3)
-    told = load.own(1.3)
-    assert told is not None
-    assert told.tokens == 900, "other replicas are told of loads as of tokens"
+    others = load.own(1.3)
+    assert others is not None
+    assert others.tokens == 900, "loads are reported to other replicas as tokens"
 
 
 def test_a_first_token_after_a_load_says_nothing_of_the_prefill() -> None:
     load = account()
     ticket = load.admit(uncached_tokens=1000, now=0.0, load_s=5.0)
-    assert load.at(4.0).waiting == 1, "not overdue while it loads"
+    assert load.current(4.0).waiting == 1, "not overdue while it loads"
     assert load.first_token(ticket, 5.1) is None
     after = load.admit(uncached_tokens=1000, now=5.1)
     assert load.first_token(after, 5.3) is not None
@@ -120,9 +120,9 @@ def test_answers_that_do_not_stream_drain_by_time_and_teach_nothing() -> None:
     assert load.queue_ahead_s(1.5) == pytest.approx(0.5)
     assert load.first_token(whole, 1.6) is None
     assert load.first_token(streamed, 2.1) is None  # it began at a guessed time
-    assert load.at(2.1).running == 2
+    assert load.current(2.1).running == 2
     load.finish(whole, 2.2)
-    assert load.at(2.2).running == 1
+    assert load.current(2.2).running == 1
 
 
 def test_an_overdue_head_does_not_block_the_account_for_ever() -> None:
@@ -142,8 +142,8 @@ def test_a_failed_request_leaves_at_once() -> None:
     load.fail(dead, 0.1)
     load.fail(dead, 0.1)
     load.finish(dead, 0.2)
-    assert load.at(0.2).queue_s == 0
-    assert load.at(0.2).running == 0
+    assert load.current(0.2).queue_s == 0
+    assert load.current(0.2).running == 0
     assert (load.stats.failed, load.stats.finished) == (1, 0)
 
 
@@ -160,11 +160,11 @@ def test_gauges_show_the_load_of_others_while_fresh() -> None:
     load = account(gauge_fresh_s=10.0, foreign_tokens=700)
     own = load.admit(uncached_tokens=700, now=0.0)
     load.report(running=5, waiting=3, now=0.0)  # ours is one of the eight
-    state = load.at(0.0)
+    state = load.current(0.0)
     assert (state.foreign, state.waiting, state.running) == (7, 3, 5)
     assert state.queue_s == pytest.approx((1 + 2) * 0.7)
     assert load.first_token(own, 0.5) is None  # others were prefilled in between: no sample
-    assert load.at(10.1).foreign == 0
+    assert load.current(10.1).foreign == 0
 
 
 def test_a_prompt_of_others_counts_as_one_of_those_sent_there() -> None:
@@ -181,14 +181,14 @@ def decide(load: LoadAccount, now: float, others: OthersLoad | None) -> tuple[in
     return running, waiting, round(queue_s, 9)
 
 
-def test_gauges_beside_what_replicas_told_show_other_clients_alone() -> None:
+def test_gauges_beyond_the_replicas_state_are_other_clients() -> None:
     load = account(gauge_fresh_s=10.0, foreign_tokens=700)
-    told = OthersLoad(running=3, waiting=2, tokens=500)
+    others = OthersLoad(running=3, waiting=2, tokens=500)
     load.report(running=3, waiting=2, now=0.0)
-    assert decide(load, 0.0, told) == (3, 2, 0.5)
+    assert decide(load, 0.0, others) == (3, 2, 0.5)
     assert decide(load, 9.0, NO_OTHERS) == (0, 0, 0.0)  # theirs have ended since
     load.report(running=4, waiting=4, now=9.0)
-    assert decide(load, 9.0, told) == (4, 4, 0.5 + 2 * 0.7)
+    assert decide(load, 9.0, others) == (4, 4, 0.5 + 2 * 0.7)
     assert decide(load, 9.0, NO_OTHERS) == (1, 2, 2 * 0.7)
 
 
@@ -207,67 +207,68 @@ def test_prompts_that_the_engine_says_wait_neither_begin_nor_end(streams: bool) 
         now = 0.1 + tenth / 10
         if tenth % 20 == 0:  # gauges are 2 s old at most
             load.report(running=12, waiting=3, now=now)
-        assert load.at(now).queue_s >= 2.0, now
-        assert load.at(now).waiting == 3
+        assert load.current(now).queue_s >= 2.0, now
+        assert load.current(now).waiting == 3
         assert not load.check_integrity()
     load.report(running=13, waiting=2, now=40.0)  # one has begun
-    assert 1.5 <= load.at(40.5).queue_s <= 3.0  # two have not begun before 40.0
+    assert 1.5 <= load.current(40.5).queue_s <= 3.0  # two have not begun before 40.0
     load.report(running=15, waiting=0, now=41.0)
     load.first_token(tickets[0], 41.0)
     load.first_token(tickets[1], 41.0)
     load.first_token(tickets[2], 41.0)
     for ticket in tickets:
         load.finish(ticket, 42.0)
-    assert load.at(42.0).queue_s == 0
+    assert load.current(42.0).queue_s == 0
     assert not load.check_integrity()
 
 
 def test_prompts_assumed_begun_wait_again_where_the_gauges_say_so() -> None:
     load, tickets = waiting_for_pages()
-    assert load.at(30.0).waiting == 0  # overdue, all three, as far as the account can tell
+    assert load.current(30.0).waiting == 0  # overdue, all three, as far as the account can tell
     load.report(running=12, waiting=3, now=30.0)
-    assert (load.at(30.0).waiting, load.at(30.0).queue_s) == (3, pytest.approx(3.0))
+    assert (load.current(30.0).waiting, load.current(30.0).queue_s) == (3, pytest.approx(3.0))
     load.report(running=13, waiting=2, now=31.0)
     assert load.first_token(tickets[0], 32.0) is None  # when it began is a guess: no sample
-    assert load.at(32.0).waiting == 2
+    assert load.current(32.0).waiting == 2
     assert not load.check_integrity()
 
 
 def test_gauges_that_are_too_old_keep_nobody_waiting() -> None:
     load, _ = waiting_for_pages()
     load.report(running=12, waiting=3, now=0.0)
-    assert load.at(9.9).queue_s == pytest.approx(3.0)
-    assert load.at(30.0).queue_s == 0
+    assert load.current(9.9).queue_s == pytest.approx(3.0)
+    assert load.current(30.0).queue_s == 0
 
 
 def test_prompts_of_other_routers_that_wait_are_not_taken_for_ours() -> None:
     load = account()
     load.admit(uncached_tokens=4000, now=0.0)
     theirs = OthersLoad(running=2, waiting=3, tokens=3000)
-    load.at(0.5, theirs)
+    load.current(0.5, theirs)
     load.report(running=3, waiting=3, now=1.0)  # theirs wait, ours is being computed
-    assert load.at(2.0, theirs).queue_s == pytest.approx(2.0 + 3.0)
+    assert load.current(2.0, theirs).queue_s == pytest.approx(2.0 + 3.0)
 
 
 def test_recent_work_fades() -> None:
     load = account(recent_s=30.0)
     load.finish(load.admit(uncached_tokens=4000, now=0.0), 4.0)
-    assert load.at(0.0).recent_s == pytest.approx(4.0)
-    assert load.at(30.0).recent_s == pytest.approx(4.0 / math.e)
+    assert load.current(0.0).recent_s == pytest.approx(4.0)
+    assert load.current(30.0).recent_s == pytest.approx(4.0 / math.e)
     load.report(running=0, waiting=0, now=60.0)
-    assert load.at(60.0).recent_s == pytest.approx(4.0 / math.e**2)
+    assert load.current(60.0).recent_s == pytest.approx(4.0 / math.e**2)
     refused = load.admit(uncached_tokens=1000, now=60.0)
-    assert load.at(60.0).recent_s == pytest.approx(1.0 + 4.0 / math.e**2)
+    assert load.current(60.0).recent_s == pytest.approx(1.0 + 4.0 / math.e**2)
     load.fail(refused, 63.0)
     assert load.recent_s(63.0) == pytest.approx(4.0 / math.e**2.1)
 
 
-def test_where_nobody_can_say_what_others_have_all_that_gauges_show_is_theirs() -> None:
-    load, told = account(gauge_fresh_s=10.0, foreign_tokens=700), OthersLoad(running=3, waiting=2, tokens=500)
+def test_without_the_others_state_the_whole_excess_is_foreign() -> None:
+    load = account(gauge_fresh_s=10.0, foreign_tokens=700)
+    others = OthersLoad(running=3, waiting=2, tokens=500)
     load.report(running=3, waiting=4, now=0.0)
     for now in (1.0, 2.0):  # as often as it becomes known and unknown again
         assert decide(load, now, None) == (3, 4, 4 * 0.7)
-        assert decide(load, now, told) == (3, 4, 0.5 + 2 * 0.7)
+        assert decide(load, now, others) == (3, 4, 0.5 + 2 * 0.7)
     assert decide(load, 3.0, NO_OTHERS) == (
         0,
         2,
@@ -275,10 +276,10 @@ def test_where_nobody_can_say_what_others_have_all_that_gauges_show_is_theirs() 
     )  # settled when first known
 
 
-def test_what_others_told_a_while_ago_settles_nothing() -> None:
+def test_old_state_of_others_settles_nothing() -> None:
     load = account()
     load.report(running=3, waiting=0, now=0.0)
-    assert load.at(0.0, OthersLoad(running=1)) == EngineLoad(0.0, 3, 0, 0, 3, math.inf)
+    assert load.current(0.0, OthersLoad(running=1)) == EngineLoad(0.0, 3, 0, 0, 3, math.inf)
     assert decide(load, 0.1, OthersLoad(running=3)) == (3, 0, 0.0)
 
 
@@ -297,7 +298,7 @@ def test_gauges_that_show_less_than_the_account_change_nothing() -> None:
     load.admit(uncached_tokens=1000, now=0.0)
     load.report(running=0, waiting=0, now=0.0)  # polled before the engine saw it
     assert load.queue_ahead_s(0.0) == pytest.approx(1.0)
-    assert load.at(0.0).foreign == 0
+    assert load.current(0.0).foreign == 0
 
 
 def test_old_tickets_do_not_touch_an_engine_that_came_back() -> None:
@@ -310,7 +311,7 @@ def test_old_tickets_do_not_touch_an_engine_that_came_back() -> None:
     before.fail(running, 1.0)
     assert load.queue_ahead_s(1.0) == pytest.approx(2.0)
     load.finish(fresh, 1.0)
-    assert load.at(1.0).running == 0
+    assert load.current(1.0).running == 0
     assert load.check_integrity() == before.check_integrity() == []
 
 
@@ -318,12 +319,12 @@ def test_awaited_prompts_are_bounded() -> None:
     load = account(awaited_max=2)
     for _ in range(5):
         load.admit(uncached_tokens=100, now=0.0)
-    assert load.at(0.0).waiting == 2
+    assert load.current(0.0).waiting == 2
     assert load.stats.overflow == 3
 
 
 def test_an_engine_never_used_is_idle_for_ever() -> None:
-    assert account().at(5.0).idle_s == math.inf
+    assert account().current(5.0).idle_s == math.inf
 
 
 steps = st.lists(
@@ -357,7 +358,7 @@ def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, floa
             of, ticket = tickets[number % len(tickets)]
             getattr(of, what)(ticket, now)
         for one in loads.values():
-            state = one.at(now)
+            state = one.current(now)
             assert state.queue_s >= 0
             assert state.running >= 0
             most_s = (state.awaited_tokens + state.foreign * 5000) * RATE + state.waiting  # loads: 1 s each
@@ -366,19 +367,19 @@ def test_whatever_happens_the_books_add_up(steps: list[tuple[str, str, int, floa
     for of, ticket in tickets:
         of.finish(ticket, now)
     for one in loads.values():
-        state = one.at(now)
+        state = one.current(now)
         assert state.running + state.waiting == state.foreign
         assert state.awaited_tokens == 0
 
 
 def test_a_place_that_is_held_counts_as_running_and_teaches_nothing() -> None:
     account = LoadAccount(FleetRates().engine())
-    held = account.hold(1.0)
-    now = account.at(2.0)
+    held = account.reserve(1.0)
+    now = account.current(2.0)
     assert (now.running, now.waiting, now.awaited_tokens, now.queue_s) == (1, 0, 0, 0.0)
     assert account.first_token(held, 9.0) is None
     account.finish(held, 10.0)
-    assert account.at(10.0).running == 0
+    assert account.current(10.0).running == 0
     assert account.check_integrity() == []
 
 
@@ -408,13 +409,13 @@ def test_gauges_end_the_oldest_unseen_answers_that_may_have_ended() -> None:
     assert ended == ["a"]
     load.report(running=0, waiting=0, now=4.7)  # the last one may not have arrived yet
     assert ended == ["a", "b"]
-    assert (load.at(4.7).running, load.at(4.7).foreign) == (2, 0)
+    assert (load.current(4.7).running, load.current(4.7).foreign) == (2, 0)
     load.report(running=1, waiting=0, now=5.1)
     assert ended == ["a", "b", "c"]
     for ticket in (*tickets, watched):
         load.finish(ticket, 6.0)  # who sent them says so, too
     assert (load.stats.finished, load.stats.ended_by_gauges) == (4, 3)
-    assert load.at(6.0).running == 0
+    assert load.current(6.0).running == 0
     assert load.check_integrity() == []
 
 

@@ -131,7 +131,7 @@ def test_the_load_account_enters_every_request_once() -> None:
     load.finish(first, 9.0)
     assert load.pages.free == 50
     load.fail(second, 9.0)
-    held = load.hold(9.0, 160)
+    held = load.reserve(9.0, 160)
     assert load.pages.free == 90
     load.finish(held, 10.0)
     assert load.pages.free == 100
@@ -146,7 +146,7 @@ def test_a_full_pool_is_a_queue_although_nothing_is_to_be_computed() -> None:
         load.finish(done, now := now + 8.0)
     for _ in range(3):
         load.first_token(load.admit(uncached_tokens=10, now=now, prompt_tokens=800), now + 0.01)
-    assert load.at(now + 0.02).queue_s > 1.0
+    assert load.current(now + 0.02).queue_s > 1.0
 
 
 @given(st.lists(st.tuples(st.sampled_from("asefu"), st.integers(1, 2000)), max_size=60))

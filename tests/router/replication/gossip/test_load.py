@@ -88,14 +88,14 @@ def test_the_load_of_others_is_waited_for_and_the_gauges_do_not_count_it_twice()
     account = LoadAccount(FleetRates().engine())
     others = OthersLoad(running=3, waiting=2, tokens=4000)
     rate = account.rates.prefill_s_per_token(0.0)
-    empty = account.at(0.0, others)
+    empty = account.current(0.0, others)
     assert (empty.running, empty.waiting, empty.foreign) == (3, 2, 5)
     assert empty.queue_s == 4000 * rate
     account.report(running=3, waiting=2, now=0.0)
-    shown = account.at(0.0, others)
+    shown = account.current(0.0, others)
     assert (shown.running, shown.waiting, shown.foreign) == (3, 2, 5)
     assert shown.queue_s == 4000 * rate
-    alone = account.at(0.0)
+    alone = account.current(0.0)
     assert (alone.running, alone.waiting) == (3, 2)
 
 
@@ -119,9 +119,9 @@ def test_recent_work_of_others_is_added_and_never_reported_as_ones_own() -> None
     rate = account.rates.prefill_s_per_token(0.0)
     account.finish(account.admit(uncached_tokens=round(3.0 / rate), now=0.0), 0.0)
     assert account.ahead(0.0, OthersLoad(recent_ms=4500), rate)[5] == pytest.approx(7.5, abs=0.01)
-    assert account.at(0.0, OthersLoad(recent_ms=4500)).recent_s == pytest.approx(7.5, abs=0.01)
+    assert account.current(0.0, OthersLoad(recent_ms=4500)).recent_s == pytest.approx(7.5, abs=0.01)
     assert account.own(0.0) == OthersLoad(recent_ms=3000)
-    assert account.at(0.0).recent_s == pytest.approx(3.0, abs=0.01)
+    assert account.current(0.0).recent_s == pytest.approx(3.0, abs=0.01)
 
 
 def test_recent_work_that_fades_is_written_with_the_heartbeat_only() -> None:

@@ -23,43 +23,40 @@ from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 from router.placement.placement import Decision
 
-# Saturation, and prompts that are exempt from waiting.
-#
-# An engine is saturated with more than ``hold_s`` seconds of prompts queued, or its maximum number of
-# requests. A prompt goes at once, regardless of the queue, if it shares enough with one in flight: the prefix
-# will be there, and most of the work is done once. This is bounded too: not behind ``PILE`` times ``hold_s``.
-
-
+# A prompt that shares enough with one in flight is sent at once: its prefix will be there, and most of the
+# work is done once. But no engine's queue may grow beyond this multiple of ``saturation_s`` that way.
 PILE = 4.0
+
 _FULL_S = 0.05
 """An engine with its maximum number of requests is checked again after this, if nothing ends before."""
 
 
-def gap_s(queue_s: float, requests: int, *, hold_s: float, requests_max: int | None) -> float:
-    """Seconds of work ahead of the next request to an engine; 0 or less: it is not saturated."""
-    gap = queue_s - hold_s
+def gap_s(queue_s: float, requests: int, *, saturation_s: float, requests_max: int | None) -> float:
+    """Seconds until an engine has room: it is saturated while more than ``saturation_s`` seconds of prompts
+    are queued there, or it has its maximum number of requests. 0 or less: it has room."""
+    gap = queue_s - saturation_s
     return max(gap, _FULL_S) if requests_max is not None and requests >= requests_max else gap
 
 
-def any_room(candidates: Iterable[Candidate], *, hold_s: float, requests_max: int | None) -> bool:
+def any_room(candidates: Iterable[Candidate], *, saturation_s: float, requests_max: int | None) -> bool:
     """Whether at least one of them is not saturated."""
     for one in candidates:
-        if one.queue_s <= hold_s and (requests_max is None or one.running + one.waiting < requests_max):
+        if one.queue_s <= saturation_s and (requests_max is None or one.running + one.waiting < requests_max):
             return True
     return False
 
 
-def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float, hold_s: float) -> bool:
+def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float, saturation_s: float) -> bool:
     """Whether this much of a prompt is in flight on an engine without too much queued."""
     least = max(1.0, share * tokens)
-    return any(one.hit.common_tokens >= least and one.queue_s <= PILE * hold_s for one in candidates)
+    return any(one.hit.common_tokens >= least and one.queue_s <= PILE * saturation_s for one in candidates)
 
 
 _OTHERS_FRESH_S = 1.0
 """Older state of other replicas is ignored: no request waits for it."""
 
 
-class Hold:
+class SaturationGate:
     """The queue of a fleet. Without ``saturation_s`` no engine is ever saturated: waiting requests go, and no
     others wait."""
 
@@ -74,7 +71,7 @@ class Hold:
     def configure(self, settings: QueueSettings) -> None:
         """Apply settings, for waiting requests too."""
         off = settings.saturation_s is None
-        self._hold_s = math.inf if settings.saturation_s is None else settings.saturation_s
+        self._saturation_s = math.inf if settings.saturation_s is None else settings.saturation_s
         self._settings = msgspec.structs.replace(settings, engine_requests_max=None) if off else settings
         self.room.configure(settings)
 
@@ -82,17 +79,17 @@ class Hold:
         """Set the load of other replicas; None: it could not be queried."""
         self._others, self._others_s = load, self._now()
 
-    def holds(self, request: InboundRequest, decision: Decision) -> bool:
-        """Whether the request must wait."""
+    def must_queue(self, request: InboundRequest, decision: Decision) -> bool:
+        """Whether the request must wait for its turn."""
         if request.method != "POST" or request.path not in PROMPT_APIS:
             return False
         settings, candidates = self._settings, decision.candidates
         if not len(self.room) and any_room(
-            candidates, hold_s=self._hold_s, requests_max=settings.engine_requests_max
+            candidates, saturation_s=self._saturation_s, requests_max=settings.engine_requests_max
         ):
             return False
         together = joins_sibling(
-            candidates, decision.prompt_tokens, share=settings.sibling_share, hold_s=self._hold_s
+            candidates, decision.prompt_tokens, share=settings.sibling_share, saturation_s=self._saturation_s
         )
         return not (together and self.room.alone(request.claim.tenant, pool_of(decision)))
 
@@ -131,11 +128,11 @@ class Hold:
 
     def _gap_at(self, engine: Engine, now: float) -> float:
         others = self._others if now - self._others_s <= _OTHERS_FRESH_S else None
-        load = engine.load.at(now, others_at(engine.engine_id, others))
+        load = engine.load.current(now, others_at(engine.engine_id, others))
         return gap_s(
             load.queue_s,
             load.running + load.waiting,
-            hold_s=self._hold_s,
+            saturation_s=self._saturation_s,
             requests_max=self._settings.engine_requests_max,
         )
 
