@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 
 HELD_BY = {
     "models listed": "app/test_keys.py::test_models_are_listed_for_those_who_may_use_them",
-    "models asked for": (
+    "models requested": (
         "app/test_keys.py::test_each_refusal_as_the_openai_client_sees_it "
         "proxy/test_forms.py::test_an_upload_goes_to_an_engine_that_serves_its_model"
     ),
@@ -23,7 +23,7 @@ HELD_BY = {
         "replication/test_responses.py::test_a_response_is_found_by_another_replica_for_its_tenant_alone "
         "workers/test_workers.py::test_a_response_is_found_by_the_successor_of_a_worker"
     ),
-    "an id of its own choice": (
+    "an id chosen by the client": (
         "app/test_tenants_apart.py::test_no_spelling_of_a_path_or_body_gets_at_a_response "
         "placement/test_responses.py::test_a_response_stays_with_the_tenant_it_was_first_seen_of"
     ),
@@ -38,11 +38,11 @@ HELD_BY = {
         "replication/test_limits.py::test_two_routers_give_one_limit"
     ),
     "prompt tokens": "app/test_keys.py::test_every_api_is_charged_by_what_the_engine_reports_else_by_size",
-    "what no engine answered": (
+    "requests that no engine answered": (
         "admission/test_tenants.py::test_what_no_engine_answered_is_refunded "
         "app/test_keys.py::test_what_engines_refuse_costs_no_tokens"
     ),
-    "places": (
+    "concurrency": (
         "admission/test_peers.py::test_no_request_stays_active_and_none_is_forgotten "
         "workers/test_gossip.py::test_the_places_of_a_worker_that_is_gone_are_free_without_a_successor"
     ),
