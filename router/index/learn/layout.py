@@ -130,7 +130,7 @@ def make_layout(
     ``inside_seen``: events proved hits inside a block (``partial.py``).
     """
     unit = hash_block_size or hash_unit(groups)
-    partial = _partial_hits(groups, unit, inside_seen=inside_seen)
+    partial = _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
         partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
     alignment = unit if partial else scheduler_block_size(groups)
@@ -147,19 +147,20 @@ def make_layout(
     )
 
 
-def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, *, inside_seen: bool) -> bool:
+def _partial_hits(groups: tuple[GroupSpec, ...], unit: int, lookahead: int, *, inside_seen: bool) -> bool:
     """Whether hits may end inside a block.
 
     True with a Mamba align group whose blocks are larger than a hash block, if every other group can follow.
     With decode context parallelism a Mamba block equal to a hash block is sufficient
     (``partial_hash_hits_enabled``, vLLM 0.32); no event says so, but stores inside a block prove it. A
-    full-attention group that published only parts of blocks proves it too.
+    full-attention group that published only parts of blocks proves it too, unless hashes look ahead: then
+    a part may be published before the whole block around it.
     """
     least = unit if inside_seen else unit + 1
     align = any(
         g.family is Family.MAMBA and g.mamba_cache_mode == "align" and g.block_size >= least for g in groups
     )
-    proven = align or any(group.partial_only for group in groups)
+    proven = align or (not lookahead and any(group.partial_only for group in groups))
     return proven and len(groups) > 1 and _can_end_inside(groups, unit)
 
 

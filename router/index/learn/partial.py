@@ -7,12 +7,15 @@ hash (``BlockPool.cache_partial_block``, vLLM 0.32). Two conclusions follow:
   same request still holds. So a block of one hash block whose parent the group does not hold is a part of
   a longer one; until a whole block arrives, every prefix stored there is shorter than a block.
 - *Hits inside a block under decode context parallelism (DCP)*, where a Mamba block is as long as a hash
-  block (``partial_hash_hits_enabled``). Without such hits a prefix is stored up to a multiple of all
-      block
+  block (``partial_hash_hits_enabled``). Without such hits a prefix is stored up to a multiple of all block
   sizes (``HybridKVCacheCoordinator.get_num_cacheable_tokens``): a state that ends elsewhere proves them,
   and so does a part directly after the whole blocks of its group. Groups with the EAGLE flag store one
   block more, and prove nothing.
 
+Look-ahead hashes (vLLM 0.33) weaken the second conclusion. The hash of a block is known a token or more after
+its end, so that without hits inside a block, too, a prefix may be stored up to the hash before a multiple of
+all block sizes, and the part of a prompt before the whole block around it. There only a state proves hits
+inside a block, and only at another place than that, once all block sizes are known.
 
 This applies only to models with Mamba groups in align mode. Nothing is inferred from missing events.
 """
@@ -24,6 +27,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
+from router.index.learn.root_events import num_lookahead
 
 
 class PartialEvidence:
@@ -70,8 +74,11 @@ class PartialEvidence:
         group = next((g for g in groups if g.group_idx == idx), None)
         if group is None or group.is_eagle or self.inside_seen or not _is_open(groups):
             return
+        ahead = num_lookahead(event)
         if group.family is Family.MAMBA and event.parent_block_hash is None:
-            self.inside_seen = event.num_tokens() % scheduler_block_size(groups) != 0
+            self.inside_seen = _ends_inside(event, groups, ahead)
+        elif ahead:
+            return
         elif group.family is Family.FULL and event.block_size < group.block_size:
             parent = event.parent_block_hash
             self.inside_seen = parent is not None and parent == self._last.get(idx)
@@ -81,6 +88,18 @@ class PartialEvidence:
 
 def _saves_states(groups: tuple[GroupSpec, ...]) -> bool:
     return any(g.family is Family.MAMBA and g.mamba_cache_mode != "all" for g in groups)
+
+
+def _ends_inside(event: BlockStored, groups: tuple[GroupSpec, ...], ahead: int) -> bool:
+    """Whether a prefix with a state at its end could be stored only because hits may end inside a block."""
+    if ahead and any(group.partial_only for group in groups):
+        return False
+    # An event without hashes stores no state, and does not show how far its hashes look ahead.
+    if not event.block_hashes:
+        return False
+    unit, whole, end = hash_unit(groups), scheduler_block_size(groups), event.num_tokens()
+    missing = -(-ahead // unit) * unit  # tokens whose hashes are not known yet when a multiple is reached
+    return end % whole != 0 and (end + missing) % whole != 0
 
 
 def _is_open(groups: tuple[GroupSpec, ...]) -> bool:

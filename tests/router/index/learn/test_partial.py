@@ -98,6 +98,47 @@ def test_a_state_between_the_boundaries_proves_hits_inside_a_block() -> None:
     assert layout_seen(fleet).alignment == 16
 
 
+AHEAD = HashScheme(hash_block_size=16, lookahead=1)
+AHEAD_STATES = Writer(AHEAD, group=0, kind="mamba")
+AHEAD_FULL = Writer(AHEAD, group=1, kind="full_attention")
+AHEAD_WHOLE = Writer(AHEAD, group=1, kind="full_attention", size=32)
+
+
+def test_with_look_ahead_hashes_a_part_before_its_whole_block_proves_nothing() -> None:
+    """vLLM 0.33: at 32 tokens the hash of the first 16 is known, that of the whole block is not."""
+    fleet = FleetResidency(ALIGN)
+    empty = AHEAD_STATES.stored(PROMPT[:17], keep=[])
+    fleet.apply("a", batch(empty, AHEAD_FULL.stored(PROMPT[:64], start=2, stop=3)))
+    fleet.apply("a", batch(AHEAD_STATES.stored(PROMPT[:97], keep=[5])))
+    assert not layout_seen(fleet).inside_seen
+    assert predicted(fleet, PROMPT[:100]) == 0
+    fleet.apply("a", batch(AHEAD_WHOLE.stored(PROMPT[:97])))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (32, False)
+    assert predicted(fleet, PROMPT[:100]) == 96
+
+
+def test_with_look_ahead_hashes_a_part_right_behind_whole_blocks_proves_nothing() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(AHEAD_STATES.stored(PROMPT[:97], keep=[5]), AHEAD_WHOLE.stored(PROMPT[:97])))
+    fleet.apply("a", batch(AHEAD_FULL.stored(PROMPT, start=6, stop=7)))
+    assert layout_seen(fleet).alignment == 32
+
+
+def test_with_look_ahead_hashes_a_state_a_block_before_a_boundary_proves_nothing() -> None:
+    fleet = FleetResidency(ALIGN)
+    whole = Writer(AHEAD, group=1, kind="full_attention", size=64)
+    fleet.apply("a", batch(whole.stored(PROMPT[:65]), AHEAD_STATES.stored(PROMPT[:113], keep=[6])))
+    assert layout_seen(fleet).alignment == 64
+    fleet.apply("a", batch(AHEAD_STATES.stored(PROMPT[:97], keep=[5])))
+    assert layout_seen(fleet).alignment == 16
+
+
+def test_an_event_without_states_proves_nothing() -> None:
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[])))
+    assert layout_seen(fleet).alignment == 32
+
+
 def test_a_restart_forgets_nothing_that_was_proven() -> None:
     fleet = FleetResidency(ALIGN)
     fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[6])))
