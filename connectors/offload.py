@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import asdict
+
 from connectors.compat import CacheHitSource, KVConnectorHandshakeMetadata, wait_for_ranks
 from connectors.hits import HitResolver
 from connectors.layout import row_bytes_from_config
@@ -53,6 +55,7 @@ class HybridOffloadConnector(TieredConnector):
             shapes=resolver.group_shapes,
             hash_block_tokens=resolver.hash_block_tokens,
             boundary_tokens=resolver.scheduler_block_tokens,
+            hint_share=settings.hint_share,
         )
         place = EventPlace(medium="CPU", locality="LOCAL", ownership=HOST_OWNERSHIP)
         self._tier = HostTier(slots, policy)
@@ -70,12 +73,13 @@ class HybridOffloadConnector(TieredConnector):
     def totals(self) -> dict[str, int]:
         if self._tier is None:
             return {}
-        counters = self._tier.counters
+        counters, hints = self._tier.counters, self._tier.hint_counters
         return {
             "tier/evictions": counters.evictions,
             "tier/dropped_for_room": counters.dropped_for_room,
             "tier/failed_loads": counters.failed_loads,
             "tier/failed_stores": counters.failed_stores,
+            **({} if hints is None else {f"hinted_blocks/{name}": n for name, n in asdict(hints).items()}),
         }
 
     def gauges(self) -> dict[str, float]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from publisher.pool.host_tier import OWNER_SHARE
+
 
 class ConfigError(ValueError):
     """An invalid setting. The message names the key, the value and the remedy."""
@@ -26,7 +28,7 @@ class ConfigError(ValueError):
         return type(self), (self.key, self.value, self.remedy)
 
 
-POLICIES = ("lru", "arc", "boundary")
+POLICIES = ("lru", "arc", "boundary", "hinted")
 LAYOUTS = ("BLHNC", "engine")
 _UNITS = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -40,7 +42,9 @@ class OffloadSettings:
     host_bytes: int
     """Host memory for rows, of all ranks together."""
     policy: str = "boundary"
-    """Eviction policy when the host memory is full: ``lru``, ``arc`` or ``boundary``."""
+    """Eviction policy when the host memory is full: ``lru``, ``arc``, ``boundary`` or ``hinted``."""
+    hint_share: float = OWNER_SHARE
+    """Policy ``hinted``: the largest share of the rows that the retention hints of one tenant cover."""
     pinned_source_blocks_max: float = 0.1
     """Largest share of the GPU's blocks that running stores may pin; beyond it, stores wait."""
     lookup_deadline_s: float = 0.05
@@ -75,6 +79,7 @@ class OffloadSettings:
         return cls(
             host_bytes=size_bytes(extra["host_bytes"], f"{where}.host_bytes"),
             policy=_choice(extra, where, "policy", cls.policy, POLICIES),
+            hint_share=_number(extra, where, "hint_share", cls.hint_share, low=0, high=1),
             pinned_source_blocks_max=_number(
                 extra, where, "pinned_source_blocks_max", cls.pinned_source_blocks_max, low=0, high=1
             ),

@@ -22,7 +22,7 @@ _OWN = (
     "absent_for_s",
     "quarantine_s",
 )
-_OF_HOST_TIERS = ("policy",)
+_OF_HOST_TIERS = ("policy", "hint_share")
 
 
 @dataclass(frozen=True)

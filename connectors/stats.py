@@ -26,6 +26,10 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
     "blocks_refused": ((), "Blocks never stored, because too many sources were pinned at once"),
     "blocks_bad": (("direction",), "Blocks of transfers that failed"),
     "tier": (("what",), "Host tier: evictions, blocks dropped_for_room, failed_loads and failed_stores"),
+    "hinted_blocks": (
+        ("what",),
+        "Blocks under retention hints: retained, saved (lru had evicted them), expired, over_share",
+    ),
     "store": (("reason",), "Events of a shared store: faults, misses, timeouts, evictions"),
 }
 """Metric -> its labels after the engine's, and its help text."""

@@ -16,9 +16,14 @@ import numpy as np
 from connectors.hits import GroupKind, GroupShape
 from connectors.settings import OffloadSettings
 from connectors.transfer.base import Direction, GroupMoves, TransferJob
+from publisher.pool.host_tier import TTL_S_MAX, RetentionHint
 
 if TYPE_CHECKING:
     from connectors.hits import HitResolver
+
+
+# Routers send digests.
+_OWNER_CHARS_MAX = 64
 
 
 class EngineRequest(Protocol):
@@ -30,6 +35,7 @@ class EngineRequest(Protocol):
     """Includes tokens of steps in flight; 0 again after a preemption or a failed load."""
     shared_prefix_boundary: int
     skip_reading_prefix_cache: bool
+    kv_transfer_params: dict[str, Any] | None
 
     @property
     def num_tokens(self) -> int: ...
@@ -40,6 +46,23 @@ class EngineRequest(Protocol):
 
     @property
     def all_token_ids(self) -> Sequence[int]: ...
+
+
+HINT = "retention_hint"
+"""Member of ``kv_transfer_params`` in which a router sends a retention hint."""
+
+
+def retention_hint(request: EngineRequest) -> RetentionHint | None:
+    """The hint of a request; None if it has none, or one that is not understood."""
+    fields = (request.kv_transfer_params or {}).get(HINT)
+    if not isinstance(fields, dict):
+        return None
+    ttl_s, value, owner = fields.get("ttl_s", 0), fields.get("value", 1), fields.get("owner", "")
+    if any(type(number) not in {int, float} for number in (ttl_s, value)) or not isinstance(owner, str):
+        return None
+    if not ttl_s > 0 or not 0 <= value <= 1 or len(owner) > _OWNER_CHARS_MAX:
+        return None
+    return RetentionHint(float(min(ttl_s, TTL_S_MAX)), float(value), owner)
 
 
 @dataclass(slots=True)

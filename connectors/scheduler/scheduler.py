@@ -26,6 +26,7 @@ from connectors.scheduler.plans import (
     plan_load,
     plan_states,
     plan_store,
+    retention_hint,
 )
 from connectors.settings import OffloadSettings
 from connectors.tier.base import Tier, TierChanges
@@ -232,6 +233,8 @@ class OffloadScheduler:
             # The engine already waits for this load: send a job without blocks, which every rank fails.
             log.warning("request %s: its hit can no longer be loaded", request.request_id)
             blocks, slots = [], []
+        elif (hint := retention_hint(request)) is not None:
+            self._tier.retain([block.key for block in blocks], hint)
         job_id = self._jobs.open(Direction.LOAD, request.request_id, blocks)
         self._next.loads.append(make_job(job_id, Direction.LOAD, blocks, slots))
         self._next.load_requests[job_id] = request.request_id
@@ -280,6 +283,8 @@ class OffloadScheduler:
         refused_states = self._reserve(request, states, chosen, slots)
         refused = self._reserve(request, blocks, chosen, slots)
         self.counters.add("blocks_refused", len(refused_states))
+        if (hint := retention_hint(request)) is not None:
+            self._tier.retain([block.key for block in sorted([*blocks, *states])], hint)
         if not chosen:
             return refused
         self._events.begun(request, chosen)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from publisher.pool.host_tier import RetentionHint
+
 
 @dataclass(frozen=True, slots=True)
 class TierChanges:
@@ -46,6 +48,12 @@ class Tier(Protocol):
 
     def forget_request(self, request_id: str) -> None:
         """Drop the state that ``held`` keeps for an ended request."""
+
+    def retain(self, keys: Sequence[bytes], hint: RetentionHint) -> None:
+        """Apply a router's hint to those of a request's keys that have slots; others are ignored.
+
+        Call it after ``begin_store`` or ``begin_load``, with keys in prompt order.
+        """
 
     def take_changes(self) -> TierChanges: ...
 

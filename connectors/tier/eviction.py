@@ -1,11 +1,13 @@
 """Eviction policies of a tier.
 
-``lru`` and ``arc`` evict by recency; ``boundary`` evicts blocks first that can no longer serve a hit.
+``lru`` and ``arc`` evict by recency; ``boundary`` evicts blocks first that can no longer serve a hit;
+``hinted`` keeps blocks for which a router expects another turn.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
@@ -13,6 +15,7 @@ from typing import Protocol
 
 from connectors.hits import GroupKind, GroupShape
 from connectors.tier.prefix_tree import Node, PrefixTree
+from publisher.pool.host_tier import OWNER_SHARE, HintCounters, RetentionHint, RetentionOrder
 
 # Interface of an eviction policy.
 #
@@ -154,6 +157,42 @@ class ArcPolicy:
 
 def _first(keys: Iterable[bytes], spared: Spared) -> bytes | None:
     return next((key for key in keys if not spared(key)), None)
+
+
+class HintedPolicy:
+    """``lru``, but keys with a live retention hint go last, within the share of the hint's owner."""
+
+    def __init__(self, slots: int, owner_share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._order: RetentionOrder[bytes] = RetentionOrder(slots, owner_share)
+        self._held: set[bytes] = set()
+        self._clock = clock
+
+    @property
+    def counters(self) -> HintCounters:
+        return self._order.counters
+
+    def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
+        self.use([key for key in chain if key in self._held])
+
+    def end_chain(self, added: Sequence[bytes]) -> None:
+        self._held.update(added)
+        self._order.add(added)
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self._order.use(keys, self._clock())
+
+    def retain(self, keys: Iterable[bytes], hint: RetentionHint) -> None:
+        """Apply a hint to the held ones of these keys, which were just added or used, in prompt order."""
+        self._order.retain([key for key in dict.fromkeys(keys) if key in self._held], hint, self._clock())
+
+    def remove(self, key: bytes) -> None:
+        self._held.remove(key)
+        self._order.remove(key)
+
+    def victims(self, count: int, spared: Spared) -> list[bytes]:
+        chosen = self._order.take_oldest(count, spared, self._clock())
+        self._held.difference_update(chosen)
+        return chosen
 
 
 # Eviction that keeps whole prefixes usable: blocks that can no longer serve a hit go first.
@@ -416,7 +455,7 @@ def _oldest(queue: OrderedDict[bytes, None], count: int, spared: Spared) -> list
     return found
 
 
-POLICY_NAMES = ("lru", "arc", "boundary")
+POLICY_NAMES = ("lru", "arc", "boundary", "hinted")
 
 
 def make_policy(
@@ -426,16 +465,20 @@ def make_policy(
     shapes: Sequence[GroupShape],
     hash_block_tokens: int,
     boundary_tokens: int,
+    hint_share: float = OWNER_SHARE,
 ) -> EvictionPolicy:
     """Make the policy of this name for a tier of ``slots`` rows.
 
     ``shapes``, ``hash_block_tokens`` and ``boundary_tokens`` (the engine's scheduler block) as in
-    ``HitResolver``; only ``boundary`` uses them. ValueError for an unknown name.
+    ``HitResolver``; only ``boundary`` uses them. ``hint_share``: the largest share of the rows that one
+    owner's hints cover, for ``hinted``. ValueError for an unknown name.
     """
     if name == "lru":
         return LruPolicy()
     if name == "arc":
         return ArcPolicy(slots)
+    if name == "hinted":
+        return HintedPolicy(slots, hint_share)
     if name == "boundary":
         return BoundaryPolicy(shapes, hash_block_tokens, boundary_tokens, nodes_max=4 * slots + 1024)
     raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICY_NAMES)}")

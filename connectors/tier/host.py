@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connectors.tier.base import TierChanges
-from connectors.tier.eviction import EvictionPolicy
+from connectors.tier.eviction import EvictionPolicy, HintedPolicy
+from publisher.pool.host_tier import HintCounters, RetentionHint
 
 
 @dataclass(slots=True)
@@ -144,6 +145,15 @@ class HostTier:
 
     def forget_request(self, request_id: str) -> None:
         """Nothing to do: no results are cached."""
+
+    def retain(self, keys: Sequence[bytes], hint: RetentionHint) -> None:
+        if isinstance(self._policy, HintedPolicy):
+            self._policy.retain(keys, hint)
+
+    @property
+    def hint_counters(self) -> HintCounters | None:
+        """Counters of retention hints; None for a policy that ignores them."""
+        return self._policy.counters if isinstance(self._policy, HintedPolicy) else None
 
     def take_changes(self) -> TierChanges:
         """Take the changes since the last call; call it after every step, as they accumulate."""

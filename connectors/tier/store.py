@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from connectors.store.base import BlockStore, Deadline
 from connectors.store.namespace import EPOCHS_MAX, Namespace
 from connectors.tier.base import StoreTierSettings, TierChanges
+from publisher.pool.host_tier import RetentionHint
 
 log = logging.getLogger(__name__)
 
@@ -236,6 +237,9 @@ class StoreTier:
             self._quarantine.popitem(last=False)
 
     # -- other methods of a tier -------------------------------------------------------------------------
+
+    def retain(self, keys: Sequence[bytes], hint: RetentionHint) -> None:
+        """Nothing to do: the store evicts by itself."""
 
     def take_changes(self) -> TierChanges:
         """Changes of keys that this engine stored; other engines announce theirs."""

@@ -1,9 +1,10 @@
 """Blocks that a KV connector would keep outside a simulated engine's GPU, load and report.
 
 Blocks are stored in chains, the blocks of one request in prompt order. The least recently used blocks are
-evicted, those of a chain from its end on; a block is never evicted for another block of the same chain. This
-is the connectors' policy ``lru``, with the same hits (``tests/connectors/tier/test_simulated_tier.py``). A
-request loads the blocks held here after its GPU hit, as far as all groups can resume, like a connector;
+evicted, those of a chain from its end on; a block is never evicted for another block of the same chain.
+Blocks with a retention hint are evicted later (``RetentionOrder``). This is the connectors' policy
+``hinted``, and without hints ``lru``, with the same hits (``tests/connectors/tier/test_simulated_tier.py``).
+A request loads the blocks held here after its GPU hit, as far as all groups can resume, like a connector;
 moving the bytes takes time and no compute.
 
 Invariant: the blocks held are those of the stored events minus those of the removed ones.
@@ -11,9 +12,14 @@ Invariant: the blocks held are those of the stored events minus those of the rem
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import count, islice
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from publisher.events import BlockRemoved, BlockStored, Event, Family, GroupSpec
@@ -28,15 +34,210 @@ HeldKey = tuple[int, WireHash]
 """Group, and the hash at the block's end."""
 
 
-class HostTier:
-    """A store of ``blocks_max`` blocks of any group, used by the scheduler's thread only."""
+# Eviction order under retention hints, shared with the connectors' policy ``hinted``.
+#
+# Keys without a live hint go first, by recency. Keys with one go by value and then by recency. A hint ends
+# with its time to live. One owner's hints cover at most a share of the slots, and all hints together at most
+# ``HINTED_SHARE_MAX``, so prompts without hints always find room. An owner beyond its share gives up its own
+# least valuable keys; where all hints together are at their limit, the owner with the most keys does.
 
-    def __init__(self, layout: PoolLayout, blocks_max: int) -> None:
+
+# Each owner costs a few hundred bytes, and a search over all of them where the limit of all hints is reached.
+OWNERS_MAX = 256
+HINTED_SHARE_MAX = 0.75
+OWNER_SHARE = 0.5
+TTL_S_MAX = 86_400.0
+VALUE_LEVELS = 4
+"""Values are compared by quarter: finer differences are within the error of an estimate."""
+_DEADLINES_SPARE = 64
+
+K = TypeVar("K", bound=Hashable)
+
+
+class RetentionHint(NamedTuple):
+    """A router's advice on the blocks of one request."""
+
+    ttl_s: float
+    """How long a next turn may take to come, above 0 and up to ``TTL_S_MAX``."""
+    value: float = 1.0
+    """Probability that it comes, 0 to 1."""
+    owner: str = ""
+    """The tenant whose share the hint counts in."""
+
+    @property
+    def level(self) -> int:
+        return min(VALUE_LEVELS - 1, int(self.value * VALUE_LEVELS))
+
+
+class HintCounters(msgspec.Struct):
+    """Numbers of keys since the start."""
+
+    retained: int = 0
+    """Given a hint, or a longer one."""
+    saved: int = 0
+    """Used under a live hint after younger keys had been evicted: ``lru`` would have evicted them."""
+    expired: int = 0
+    """Not used before their hint ended."""
+    over_share: int = 0
+    """Given no hint, or deprived of one, because of the shares."""
+
+
+class _Live(NamedTuple):
+    """A live hint of one key."""
+
+    owner: str
+    level: int
+    deadline_s: float
+
+
+class RetentionOrder(Generic[K]):
+    """Order in which the keys of a tier with ``slots`` slots are evicted. All times are of one clock.
+
+    Invariants: an added key is in exactly one queue until it is removed or chosen; live hints are within the
+    shares; there are at most twice as many deadlines as live hints, and a constant.
+    """
+
+    def __init__(self, slots: int, owner_share: float = OWNER_SHARE) -> None:
+        self.counters = HintCounters()
+        self._owner_max = int(slots * min(owner_share, HINTED_SHARE_MAX))
+        self._hinted_max = int(slots * HINTED_SHARE_MAX)
+        # Queues, oldest first, with the stamp of each key's last use. Lapsed: had a hint and lost it.
+        self._plain: OrderedDict[K, int] = OrderedDict()
+        self._lapsed: OrderedDict[K, int] = OrderedDict()
+        self._owned: dict[str, list[OrderedDict[K, int]]] = {}
+        self._sizes: Counter[str] = Counter()
+        self._live: dict[K, _Live] = {}
+        self._deadlines: list[tuple[float, int, K]] = []
+        self._stamps = count()
+        self._evicted_stamp = -1
+
+    def add(self, keys: Sequence[K]) -> None:
+        """Add new keys of one request, in prompt order: the last one is evicted first."""
+        for key in reversed(keys):
+            self._plain[key] = next(self._stamps)
+
+    def use(self, keys: Sequence[K], now: float) -> None:
+        """Mark keys of one request, in prompt order, as used."""
+        self._expire(now)
+        for key in reversed(keys):
+            queue, live = self._queue(key), key in self._live
+            self.counters.saved += live and queue[key] < self._evicted_stamp
+            del queue[key]
+            (queue if live else self._plain)[key] = next(self._stamps)
+
+    def retain(self, keys: Sequence[K], hint: RetentionHint, now: float) -> None:
+        """Apply a hint to different keys of one request, in prompt order, that were just added or used.
+
+        A live hint of another owner stays as it is: owners cannot shorten each other's. Where the shares do
+        not suffice, the start of the prompt gets the hint, since its end is useless without it.
+        """
+        self._expire(now)
+        owner = hint.owner
+        keys = [key for key in keys if (live := self._live.get(key)) is None or live.owner == owner]
+        too_many_owners = owner not in self._sizes and len(self._sizes) >= OWNERS_MAX
+        for key in keys:
+            self.remove(key)
+        room = 0 if too_many_owners else self._make_room(hint, len(keys))
+        self.counters.retained += room
+        self.counters.over_share += len(keys) - room
+        self.add(keys[room:])
+        deadline_s = now + hint.ttl_s
+        for key in reversed(keys[:room]):
+            stamp = next(self._stamps)
+            queues = self._owned.setdefault(owner, [OrderedDict() for _ in range(VALUE_LEVELS)])
+            queues[hint.level][key] = stamp
+            self._sizes[owner] += 1
+            self._live[key] = _Live(owner, hint.level, deadline_s)
+            heapq.heappush(self._deadlines, (deadline_s, stamp, key))
+        if len(self._deadlines) > 2 * len(self._live) + _DEADLINES_SPARE:
+            self._deadlines = [entry for entry in self._deadlines if self._is_current(entry)]
+            heapq.heapify(self._deadlines)
+
+    def remove(self, key: K) -> None:
+        """Remove an added key."""
+        del self._queue(key)[key]
+        live = self._live.pop(key, None)
+        if live is not None:
+            self._sizes[live.owner] -= 1
+            if not self._sizes[live.owner]:
+                del self._sizes[live.owner], self._owned[live.owner]
+
+    def take_oldest(self, number: int, spared: Callable[[K], bool], now: float) -> list[K]:
+        """Choose and remove up to ``number`` keys that are not spared."""
+        self._expire(now)
+        chosen = list(islice((pair for pair in self._ranked() if not spared(pair[1])), number))
+        for stamp, key in chosen:
+            self._evicted_stamp = max(self._evicted_stamp, stamp)
+            self.remove(key)
+        return [key for _, key in chosen]
+
+    def _ranked(self) -> Iterator[tuple[int, K]]:
+        """All keys with their stamps, the first to be evicted first."""
+        yield from _by_stamp([self._plain, self._lapsed])
+        for level in range(VALUE_LEVELS):
+            yield from _by_stamp([queues[level] for queues in self._owned.values()])
+
+    def _queue(self, key: K) -> OrderedDict[K, int]:
+        live = self._live.get(key)
+        if live is not None:
+            return self._owned[live.owner][live.level]
+        return self._plain if key in self._plain else self._lapsed
+
+    def _make_room(self, hint: RetentionHint, wanted: int) -> int:
+        """Take hints away until ``wanted`` more keys of this owner fit; returns how many do."""
+        largest = max(self._sizes, key=self._sizes.__getitem__, default=hint.owner)
+        while True:
+            own, left = self._sizes.get(hint.owner, 0), self._hinted_max - len(self._live)
+            room = min(self._owner_max - own, left)
+            if room >= wanted:
+                return wanted
+            giver = hint.owner
+            if room == left and self._sizes.get(largest, 0) > own + room + 1:
+                giver = largest
+            least = self._least(giver)
+            if least is None or (giver == hint.owner and self._live[least].level > hint.level):
+                return room
+            self.counters.over_share += 1
+            self._lapse(least)
+
+    def _least(self, owner: str) -> K | None:
+        """The least valuable and then least recently used hinted key of an owner."""
+        return next((next(iter(queue)) for queue in self._owned.get(owner, ()) if queue), None)
+
+    def _lapse(self, key: K) -> None:
+        stamp = self._queue(key)[key]
+        self.remove(key)
+        self._lapsed[key] = stamp
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = heapq.heappop(self._deadlines)
+            if self._is_current(entry):
+                self.counters.expired += 1
+                self._lapse(entry[2])
+
+    def _is_current(self, entry: tuple[float, int, K]) -> bool:
+        live = self._live.get(entry[2])
+        return live is not None and live.deadline_s == entry[0]
+
+
+def _by_stamp(queues: Iterable[OrderedDict[K, int]]) -> Iterator[tuple[int, K]]:
+    """Keys of queues, each almost in the order of its stamps, with these; the oldest first."""
+    pairs = [((stamp, key) for key, stamp in queue.items()) for queue in queues]
+    return heapq.merge(*pairs, key=itemgetter(0))
+
+
+class HostTier:
+    """A store of ``blocks_max`` blocks of any group, used by the scheduler's thread only. Times matter only
+    where requests have hints."""
+
+    def __init__(self, layout: PoolLayout, blocks_max: int, owner_share: float = OWNER_SHARE) -> None:
         if layout.uses_eagle:
             layout = replace(layout, alignment=layout.scheduler_block_size, partial_hits=False)
         self._layout = layout
         self._blocks_max = blocks_max
-        self._held: OrderedDict[HeldKey, None] = OrderedDict()
+        self._held: set[HeldKey] = set()
+        self._order: RetentionOrder[HeldKey] = RetentionOrder(blocks_max, owner_share)
         self._by_group: list[dict[WireHash, Copies]] = [{} for _ in layout.groups]
         full = [group for group in layout.groups if group.family is Family.FULL]
         self._full = full[0] if full and not layout.partial_hits else None
@@ -55,26 +256,32 @@ class HostTier:
                 published += self._store(event)
         return published
 
-    def store(self, chain: Sequence[HeldKey]) -> tuple[list[HeldKey], list[HeldKey]]:
+    def store(
+        self, chain: Sequence[HeldKey], hint: RetentionHint | None = None, now: float = 0.0
+    ) -> tuple[list[HeldKey], list[HeldKey]]:
         """Store these blocks as far as there is room; returns the new blocks and the evicted ones."""
         held, chosen = self._held, set(chain)
-        self.use([key for key in chain if key in held])
+        self.use([key for key in chain if key in held], now=now)
         new = [key for key in dict.fromkeys(chain) if key not in held]
         missing = len(held) + len(new) - self._blocks_max
-        gone = self._oldest(missing, chosen) if missing > 0 else []
+        gone = self._order.take_oldest(missing, chosen.__contains__, now) if missing > 0 else []
         new = new[: self._blocks_max - len(held) + len(gone)]
         for group, block in gone:
-            del held[group, block]
+            held.remove((group, block))
             del self._by_group[group][block]
-        for key in reversed(new):
-            held[key] = None
+        for key in new:
+            held.add(key)
             self._by_group[key[0]][key[1]] = _THERE
+        self._order.add(new)
+        if hint is not None:
+            self._order.retain([key for key in dict.fromkeys(chain) if key in held], hint, now)
         return new, gone
 
-    def use(self, keys: Sequence[HeldKey]) -> None:
+    def use(self, keys: Sequence[HeldKey], hint: RetentionHint | None = None, now: float = 0.0) -> None:
         """Mark these blocks, which must be held, as recently used."""
-        for key in reversed(keys):
-            self._held.move_to_end(key)
+        self._order.use(keys, now)
+        if hint is not None:
+            self._order.retain(keys, hint, now)
 
     def reach(self, request: PoolRequest, hit: int) -> int:
         """Tokens covered by the GPU hit and a load together; at least ``hit``."""
@@ -115,15 +322,6 @@ class HostTier:
         last = hashes[end // self._layout.hash_block_size - 1]
         inside = (group.group_idx for group in self._layout.groups if end % group.block_size)
         return all(last in self._by_group[group_idx] for group_idx in inside)
-
-    def _oldest(self, count: int, spared: set[HeldKey]) -> list[HeldKey]:
-        found: list[HeldKey] = []
-        for key in self._held:
-            if len(found) == count:
-                break
-            if key not in spared:
-                found.append(key)
-        return found
 
     def _store(self, event: BlockStored) -> list[Event]:
         group = event.group_idx or 0

@@ -124,6 +124,7 @@ class ModelRequest:
     num_computed_tokens: int = 0
     shared_prefix_boundary: int = 0
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     table: list[list[int]] = field(default_factory=lambda: [[], []])
     state: str = "waiting"
 

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy")
 
 from connectors.messages import StepResults
-from connectors.scheduler.plans import PlannedBlock
+from connectors.scheduler.plans import HINT, PlannedBlock, retention_hint
 from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
 from connectors.settings import OffloadSettings
 from connectors.tier.base import TierChanges
-from connectors.tier.eviction import LruPolicy
+from connectors.tier.eviction import HintedPolicy, LruPolicy
 from connectors.tier.host import HostTier
 from connectors.transfer.base import Direction, TransferResult
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
@@ -67,10 +67,11 @@ class Half:
         self.half.bind_gpu_block_pool(self.pool)
         self.names = 0
 
-    def store(self) -> int:
+    def store(self, params: dict[str, Any] | None = None, first: int = 0) -> int:
         """A new request computes its four blocks of each group and is gone; returns the job."""
         self.names += 1
-        request = ModelRequest(f"r{self.names}", list(range(4 * BLOCK)), 4 * BLOCK, 1)
+        request = ModelRequest(f"r{self.names}", list(range(first, first + 4 * BLOCK)), 4 * BLOCK, 1)
+        request.kv_transfer_params = params
         tables = [self.pool.take(4) or [], self.pool.take(4) or []]
         self.half.on_new_request(request)
         state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: tables)
@@ -144,3 +145,46 @@ def test_the_model_engine_needs_no_more_than_its_blocks() -> None:
         engine.add(list(range(3 * BLOCK)), 4)
     engine.settle()
     assert engine.half.counts() == {"requests": 0, "jobs": 0, "pinned_blocks": 0}
+
+
+def test_a_hint_in_the_transfer_parameters_keeps_the_blocks_of_its_request() -> None:
+    tier = HostTier(16, HintedPolicy(16, 0.5, lambda: 0.0))
+    half = Half(tier)
+    for number, params in enumerate([{HINT: {"ttl_s": 30.0, "owner": "a"}}, None, None, None]):
+        half.end(half.store(params, first=1000 * number))
+    assert tier.hint_counters is not None
+    assert tier.hint_counters.retained == 8
+    stored = [key for added, key in half.half.take_events() if added]
+    assert tier.held("", stored[:8]) == frozenset(stored[:8])
+    assert not tier.held("", stored[8:16])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        3,
+        {},
+        {"ttl_s": 0},
+        {"ttl_s": -1.0},
+        {"ttl_s": float("nan")},
+        {"ttl_s": "9"},
+        {"ttl_s": True},
+        {"ttl_s": 9, "value": 2},
+        {"ttl_s": 9, "value": None},
+        {"ttl_s": 9, "owner": 7},
+        {"ttl_s": 9, "owner": "x" * 65},
+    ],
+)
+def test_a_hint_that_is_not_understood_counts_as_none(fields: object) -> None:
+    request = ModelRequest("r", [1], 1, 1)
+    request.kv_transfer_params = {HINT: fields}
+    assert retention_hint(request) is None
+
+
+def test_a_hint_is_bounded_to_a_day() -> None:
+    request = ModelRequest("r", [1], 1, 1)
+    request.kv_transfer_params = {HINT: {"ttl_s": 10**400, "value": 1}}
+    assert retention_hint(request) == (86_400.0, 1.0, "")
+    request.kv_transfer_params = None
+    assert retention_hint(request) is None

@@ -45,6 +45,8 @@ def test_defaults() -> None:
         ({"host_bytes": 1, "host_byte": 2}, "extra.host_byte"),
         ({"host_bytes": 1, "policy": "fifo"}, "extra.policy"),
         ({"host_bytes": 1, "policy": 3}, "extra.policy"),
+        ({"host_bytes": 1, "hint_share": 0}, "extra.hint_share"),
+        ({"host_bytes": 1, "hint_share": 1.5}, "extra.hint_share"),
         ({"host_bytes": 1, "pinned_source_blocks_max": 0}, "extra.pinned_source_blocks_max"),
         ({"host_bytes": 1, "pinned_source_blocks_max": 1.1}, "extra.pinned_source_blocks_max"),
         ({"host_bytes": 1, "lookup_deadline_s": "1"}, "extra.lookup_deadline_s"),

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from connectors.hits import GroupKind, GroupShape
 from connectors.messages import block_key
-from connectors.tier.eviction import POLICY_NAMES, ArcPolicy, BoundaryPolicy, LruPolicy, make_policy
+from connectors.tier.eviction import (
+    POLICY_NAMES,
+    ArcPolicy,
+    BoundaryPolicy,
+    HintedPolicy,
+    LruPolicy,
+    make_policy,
+)
 from connectors.tier.host import HostTier
 from connectors.tier.prefix_tree import Node
+from publisher.pool.host_tier import HINTED_SHARE_MAX, OWNERS_MAX, RetentionHint, RetentionOrder
 from tests.connectors.tier import eviction_simulation
 from tests.support.examples import examples
 
@@ -245,10 +253,188 @@ def test_the_tree_is_bounded_and_counts_what_it_did_not_place() -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are lru, arc, boundary"):
+    with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are lru, arc, boundary, hinted"):
         make_policy("fifo", slots=1, shapes=(), hash_block_tokens=4, boundary_tokens=4)
     with pytest.raises(ValueError, match="must be multiples of 3"):
         BoundaryPolicy(SHAPES, 3, 4, nodes_max=4)
+
+
+class Hinted:
+    """A tier with the policy ``hinted``, and its clock."""
+
+    def __init__(self, slots: int, owner_share: float = 0.5) -> None:
+        self.now = 0.0
+        self.policy = HintedPolicy(slots, owner_share, lambda: self.now)
+        self.tier = HostTier(slots, self.policy)
+
+    def store(self, word: str, ttl_s: float = 0.0, value: float = 1.0, owner: str = "") -> None:
+        store(self.tier, word, FULL)
+        if ttl_s:
+            self.tier.retain(keys(word, FULL), RetentionHint(ttl_s, value, owner))
+
+    def held(self, word: str) -> int:
+        return len(self.tier.held("r", keys(word, FULL)))
+
+
+def test_hinted_blocks_outlive_a_flood_until_their_hint_ends() -> None:
+    one = Hinted(8)
+    one.store("abcd", ttl_s=60)
+    for flood in ("ij", "kl", "mn"):
+        one.store(flood)
+    assert one.held("abcd") == 4
+    load(one.tier, keys("abcd", FULL))
+    assert one.policy.counters.saved == 4
+    one.now = 60.0
+    for flood in ("op", "qr", "st", "uv"):
+        one.store(flood)
+    assert one.held("abcd") == 0
+    assert one.policy.counters.expired == 4
+
+
+def test_without_hints_the_least_recently_used_go_as_with_lru() -> None:
+    one = Hinted(6)
+    one.store("abc")
+    one.store("xyz")
+    load(one.tier, keys("abc", FULL))
+    one.store("m")
+    assert missing(one.tier, keys("abc", FULL) + keys("xyz", FULL)) == keys("xyz", FULL)[-1:]
+
+
+def test_a_use_moves_a_lapsed_hint_back_into_the_order_of_use() -> None:
+    one = Hinted(4, owner_share=1.0)
+    one.store("ab", ttl_s=5)
+    one.now = 5.0
+    one.store("x")
+    one.store("y")
+    load(one.tier, keys("ab", FULL))
+    one.store("z")
+    assert (one.held("ab"), one.held("x"), one.held("y")) == (2, 0, 1)
+
+
+def test_hints_of_one_owner_take_no_more_than_its_share_and_keep_the_start_of_a_prompt() -> None:
+    one = Hinted(8, owner_share=0.5)
+    one.store("abcdef", ttl_s=60, owner="loud")
+    for flood in ("ij", "kl", "mn", "op"):
+        one.store(flood, owner="quiet")
+    assert missing(one.tier, keys("abcdef", FULL)) == keys("abcdef", FULL, first=4)
+    assert one.policy.counters.over_share == 2
+
+
+def test_a_newer_prompt_of_the_owner_takes_the_share_unless_it_is_less_valuable() -> None:
+    one = Hinted(8, owner_share=0.25)
+    one.store("ab", ttl_s=60, value=0.9)
+    one.store("cd", ttl_s=60, value=0.1)
+    for flood in ("ij", "kl", "mn", "op"):
+        one.store(flood)
+    assert (one.held("ab"), one.held("cd")) == (2, 0)
+    one.store("ef", ttl_s=60, value=0.9)
+    for flood in ("IJ", "KL", "MN", "OP"):
+        one.store(flood)
+    assert (one.held("ab"), one.held("ef")) == (0, 2)
+
+
+def test_an_owner_gets_its_part_although_others_had_all_hints() -> None:
+    one = Hinted(8)
+    one.store("abcd", ttl_s=60, owner="first")
+    one.store("mn", ttl_s=60, owner="second")
+    one.store("xy", ttl_s=60, owner="third")
+    for flood in ("1", "2", "3", "4"):
+        one.store(flood)
+    assert (one.held("abcd"), one.held("mn"), one.held("xy")) == (2, 2, 2)
+
+
+def test_an_owner_cannot_shorten_the_hint_of_another() -> None:
+    one = Hinted(8)
+    one.store("ab", ttl_s=60, owner="first")
+    one.store("ab", ttl_s=1, owner="second")
+    one.now = 2.0
+    for flood in ("ij", "kl", "mn", "op"):
+        one.store(flood)
+    assert one.held("ab") == 2
+
+
+def test_of_the_hinted_the_least_valuable_go_if_nothing_else_can() -> None:
+    one = Hinted(4)
+    one.store("a", ttl_s=60, value=0.9, owner="first")
+    one.store("b", ttl_s=60, value=0.2, owner="second")
+    one.store("wxyz")
+    assert (one.held("a"), one.held("b")) == (0, 0)
+    one.store("a", ttl_s=60, value=0.9, owner="first")
+    one.store("b", ttl_s=60, value=0.2, owner="second")
+    one.store("wxy")
+    assert (one.held("a"), one.held("b")) == (1, 0)
+
+
+def test_hints_of_too_many_owners_are_ignored() -> None:
+    order: RetentionOrder[int] = RetentionOrder(4 * OWNERS_MAX)
+    for number in range(OWNERS_MAX + 1):
+        order.add([number])
+        order.retain([number], RetentionHint(60.0, 1.0, str(number)), 0.0)
+    assert (order.counters.retained, order.counters.over_share) == (OWNERS_MAX, 1)
+
+
+def test_only_the_policy_hinted_obeys_hints() -> None:
+    for name in POLICY_NAMES:
+        policy = make_policy(name, slots=4, shapes=SHAPES[:1], hash_block_tokens=4, boundary_tokens=4)
+        tier = HostTier(4, policy)
+        store(tier, "ab", FULL)
+        tier.retain(keys("ab", FULL), RetentionHint(60.0))
+        for flood in ("ij", "kl", "mn"):
+            store(tier, flood, FULL)
+        assert (not missing(tier, keys("ab", FULL))) == (name == "hinted")
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    slots=st.integers(1, 12),
+    share=st.sampled_from([0.2, 0.5, 1.0]),
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(["add", "use", "retain", "remove", "take"]),
+            st.lists(st.integers(0, 20), unique=True, max_size=8),
+            st.sampled_from(["", "a", "b"]),
+            st.integers(0, 4),
+            st.integers(0, 3),
+        ),
+        max_size=40,
+    ),
+)
+def test_hints_stay_within_the_shares_and_no_key_is_lost(
+    slots: int,
+    share: float,
+    moves: list[tuple[str, list[int], str, int, int]],
+) -> None:
+    order: RetentionOrder[int] = RetentionOrder(slots, share)
+    held: set[int] = set()
+    now = 0.0
+    for move, numbers, owner, level, later in moves:
+        now += later
+        there = [key for key in numbers if key in held]
+        if move == "add":
+            new = [key for key in numbers if key not in held][: slots - len(held)]
+            order.add(new)
+            held.update(new)
+        elif move == "use":
+            order.use(there, now)
+        elif move == "retain":
+            order.retain(there, RetentionHint(1.0 + level, level / 4, owner), now)
+        elif move == "remove":
+            for key in there:
+                order.remove(key)
+            held.difference_update(there)
+        else:
+            spared = set(numbers)
+            wanted = min(level, len(held - spared))
+            gone = order.take_oldest(level, spared.__contains__, now)
+            assert len(gone) == wanted
+            assert not spared & set(gone)
+            held.difference_update(gone)
+        queues = [order._plain, order._lapsed, *(q for each in order._owned.values() for q in each)]
+        assert sorted(key for queue in queues for key in queue) == sorted(held)
+        assert {owner: sum(map(len, each)) for owner, each in order._owned.items()} == dict(order._sizes)
+        assert sum(order._sizes.values()) == len(order._live) <= HINTED_SHARE_MAX * slots
+        assert all(size <= share * slots for size in order._sizes.values())
+        assert {e[2] for e in order._deadlines if order._is_current(e)} == set(order._live)
 
 
 words = st.text("ab", min_size=1, max_size=7)

@@ -1,4 +1,4 @@
-"""The tier that simulations keep against the connectors' own, evicting by ``lru``: both hold the same."""
+"""The tier that simulations keep and the connectors' own, with ``lru`` or ``hinted``: both hold the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.messages import block_key, split_key
-from connectors.tier.eviction import LruPolicy
+from connectors.tier.eviction import HintedPolicy, LruPolicy
 from connectors.tier.host import HostTier
 from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
@@ -34,26 +34,34 @@ def wire(keys: list[Key]) -> list[bytes]:
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.integers(1, 30), st.integers(0, 10_000), st.integers(1, 40))
-def test_the_same_blocks_are_held_and_given_up(slots: int, seed: int, steps: int) -> None:
+@given(st.integers(1, 30), st.integers(0, 10_000), st.integers(1, 40), st.booleans())
+def test_the_same_blocks_are_held_and_given_up(slots: int, seed: int, steps: int, hinted: bool) -> None:
     rng = random.Random(seed)
+    now = 0.0
     simulated = host_tier.HostTier(pool_layout(GROUPS, HashScheme(hash_block_size=16), 0), slots)
-    real = HostTier(slots, LruPolicy())
+    real = HostTier(slots, HintedPolicy(slots, 0.5, lambda: now) if hinted else LruPolicy())
     held: set[bytes] = set()
     for _ in range(steps):
         start, end = sorted(rng.sample(range(PROMPT_BLOCKS + 1), 2))
         keys = chain(rng.randrange(4), start, end)
+        now += rng.random()
+        hint = host_tier.RetentionHint(rng.choice([1.0, 5.0]), rng.random(), rng.choice("ab"))
+        given = hint if hinted and rng.random() < 0.5 else None
         if rng.random() < 0.3:
             keys = [key for key in keys if key in simulated]
-            simulated.use(keys)
+            simulated.use(keys, given, now)
             assert real.begin_load(wire(keys)) is not None
             for key in wire(keys):
                 real.end_load(key, ok=True)
+            if given is not None:
+                real.retain(wire(keys), given)
             continue
-        new, gone = simulated.store(keys)
+        new, gone = simulated.store(keys, given, now)
         begun = [key for key, _ in real.begin_store(wire(keys))]
         for key in begun:
             real.end_store(key, ok=True)
+        if given is not None:
+            real.retain(wire(keys), given)
         changes = real.take_changes().changes
         assert wire(new) == begun
         assert wire(gone) == [key for stored, key in changes if not stored]
