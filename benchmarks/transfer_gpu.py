@@ -14,7 +14,7 @@ from connectors.transfer.base import Direction, Indices, TransferEngine
 from connectors.transfer.calibrate import Calibration, calibrate
 from connectors.transfer.cuda import CudaTransferEngine
 from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import PinnedHostPool
 
 
 class CudaMemory:

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from connectors.layout import CacheView
 from connectors.transfer.base import Direction, Indices, TransferEngine
-from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import HostTransferEngine, PinnedHostPool
 
 Bytes = npt.NDArray[np.uint8]
 QUEUED_STORES_MAX = 1 << 16

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.transfer_machine import Machine, Memory
 from connectors.layout import CacheView, GroupPages, Region
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import PinnedHostPool
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT_S = 60.0

@@ -28,7 +28,7 @@ from connectors.messages import StepJobs, StepResults
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import ConfigError, layout_setting
 from connectors.stats import OffloadPromMetrics, OffloadStats
-from connectors.transfer.host_memory import available_bytes
+from connectors.transfer.host import available_bytes
 from connectors.worker.worker import OffloadWorker
 
 log = logging.getLogger(__name__)

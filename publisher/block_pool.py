@@ -27,13 +27,14 @@ from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
 from publisher.events import AllBlocksCleared, Event, Family, GroupSpec
 from publisher.pool.hits import Hit, HitFinder
 from publisher.pool.layout import pool_layout
-from publisher.pool.mamba import AlignedMambaTable, MambaTable
 from publisher.pool.store import BlockStore, EventWriter, IntegrityError, PoolRequest, WireHash, first_copy
 from publisher.pool.tables import (
+    AlignedMambaTable,
     ChunkedTable,
     DueBlock,
     FullTable,
     GroupTable,
+    MambaTable,
     PoolParts,
     ReplayedTable,
     RingTable,

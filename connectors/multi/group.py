@@ -18,8 +18,14 @@ from connectors.compat import (
     require_tested_vllm,
 )
 from connectors.multi.children import Child, check_hma, children_of, read_children, required_layout
-from connectors.multi.messages import MultiHandshake, MultiKvEvents, MultiMetadata, RunningSaves
-from connectors.multi.stats import MultiPromMetrics, MultiStats
+from connectors.multi.messages import (
+    MultiHandshake,
+    MultiKvEvents,
+    MultiMetadata,
+    MultiPromMetrics,
+    MultiStats,
+    RunningSaves,
+)
 
 
 class ConnectorGroup(MultiConnector):

@@ -21,7 +21,7 @@ import numpy as np
 
 from connectors.transfer.base import Direction, Indices
 from connectors.transfer.cuda_driver import Device, Driver
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import PinnedHostPool
 
 log = logging.getLogger(__name__)
 

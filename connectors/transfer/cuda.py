@@ -38,7 +38,7 @@ from connectors.transfer.base import (
 )
 from connectors.transfer.calibrate import Calibration, calibrate, without_kernel
 from connectors.transfer.cuda_driver import CudaDriver, Device, Driver, EventHandle, StreamHandle, TorchDevice
-from connectors.transfer.host_memory import PinnedHostPool, SharedMapping
+from connectors.transfer.host import PinnedHostPool, SharedMapping
 
 # The copy of one part of a job: by copy engine or, for small pieces of loads, by kernel.
 #

@@ -30,7 +30,7 @@ from connectors.transfer.base import (
     TransferJob,
     TransferResult,
 )
-from connectors.transfer.host_memory import HostMemoryError, PinnedHostPool, SharedMapping
+from connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
 from connectors.worker.staged import JoinedStores
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from connectors.offload import HybridOffloadConnector
 from connectors.settings import OffloadSettings
 from connectors.tiered import EXTRA_CONFIG
 from connectors.transfer.base import TransferEngine, TransferJob
-from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import HostTransferEngine, PinnedHostPool
 from connectors.worker.worker import EngineFactory, EngineWithPool
 
 

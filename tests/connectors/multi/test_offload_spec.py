@@ -36,13 +36,11 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from connectors.layout import LayoutError
 from connectors.offload import HybridOffloadConnector
-from connectors.offload_spec import HostOffloadingSpec, view_of
+from connectors.offload_spec import HostOffloadingSpec, RowOffloadingWorker, chunk_moves, view_of
 from connectors.settings import ConfigError
 from connectors.shared_store import SharedStoreConnector
 from connectors.transfer.base import TransferJob
-from connectors.transfer.host import HostTransferEngine
-from connectors.transfer.host_memory import PinnedHostPool
-from connectors.worker.offload_worker import RowOffloadingWorker, chunk_moves
+from connectors.transfer.host import HostTransferEngine, PinnedHostPool
 
 BLOCKS = 12
 PAGES = (96, 96, 40)

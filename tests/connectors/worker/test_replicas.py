@@ -13,7 +13,7 @@ import pytest
 
 from connectors.layout import CacheView, Piece, group_pages
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob
-from connectors.transfer.host_memory import HostMemoryError, PinnedHostPool, SharedMapping
+from connectors.transfer.host import HostMemoryError, PinnedHostPool, SharedMapping
 from connectors.worker import worker
 from connectors.worker.worker import Replicas, make_engine, slots_of
 

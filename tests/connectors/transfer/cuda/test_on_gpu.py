@@ -13,7 +13,7 @@ from connectors.layout import CacheView
 from connectors.transfer.calibrate import Calibration
 from connectors.transfer.cuda import CudaTransferEngine, open_cuda
 from connectors.transfer.cuda_driver import CudaDriver, TorchDevice
-from connectors.transfer.host_memory import PinnedHostPool
+from connectors.transfer.host import PinnedHostPool
 from tests.connectors.transfer.contract import PoolPart, TransferEngineContract
 from tests.connectors.transfer.handmade import UNIFORM, Bytes, HandmadeCache
 
