@@ -38,9 +38,8 @@ from router.simulate.plan import MODELS, groups_of
 from router.simulate.run.setup import FleetSetup
 from router.simulate.run.variants import PEERS, variants_of
 from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_one, speed_for
-from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.workload.sources import GENERATORS, WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
 SESSIONS_VARIABLE = "KVATLAS_AGENT_SESSIONS"

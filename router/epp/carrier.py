@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from router.epp import grpc
 from router.epp import messages as m
-from router.epp.answers import GatewayAnswer
 from router.epp.context import PickerContext, Timer, Wakeup, request_changes
 from router.epp.grpc import SERVED_KEY, GrpcError, Header, status_of
-from router.epp.response_writer import ResponseWriter
+from router.epp.responses import GatewayAnswer, ResponseWriter
 from router.fleet.identity import endpoint_of
 from router.http.h2_streams import Stream
 from router.http.listener import Capacity

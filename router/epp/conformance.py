@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from router.epp import grpc
 from router.epp import messages as m
-from router.epp.answers import immediate_answer
 from router.epp.context import PickerContext, Timer
 from router.epp.grpc import DESTINATION, SERVED_KEY, SUBSET_KEY, GrpcError, GrpcReader, Header
 from router.epp.messages import ProtobufError
-from router.epp.response_writer import ResponseWriter
+from router.epp.responses import ResponseWriter, immediate_answer
 from router.http.h2_codec import CANCEL
 from router.http.h2_streams import Stream
 from router.openai.errors import no_ready_engine

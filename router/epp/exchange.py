@@ -18,12 +18,11 @@ import structlog
 
 from router.epp import grpc
 from router.epp import messages as m
-from router.epp.answers import GatewayAnswer, immediate_answer
 from router.epp.carrier import GatewayCarrier, RequestBody
 from router.epp.context import PickerContext, Timer, Wakeup
 from router.epp.grpc import SUBSET_KEY, GrpcError, GrpcReader, scope_of
 from router.epp.messages import ProtobufError
-from router.epp.response_writer import ResponseWriter
+from router.epp.responses import GatewayAnswer, ResponseWriter, immediate_answer
 from router.http.h2_codec import CANCEL, INTERNAL_ERROR
 from router.http.h2_streams import Stream
 from router.http.request_cycle import DISCONNECT_EXTENSION, Message

@@ -26,8 +26,7 @@ from router.simulate.plan import (
     groups_of,
     run_plan,
 )
-from router.simulate.plot import PlotError, check_plot, draw
-from router.simulate.report import facts_of, report_json, show
+from router.simulate.report import PlotError, check_plot, draw, facts_of, report_json, show
 from router.simulate.run.setup import FleetSetup, Timing
 from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
 from router.simulate.run.variants import Variant, variants_of

@@ -1,38 +1,271 @@
-"""``kvatlas index stats|dump|verify``: inspection of a shared index.
+"""``kvatlas index stats|dump|verify``: inspect a shared index, and compare it with the engines' feeds.
 
 Status 0: done (verify: exact), 1: the index is unavailable or not exact, 2: bad arguments.
+
+``verify`` follows every engine of a scope itself (all events from the first one, by replay), builds residency
+from them, and compares block by block. The index lags the feeds by one write, so a difference counts only if
+it persists: the comparison is repeated until it is gone or the time is up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 import numpy as np
+from redis.exceptions import RedisError
 from rich.table import Table
 
 from publisher.events import BlockHash
 from router.config.errors import ConfigError
+from router.feeds.base import FeedState
+from router.feeds.subscriber import Feed
 from router.fleet.identity import EngineAddress
+from router.index.base import Plane, Words
+from router.index.learn.layout import ModelFacts
+from router.index.memory import MemoryIndex
+from router.index.model import FleetResidency
 from router.replication.codec import ScopeKeys
-from router.replication.reader import SharedReader
+from router.replication.leases import Lease, Leases, MemberRecord, decode_members
+from router.replication.reader import SharedEngine, SharedReader
 from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis.connection import IndexUnavailable, unavailable
 from router.replication.redis.settings import SettingsError
-from router.replication.registry import IndexRefused, Registry
+from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
 from router.replication.settings import IndexSettings
 from router.serve.command import configure_logging
-from router.tools.index_verify import EngineDiff, ScopeSnapshot, Verifier, block_hashes, models_of, read_scope
 from router.tools.ops_client import output_console
+
+# Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and
+# tests only: it walks all keys (SCAN), which the router never does.
+
+
+_SCAN_COUNT = 5000
+_GLOB = re.compile(rb"([\\*?\[\]])")
+_TIMEOUT_S = 10.0
+
+
+class ScopeSnapshot(NamedTuple):
+    """One model's registry, leases and replicas, read one after the other."""
+
+    model: str
+    view: ScopeView
+    leases: dict[str, Lease]
+    replicas: dict[str, MemberRecord]
+
+    @property
+    def addresses(self) -> dict[str, EngineAddress]:
+        """Addresses of the engines, as reported by the replicas."""
+        return {e.engine_id: e for record in self.replicas.values() for e in record.wants}
+
+
+async def models_of(client: Client) -> list[str]:
+    """Return the models that have a scope in the client's namespace."""
+    namespace = client.settings.namespace.encode()
+    pattern = re.compile(re.escape(namespace) + rb":\{(.*)\}:scope")
+    found = set()
+    async for keys in scan(client, namespace + b":{", b"}:scope"):
+        found |= {unquote(match[1].decode()) for key in keys if (match := pattern.fullmatch(key))}
+    return sorted(found)
+
+
+async def read_scope(client: Client, model: str) -> ScopeSnapshot | None:
+    """Read everything but the blocks; None if there is no such scope."""
+    view = await Registry(client, model).fetch()
+    if view is None:
+        return None
+    leases = await Leases(client, model, "").holders()
+    records = decode_members(
+        await client.command("HGETALL", ScopeKeys(client.settings.namespace, model).replicas)
+    )
+    return ScopeSnapshot(model, view, leases, {name: s for name, s in records.items() if s is not None})
+
+
+async def scan(client: Client, head: bytes, tail: bytes = b"") -> AsyncIterator[list[bytes]]:
+    """Yield all keys that start with ``head`` and end in ``tail``, page by page.
+
+    A key may be returned twice. Raises ``IndexUnavailable``.
+    """
+    glob = _GLOB.sub(rb"\\\1", head) + b"*" + _GLOB.sub(rb"\\\1", tail)
+    for master in client.masters():
+        cursor = 0
+        while True:
+            query = ("SCAN", cursor, "MATCH", glob, "COUNT", _SCAN_COUNT)
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    cursor, keys = await master.execute_command(*query)
+            except (RedisError, OSError) as error:
+                raise unavailable(error) from error
+            yield keys
+            if not cursor:
+                break
+
+
+async def block_hashes(client: Client, keys: ScopeKeys, scope: Scope) -> Words:
+    """Return the hash of every block that has a key in this scope, unordered."""
+    found: list[bytes] = []
+    for partition in range(scope.partitions):
+        prefix = keys.prefix(scope.epoch, partition, scope.partitions)
+        async for page in scan(client, prefix):
+            found += [key[-8:] for key in page if len(key) == len(prefix) + 8]
+    return np.unique(np.frombuffer(b"".join(found), "<u8").astype(np.uint64))
+
+
+_LOOKUP_S = 10.0
+_PAGE = 20_000
+_AGAIN_S = 0.1
+Pairs = set[tuple[Plane, int]]
+# (Wrong, missing) pairs of one engine.
+_Difference = tuple[Pairs, Pairs]
+_KNOWN = frozenset({FeedState.READY, FeedState.DEGRADED})
+
+
+class EngineDiff(msgspec.Struct):
+    """Comparison of one engine, in (plane, block) pairs."""
+
+    engine: str
+    feed: str
+    """State of this tool's own feed; differences are meaningful only if it is ``ready``."""
+    holder: str = ""
+    stale: bool = True
+    resident: int = 0
+    """Pairs the engine holds according to its feed."""
+    wrong: int = 0
+    """Pairs in the index that the engine does not hold: predicted hits are too long."""
+    missing: int = 0
+    """Pairs the engine holds that are not in the index: predicted hits are too short."""
+
+    gone: bool = False
+    """No replica follows or writes it: its remaining blocks are not used and expire."""
+
+    @property
+    def exact(self) -> bool:
+        return self.gone or (
+            self.feed == FeedState.READY and not self.stale and not (self.wrong or self.missing)
+        )
+
+
+class Verifier:
+    """Follows the engines of one scope while its context is open."""
+
+    def __init__(
+        self, client: Client, snapshot: ScopeSnapshot, addresses: Mapping[str, EngineAddress]
+    ) -> None:
+        self._unknown = sorted(set(snapshot.view.slots) - set(addresses))
+        self._leases = snapshot.leases
+        self._client = client
+        self._model = snapshot.model
+        self._memory = MemoryIndex()
+        self._residency = FleetResidency(ModelFacts(), self._memory)
+        self._reader = SharedReader(client)
+        self._feeds = [
+            Feed(e.engine_id, e.events, e.replay, e.topic, self._residency)
+            for e in addresses.values()
+            if e.events is not None
+        ]
+        self._running: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Verifier:
+        self._running = [asyncio.create_task(feed.run()) for feed in self._feeds]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for feed in self._feeds:
+            feed.close()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    def others(self) -> list[EngineDiff]:
+        """Return the engines in the index with unknown event addresses."""
+        held = {engine_id for engine_id, lease in self._leases.items() if lease.held}
+        return [EngineDiff(e, "unknown", gone=e not in held) for e in self._unknown]
+
+    async def compare(self, settle_s: float) -> list[EngineDiff]:
+        """Return the persistent differences; returns as soon as there are none, otherwise after
+        ``settle_s``.
+        """
+        end = time.monotonic() + settle_s
+        found: list[EngineDiff] = []
+        before: dict[str, _Difference] = {}
+        while True:
+            if all(feed.state in _KNOWN for feed in self._feeds):
+                found, before = await self._compare_once(before)
+            if (found and all(diff.exact for diff in found)) or time.monotonic() > end:
+                return found or [EngineDiff(feed.engine_id, str(feed.state)) for feed in self._feeds]
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _compare_once(
+        self, before: Mapping[str, _Difference]
+    ) -> tuple[list[EngineDiff], dict[str, _Difference]]:
+        """Return the differences also found before, and all current ones."""
+        await self._reader.lookup((), self._model, timeout_s=_LOOKUP_S)
+        engines = self._reader.engines(self._model)
+        shown = await shown_pairs(self._client, self._reader, self._model)
+        diffs, now = [], {}
+        for feed in self._feeds:
+            engine_id = feed.engine_id
+            held = self._held(engine_id)
+            seen = shown.get(engine_id, set())
+            wrong, missing = seen - held, held - seen
+            now[engine_id] = wrong, missing
+            old_wrong, old_missing = before.get(engine_id, (wrong, missing))
+            known: SharedEngine | None = engines.get(engine_id)
+            diffs.append(
+                EngineDiff(
+                    engine_id,
+                    str(feed.state),
+                    "" if known is None else known.holder,
+                    known is None or known.stale,
+                    len(held),
+                    len(wrong & old_wrong),
+                    len(missing & old_missing),
+                )
+            )
+        return diffs, now
+
+    def _held(self, engine_id: str) -> Pairs:
+        """Return the pairs the engine holds according to its feed."""
+        planes = self._memory.planes(engine_id)
+        blocks = self._memory.blocks_of(engine_id)
+        bits = self._memory.held_in(engine_id, planes, [BlockHash(value) for value in blocks.tolist()])
+        pairs: Pairs = set()
+        for number, plane in enumerate(planes):
+            there = (bits >> np.uint64(number)) & np.uint64(1) != 0
+            pairs.update((plane, value) for value in blocks[there].tolist())
+        return pairs
+
+
+async def shown_pairs(client: Client, reader: SharedReader, model: str) -> dict[str, Pairs]:
+    """Return the (plane, block) pairs of each engine in a scope. Raises ``IndexUnavailable``."""
+    view = await Registry(client, model).fetch()
+    if view is None:
+        return {}
+    keys = ScopeKeys(client.settings.namespace, model)
+    hashes = await block_hashes(client, keys, view.scope)
+    shown: dict[str, Pairs] = {}
+    for start in range(0, len(hashes), _PAGE):
+        page: Words = hashes[start : start + _PAGE]
+        asked = [BlockHash(value) for value in page.tolist()]
+        found = await reader.lookup(asked, model, timeout_s=_LOOKUP_S)
+        for engine_id, engine in found.engines.items():
+            pairs = shown.setdefault(engine_id, set())
+            for (plane, word), column in found.rows.columns.items():
+                if word == engine.slot.word:
+                    there = (column >> np.uint64(engine.slot.bit)) & np.uint64(1) != 0
+                    pairs.update((plane, value) for value in page[there].tolist())
+    return shown
+
 
 _CONNECT_S = 5.0
 # Number of blocks whose memory is measured: each costs one command.
 _SAMPLE = 200
-_PAGE = 10_000
+_DUMP_PAGE = 10_000
 
 
 class EngineLine(msgspec.Struct):
@@ -210,8 +443,8 @@ async def _blocks(client: Client, snapshot: ScopeSnapshot) -> AsyncIterator[dict
     reader, keys = SharedReader(client), ScopeKeys(client.settings.namespace, snapshot.model)
     await reader.lookup((), snapshot.model, timeout_s=_CONNECT_S)
     hashes = await block_hashes(client, keys, snapshot.view.scope)
-    for start in range(0, len(hashes), _PAGE):
-        page = hashes[start : start + _PAGE]
+    for start in range(0, len(hashes), _DUMP_PAGE):
+        page = hashes[start : start + _DUMP_PAGE]
         asked = [BlockHash(value) for value in page.tolist()]
         found = await reader.lookup(asked, snapshot.model, timeout_s=_CONNECT_S)
         for row, value in enumerate(asked):

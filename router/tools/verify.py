@@ -30,7 +30,7 @@ from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
-from router.tools.index_verify import block_hashes
+from router.tools.index import block_hashes
 from router.tools.ops_client import output_console
 from router.tools.trace_verification import (
     RECORDED,

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.demo import envoy_config as config
+from router.demo import gateway as config
 from tests.support.ports import free_ports
 from tests.support.waiting import until
 
@@ -133,7 +133,7 @@ def _config(
     for listener in listeners if idle_s is not None else ():
         (network,) = listener["filter_chains"][0]["filters"]
         network["typed_config"]["stream_idle_timeout"] = f"{idle_s}s"
-    picker = config.pickers([f"127.0.0.1:{port}" for port in pickers])
+    picker = config.picker_cluster([f"127.0.0.1:{port}" for port in pickers])
     picker["health_checks"] = [
         {
             "timeout": "5s",

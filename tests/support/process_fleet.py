@@ -17,8 +17,7 @@ from router.demo.run import engine_process
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.settings import IndexSettings
-from router.tools.index import verify_scope
-from router.tools.index_verify import EngineDiff, read_scope
+from router.tools.index import EngineDiff, read_scope, verify_scope
 from tests.support.processes import Replica, replicas
 from tests.support.waiting import until
 

@@ -23,8 +23,8 @@ from router.simulate.plan import MODELS, groups_of
 from router.simulate.run.engine import SimEngine
 from router.simulate.run.setup import RequestRun, Timing
 from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
-from router.simulate.workload.generate import GENERATORS
 from router.simulate.workload.requests import Request, block_hashes, continued
+from router.simulate.workload.sources import GENERATORS
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 

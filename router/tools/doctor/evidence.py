@@ -15,9 +15,13 @@ from router.index.engine import EngineResidency
 from router.prompts.origin.model_config import ModelConfigFile
 from router.prompts.origin.problem import TokenizerProblem
 from router.tools.doctor.gather.http import EngineGauges, HttpAnswer
-from router.tools.doctor.gather.listener import EventCounts
-from router.tools.doctor.gather.observation import Observation, ReplayComparison, ReplayState
-from router.tools.doctor.gather.stores import StoreComparison
+from router.tools.doctor.gather.listener import (
+    EventCounts,
+    Observation,
+    ReplayComparison,
+    ReplayState,
+    StoreComparison,
+)
 
 # Features needed for exact routing that older vLLM releases lack.
 

@@ -15,8 +15,8 @@ from router.simulate.run import fleet
 from router.simulate.run.fleet import FleetSim
 from router.simulate.run.setup import FleetRun, FleetSetup, Timing
 from router.simulate.run.variants import VARIANTS
-from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Request, continued
+from router.simulate.workload.sources import agents, tenants
 from tests.support.examples import examples
 
 KNOBS = PolicySettings()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from router.simulate.run.engine import Arrivals
 from router.simulate.run.setup import Timing
-from router.simulate.workload.generate import agents, tenants
 from router.simulate.workload.requests import Follows, Request, by_time, continued
+from router.simulate.workload.sources import agents, tenants
 from tests.router.simulate.support import fleet_run, request
 from tests.support.examples import examples
 

@@ -14,7 +14,7 @@ import pytest
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.cli import app
 from router.config.errors import ConfigError
-from router.simulate import plot
+from router.simulate import report
 from router.simulate.plan import Study, VariantReport
 from router.simulate.report import Facts
 from router.simulate.study import Curves, Outcome, Result
@@ -94,7 +94,7 @@ def test_pictures_have_a_title_one_colour_per_policy_and_a_legend_beside_the_cur
         workload="chat", model="full", requests=2, sessions=1, mean_prompt_tokens=1, mean_output_tokens=1,
         seeds=1, engines=2, blocks_per_engine=64, pool="25%", tokens_per_engine=64, load=None, speeds=[1.0],
     )  # fmt: skip
-    figure = plot._figure(Study(speeds=[1.0], reports=reports), facts)
+    figure = report._figure(Study(speeds=[1.0], reports=reports), facts)
     assert figure.get_suptitle() == "chat on 2 engines of full"
     for axes in figure.axes:
         looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
@@ -176,7 +176,7 @@ def test_rates_from_a_running_engine(capsys: pytest.CaptureFixture[str]) -> None
         call(*SMALL, "--fit", url)
 
 
-@pytest.mark.parametrize("ending", some(plot.ENDINGS, 3))
+@pytest.mark.parametrize("ending", some(report.ENDINGS, 3))
 def test_pictures(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra plot")
     path = tmp_path / f"study{ending}"

@@ -24,8 +24,8 @@ from router.simulate.run.tiers import (
     tiers_of,
 )
 from router.simulate.run.variants import variants_of
-from router.simulate.workload.generate import agents
 from router.simulate.workload.requests import continued
+from router.simulate.workload.sources import agents
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.support.examples import examples
 

@@ -13,9 +13,8 @@ from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
 from router.prompts.origin.model_config import ModelConfigFile
 from router.tools.doctor.evidence import FIXED_SEED_SINCE, EngineEvidence
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
+from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
 from router.tools.doctor.gather.listener import GroupStores
-from router.tools.doctor.registry import engine_check
 
 # Fewer stored events of a group are no evidence about retention.
 _STORES_MIN = 20

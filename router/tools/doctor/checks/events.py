@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from router.tools.doctor.evidence import EngineEvidence
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.gather.observation import Connectivity, ReplayState
-from router.tools.doctor.registry import engine_check
+from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
+from router.tools.doctor.gather.listener import Connectivity, ReplayState
 
 _CHECK_ADDRESS = "correct events= (or what the engine was started with), and open the port in the firewall"
 

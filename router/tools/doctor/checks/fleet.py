@@ -10,8 +10,7 @@ from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.registry import fleet_check
+from router.tools.doctor.findings import CheckResult, error, fleet_check, info, ok, warning
 
 
 def _by_model(seen: Evidence) -> dict[str, list[EngineEvidence]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from router.tools.doctor.evidence import EVENT_SOURCES_SINCE, NEWEST_KNOWN, EngineEvidence, missing_features
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.registry import engine_check
+from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
 
 _SKEW_S_MAX = 2.0
 _LAG_S_MAX = 1.0

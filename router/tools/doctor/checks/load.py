@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from router.tools.doctor.evidence import EngineEvidence, LoadEvidence, LoadRequest
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.gather.observation import ReplayState
-from router.tools.doctor.registry import engine_check
+from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
+from router.tools.doctor.gather.listener import ReplayState
 
 Outcome = Literal["exact", "phantom", "over", "under", "unpredicted", "unknown"]
 _REPORT = "report it to the maintainers of the engine, with the output of --json"

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.evidence import EngineEvidence, ProbeRequest, PromptParity
-from router.tools.doctor.findings import CheckResult, error, info, ok, warning
-from router.tools.doctor.registry import engine_check
+from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
 
 
 @engine_check("tokens.parity")

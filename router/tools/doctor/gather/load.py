@@ -17,9 +17,8 @@ import msgspec
 from publisher.events import BlockHash
 from router.index.engine import EngineResidency
 from router.tools.doctor.evidence import LoadEvidence, LoadRequest
-from router.tools.doctor.gather.listener import EventCounts
+from router.tools.doctor.gather.listener import EventCounts, StoreComparison, compare_stores
 from router.tools.doctor.gather.prober import EngineProber, ProbeAnswer
-from router.tools.doctor.gather.stores import StoreComparison, compare_stores
 
 # Consecutive requests without an event, after which events are no longer awaited.
 _SILENT_MAX = 3

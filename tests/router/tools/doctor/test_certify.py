@@ -20,9 +20,15 @@ from router.fleet.identity import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine
-from router.tools.doctor.findings import NOTES, PROPERTIES, EngineVerdict, Severity, engine_verdict
+from router.tools.doctor.findings import (
+    NOTES,
+    PROPERTIES,
+    EngineVerdict,
+    Severity,
+    engine_checks,
+    engine_verdict,
+)
 from router.tools.doctor.gather.load import LoadPlan
-from router.tools.doctor.registry import engine_checks
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, MODEL, running

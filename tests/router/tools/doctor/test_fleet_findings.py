@@ -8,10 +8,9 @@ import pytest
 
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
-from router.tools.doctor import registry
+from router.tools.doctor import findings
 from router.tools.doctor.evidence import Evidence
-from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info
-from router.tools.doctor.registry import run_checks
+from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info, run_checks
 from tests.router.tools.doctor.rig import Answers, at, examined, http_server, publishing, server, stored
 from tests.support.examples import some
 from tests.support.waiting import run
@@ -312,7 +311,7 @@ def test_a_check_that_stumbles_is_a_finding_and_hides_no_other(monkeypatch: pyte
         yield CheckResult(Severity.OK, "said after")
 
     checks = {"fleet.stumbling": stumbling, "router.after": after}
-    monkeypatch.setattr(registry, "_FLEET_CHECKS", checks)
+    monkeypatch.setattr(findings, "_FLEET_CHECKS", checks)
     found = run_checks(Evidence(Config(), []))
     assert [f.seen for f in found][::2] == ["said before", "said after"]
     assert "KeyError" in found[1].seen

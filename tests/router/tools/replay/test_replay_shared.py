@@ -14,8 +14,7 @@ from publisher.events import BlockHash
 from router.index.base import Plane
 from router.replication.settings import IndexSettings
 from router.tools.capture import read_capture
-from router.tools.replay import ReplayOptions, facts_of, run_replay
-from router.tools.replay_shared import open_shared_replay
+from router.tools.replay import ReplayOptions, facts_of, open_shared_replay, run_replay
 from tests.support.captures import BLOCK, CAPTURES, CLEARED, removed, stored, tokens, write
 from tests.support.redis_servers import Server, any_program
 
