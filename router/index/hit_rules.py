@@ -4,16 +4,8 @@ vLLM's scheduler searches group by group until no group shrinks the hit. Here th
 differently: a boundary is *valid* for a spec class if the class could resume there, and the hit is the
 largest aligned boundary below the prompt's last token that is valid in every class (if the search order
 matters, ``eagle.py`` executes vLLM's loop). All engines of a 64-bit word are evaluated at once, boundaries as
-array rows. Rules per class (vLLM 0.32, checked against its scheduler on recorded traces and random mixes;
-block size bs, boundary x in tokens):
-
-- full: every block before x present. If hits may end inside a block: also x inside a block of which a
-  longer part (up to prompt-1) is present. EAGLE: min(alignment, bs) more tokens must be present.
-- window w >= 2: the last ceil((w-1)/bs) blocks before x present, or all of them back to block 0. EAGLE: one
-  more block, after x, present too.
-- chunked local: every block from the start of x's chunk to x present; the start of a chunk needs nothing.
-- Mamba: the state at x present.
-
+array rows. ``_valid`` has the rules per class, which are checked against vLLM 0.32's scheduler on recorded
+traces and random mixes.
 
 With look-ahead hashes (vLLM 0.33) the EAGLE flags have no effect. Pure functions; N hashes cost O(N) numpy
 operations per class, independent of the number of engines.
@@ -238,6 +230,8 @@ def evaluate(
     ``detail``.
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
+    # The last token is always computed, for its logits: ``KVCacheManager.get_computed_blocks``
+    # (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to num_tokens - 1.
     boundaries = max(0, num_tokens - 1) // alignment
     if rows.runs is not None and plan.by_runs is not None and not detail:
         its = run_columns(plan.by_runs, rows.runs.columns, word)
@@ -295,12 +289,15 @@ def _valid(
     """Return for boundaries 1..``boundaries`` (in alignment units) the engines for which this class is
     valid there.
     """
+    # One branch per ``find_longest_cache_hit`` of v1/core/single_type_kv_cache_manager.py (vLLM 0.32).
     units = _class_presence(rows, plan, word)
     spec_class, family, block_size, _, eagle, inside = plan
     unit = layout.hash_block_size
     last = (num_tokens - 1) // unit
     if eagle and layout.single_group:
         units = units[:last]
+    # A hit may end inside a block if a part of it up to the boundary or beyond is present (for loads:
+    # exactly to it). EAGLE: one hash block more.
     if inside and family is Family.FULL:
         held = _full_inside(units[: last + eagle], block_size // unit, loading=loading)
         return _at(held, 1, boundaries, shift=eagle)
@@ -308,18 +305,24 @@ def _valid(
         return _at(units, 1, boundaries)
     blocks, step = units[block_size // unit - 1 :: block_size // unit], layout.alignment // block_size
     match family:
+        # Every block before the boundary. EAGLE: and the block behind it, which is dropped.
         case Family.FULL:
             return _at(np.bitwise_and.accumulate(blocks), step, boundaries, shift=eagle)
+        # The last ceil((w - 1) / block) blocks, or all back to block 0. EAGLE: and the block behind.
         case Family.WINDOW:
             return _at(_window(blocks, _blocks_needed(spec_class, eagle)), step, boundaries, shift=eagle)
+        # Every block from the start of the boundary's chunk; attention does not reach before it.
         case Family.CHUNKED:
             return _chunked(blocks, spec_class, step, boundaries)
+        # Mamba: only the state at the boundary itself; it sums up all tokens before.
         case _:
             return _at(blocks, step, boundaries)
 
 
 def _class_presence(rows: Rows, plan: _ClassPlan, word: int) -> Words:
     """Return per hash block the engines that hold it in every group of the class."""
+    # A block is a hit only if every group of the class holds it: ``BlockPool.get_cached_block`` returns None
+    # if any group misses it (v1/core/block_pool.py, vLLM 0.32).
     presence: Words | None = None
     for plane in plan.planes:
         held = rows.columns.get((plane, word))
