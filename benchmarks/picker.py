@@ -40,7 +40,7 @@ from router.fleet.status import ModelCard
 from router.http import h2_codec as h2
 from router.http.h2_codec import FrameReader, encode_literal
 from router.http.settings import ListenSettings
-from router.http.tls import Certificates
+from router.http.sockets import Certificates
 from router.observe.requests import RequestRecord, RequestTracker
 from router.openai.request import InboundRequest
 from router.prompts.settings import ANY_MODEL

@@ -29,7 +29,7 @@ from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 from router.tools.trace_verification import ProbePrompt
 
 ENGINE, MODEL = "e", "bench/model"

@@ -24,7 +24,7 @@ from redis.asyncio import Redis
 
 from router.replication.redis.client import connection_arguments
 from router.replication.redis.connection import PipelinedConnection, pack
-from router.replication.redis.settings import parse_url
+from router.replication.settings import parse_url
 
 PORT = 7431
 ROUNDS = {64: 1000, 1000: 200, 6250: 50}

@@ -35,7 +35,7 @@ from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.connection import pack
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 
 FULL, WINDOW = Plane("GPU", 0), Plane("GPU", 1)
 MODEL = "bench/model"

@@ -14,8 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 from typing import Any
 
-from router.admission.gate import KeyGate
-from router.admission.isolation import Isolation
+from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import create_control, create_ops
@@ -32,7 +31,7 @@ from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
-from router.http.tls import Certificates
+from router.http.sockets import Certificates
 from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces

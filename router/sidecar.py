@@ -37,7 +37,7 @@ from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, hold_engine_tls
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
-from router.http.tls import Certificates, TlsError
+from router.http.sockets import Certificates, TlsError
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces, TracesNotInstalledError
 from router.observe.usage import UsageLog

@@ -1,19 +1,126 @@
-"""Lets requests in by their key, and takes the key out of what engines get.
+"""Admit requests by their key, take the key out of what engines get, and isolate tenants' cached prompts.
 
 Always true: nothing of a request's body is read before its tenant is known; no key is logged, counted or
 answered back.
+
+vLLM hashes ``cache_salt`` into the first block of a prompt, so prompts with different salts share no block
+(vllm/v1/core/kv_cache_utils.py, ``generate_block_hash_extra_keys``, 0.32). A client must not choose the salt
+that separates it from others: it is an HMAC-SHA256 under a secret that only routers know.
+
+Invariants: the secret and the salts are in no log, metric, trace or answer; a secret that cannot be read at
+the start ends it, one that cannot be read later leaves the last one in use.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
 from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import islice
+from pathlib import Path
+from typing import Final
 
-from router.admission.isolation import Isolation
-from router.admission.key_file import KeyFile, KeyStats
+import msgspec
+import structlog
+
+from router.admission.key_file import KeyFile, KeyFileError, KeyStats, TenantRules
 from router.admission.peers import Use
+from router.admission.settings import KeySettings
 from router.admission.tenants import Tenant, TenantRequest, TenantStats
-from router.openai.errors import invalid_key
+from router.http.sockets import WatchedFile, describe_error
+from router.openai.errors import ApiError, invalid_key, salt_not_accepted
+from router.openai.request import COHERE
+
+_log = structlog.get_logger()
+# The output size of SHA-256: a shorter key weakens the HMAC (RFC 2104, section 3).
+_SECRET_BYTES_MIN: Final = 32
+_SECRET_BYTES_MAX: Final = 4096
+# As often as the key file is looked at.
+_LOOK_EVERY_S: Final = 1.0
+_SALT_CHARS_MAX: Final = 1024
+"""Of a client's own salt; vLLM 0.32 takes at most 128."""
+# ``CohereChatV2Request`` of vLLM 0.32 has no such field; all other prompts do.
+UNSALTED: Final = frozenset({COHERE})
+"""APIs that take no salt."""
+
+
+class Isolation:
+    """Salts by tenant or group. Raises ``KeyFileError`` for a secret file that cannot be used."""
+
+    def __init__(self, settings: KeySettings, stats: KeyStats, *, clock: Callable[[], float]) -> None:
+        self._by_group = settings.isolate == "group"
+        self._combines = settings.client_salts == "combine"
+        self.stats = stats
+        path = Path(settings.isolate_secret_file or "")
+        self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
+        self._secret = read_secret(path)
+
+    def salt(self, tenant: str, rules: TenantRules, own: bytes) -> str:
+        """The salt of a request with this JSON value of its own ``cache_salt`` (empty: none): 43 characters.
+
+        Raises ``ApiError`` (400) for a salt of its own that is refused, or is none.
+        """
+        self._refresh()
+        given = self._given(own)
+        group = rules.cache_group if self._by_group else ""
+        parts = ("group", group) if group else ("tenant", tenant)
+        # JSON keeps the parts apart: no name and salt can spell another name and salt.
+        message = msgspec.json.encode([*parts, given])
+        digest = hmac.new(self._secret, message, hashlib.sha256).digest()
+        self.stats.salted += 1
+        # base64url: vLLM refuses "@", "/", "\\" and NUL, and more than 128 characters.
+        return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+    def check_path(self, path: str) -> None:
+        """Raises ``ApiError`` (400) for an API whose prompts cannot be isolated."""
+        if path in UNSALTED:
+            self.stats.salts_refused += 1
+            raise salt_not_accepted(f"{path} takes no cache_salt, and this router isolates caches")
+
+    def _given(self, own: bytes) -> str | None:
+        if own in (b"", b"null"):
+            return None
+        try:
+            given = msgspec.json.decode(own, type=str)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise self._refused("cache_salt must be a text") from None
+        if not self._combines:
+            raise self._refused("cache_salt is set by this router; send none")
+        if not 0 < len(given) <= _SALT_CHARS_MAX:
+            raise self._refused(f"cache_salt must have 1 to {_SALT_CHARS_MAX} characters")
+        return given
+
+    def _refused(self, why: str) -> ApiError:
+        self.stats.salts_refused += 1
+        return salt_not_accepted(why)
+
+    def _refresh(self) -> None:
+        if not self._watched.changed():
+            return
+        try:
+            self._secret = read_secret(self._watched.path)
+            _log.info("isolation secret reloaded: prompts are cached under new salts")
+        except KeyFileError as error:
+            self.stats.isolate_secret_failures += 1
+            _log.warning("isolation secret not reloaded, the last one stays in use", problem=str(error))
+
+
+def read_secret(path: Path) -> bytes:
+    """Read the secret. Raises ``KeyFileError`` that names the setting and the file, never the contents."""
+    where = f"keys.isolate_secret_file: {path}"
+    try:
+        with path.open("rb") as file:
+            secret = file.read(_SECRET_BYTES_MAX + 1).strip()
+    except OSError as error:
+        raise KeyFileError(f"{where}: {describe_error(error)}") from None
+    if not _SECRET_BYTES_MIN <= len(secret) <= _SECRET_BYTES_MAX:
+        raise KeyFileError(
+            f"{where}: {len(secret)} bytes, expected {_SECRET_BYTES_MIN} to {_SECRET_BYTES_MAX}; "
+            "make one with: openssl rand -hex 32"
+        )
+    return secret
+
 
 _Fields = list[tuple[bytes, bytes]]
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key"))

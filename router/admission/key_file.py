@@ -20,8 +20,7 @@ import msgspec
 import structlog
 
 from router.admission.settings import WaitTargets
-from router.http.sockets import describe_error
-from router.http.tls import WatchedFile
+from router.http.sockets import WatchedFile, describe_error
 
 _log = structlog.get_logger()
 _FILE_BYTES_MAX = 16 * 1024 * 1024

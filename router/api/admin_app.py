@@ -24,7 +24,7 @@ from router.fleet.status import Fleet
 from router.http.downstream import DownstreamConnection
 from router.http.listener import ListenConfig
 from router.http.server import SIDE_LISTEN, SideServer
-from router.http.tls import Certificates, server_context
+from router.http.sockets import Certificates, server_context
 from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine

@@ -20,8 +20,7 @@ import msgspec
 import structlog
 from fastapi import Request
 
-from router.http.sockets import describe_error
-from router.http.tls import WatchedFile
+from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, too_often, unauthorized
 
 # Bearer tokens and their names, from a file that may be replaced while the router runs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.http.tls import TlsFiles, check_tls_files
+from router.http.sockets import TlsFiles, check_tls_files
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):

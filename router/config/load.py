@@ -33,8 +33,7 @@ from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.settings import PromptSettings
 from router.proxy.settings import ProxySettings
-from router.replication.redis.settings import has_password, redacted
-from router.replication.settings import IndexSettings
+from router.replication.settings import IndexSettings, has_password, redacted
 
 ENV_PREFIX = "KVATLAS_"
 _REFERENCE = " (all settings: docs/configuration.md)"

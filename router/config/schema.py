@@ -19,7 +19,7 @@ from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import CorsSettings, ListenSettings
-from router.http.tls import TlsFiles, check_tls_files
+from router.http.sockets import TlsFiles, check_tls_files
 from router.index.learn.layout import ModelFacts
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings

@@ -21,8 +21,17 @@ from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.demo.gateway import find_envoy, free_port, gateway_process
-from router.demo.load import ANSWER_TOKENS, Api, ChatLoad, ChatOutcome, RoundRobinBaseline
-from router.demo.summary import LegCounts, Tally, live_table, store_process
+from router.demo.load import (
+    ANSWER_TOKENS,
+    Api,
+    ChatLoad,
+    ChatOutcome,
+    LegCounts,
+    RoundRobinBaseline,
+    Tally,
+    live_table,
+    store_process,
+)
 from router.epp.settings import EppSettings
 from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
@@ -30,10 +39,9 @@ from router.http.server import ListenError
 from router.observe.receipts import Receipt
 from router.pd.settings import PdSettings
 from router.prompts.settings import ANY_MODEL
-from router.replication.redis.settings import SettingsError, redacted
 from router.replication.registry import IndexRefused
 from router.replication.service import check_index
-from router.replication.settings import IndexSettings
+from router.replication.settings import IndexSettings, SettingsError, redacted
 from router.serve.command import configure_logging
 from router.serve.server import RouterServer, make_server
 from router.tools.ops_client import output_console

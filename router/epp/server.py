@@ -31,8 +31,15 @@ from router.http.h2_streams import Stream, StreamHandler
 from router.http.listener import Capacity, Handshakes
 from router.http.server import address_url
 from router.http.settings import ListenSettings
-from router.http.sockets import Sweeper, describe_error, sweep_interval_s
-from router.http.tls import Certificates, TlsError, TlsFiles, server_context
+from router.http.sockets import (
+    Certificates,
+    Sweeper,
+    TlsError,
+    TlsFiles,
+    describe_error,
+    server_context,
+    sweep_interval_s,
+)
 from router.proxy.settings import ProxySettings
 
 # Callable methods: ext_proc, and the health check (``grpc.health.v1``).

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from router.http.h2_connection import H2Settings, H2Stats
-from router.http.tls import TlsFiles, check_tls_files
+from router.http.sockets import TlsFiles, check_tls_files
 
 
 class EppSettings(H2Settings, frozen=True):

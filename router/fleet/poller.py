@@ -42,8 +42,7 @@ from router.fleet.status import (
     read_statement,
     read_transfers,
 )
-from router.http.sockets import describe_error, is_out_of_descriptors
-from router.http.tls import Certificates, TlsFiles, client_context
+from router.http.sockets import Certificates, TlsFiles, client_context, describe_error, is_out_of_descriptors
 from router.observe.requests import LogThrottle
 
 _log = structlog.get_logger()

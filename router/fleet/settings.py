@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.sockets import describe_error
-from router.http.tls import TlsFiles
+from router.http.sockets import TlsFiles, describe_error
 
 _DNS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})")
 _PORT_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,14})")

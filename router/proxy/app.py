@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from router.admission.admission_queue import Targets, capped, lowest_priority, read_claim
-from router.admission.gate import KeyGate
-from router.admission.isolation import Isolation
+from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import TenantRules
 from router.admission.tenants import TenantRequest
 from router.fleet.status import ResponseHolders

@@ -1,8 +1,192 @@
-"""The ``index`` section of the configuration; without a URL a router keeps its own index in memory."""
+"""The ``index`` section of the configuration: URL, leases, timeouts. Without a URL a router keeps its own
+index.
+
+Neither ``repr`` nor ``str`` of a URL's settings shows a password.
+"""
 
 from __future__ import annotations
 
-from router.replication.redis.settings import SettingsError, SharedSettings
+import re
+from typing import Literal
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+import msgspec
+
+# URL of the shared index, parsed without redis-py, so that a router without a shared index does not import
+# it. ``redis://`` or ``rediss://`` (TLS) for one server or any node of a Cluster (detected from the server),
+# ``redis+cluster://a:1,b:2`` for several start nodes, ``redis+sentinel://a:1,b:2/service`` for a master found
+# through Sentinel; ``rediss+...`` with TLS. User, password and database number are in their usual places;
+# ``?ca=``, ``?cert=`` and ``?key=`` name PEM files for TLS. Neither ``repr`` nor ``str`` of anything here
+# shows a password.
+
+
+Kind = Literal["server", "cluster", "sentinel"]
+
+_DEFAULT_PORT = {"server": 6379, "cluster": 6379, "sentinel": 26379}
+
+
+class SettingsError(ValueError):
+    """A URL or setting that cannot be used; ``str()`` names it and the reason, without secrets."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A parsed URL."""
+
+    kind: Kind
+    addresses: tuple[tuple[str, int], ...]
+    db: int = 0
+    service: str = ""
+    """Name of the master, for Sentinel."""
+    username: str | None = None
+    password: str | None = None
+    tls: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def __repr__(self) -> str:
+        where = ",".join(f"{host}:{port}" for host, port in self.addresses)
+        return f"Target({self.kind} {where} db={self.db} tls={self.tls} user={self.username!r})"
+
+    __str__ = __repr__
+
+
+def parse_url(url: str) -> Target:
+    """Parse a URL. Raises ``SettingsError`` for an unsupported form."""
+    parts = urlsplit(url)
+    base, _, extra = parts.scheme.partition("+")
+    if base not in {"redis", "rediss", "valkey", "valkeys"} or extra not in {"", "cluster", "sentinel"}:
+        raise SettingsError(f"url: scheme {parts.scheme!r}: use redis://, rediss://, redis+cluster:// "
+                            "or redis+sentinel://")  # fmt: skip
+    kind: Kind = "cluster" if extra == "cluster" else "sentinel" if extra == "sentinel" else "server"
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    name, colon, secret = userinfo.partition(":")
+    service, db = _path(parts, kind)
+    query = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    unknown = sorted(set(query) - {"ca", "cert", "key"})
+    if unknown:
+        raise SettingsError(f"url: unknown parameter {unknown[0]!r}; known: ca, cert, key")
+    return Target(
+        kind,
+        tuple(_address(host, _DEFAULT_PORT[kind]) for host in hosts.split(",")),
+        db,
+        service,
+        unquote(name) or None,
+        unquote(secret) if colon else None,
+        base in {"rediss", "valkeys"},
+        query.get("ca"),
+        query.get("cert"),
+        query.get("key"),
+    )
+
+
+def _path(parts: SplitResult, kind: Kind) -> tuple[str, int]:
+    """Return (Sentinel's service name, database number) of a URL's path."""
+    pieces = [unquote(piece) for piece in parts.path.split("/") if piece]
+    service = ""
+    if kind == "sentinel":
+        if not pieces:
+            raise SettingsError("url: redis+sentinel:// needs the master's name: .../NAME or .../NAME/DB")
+        service, pieces = pieces[0], pieces[1:]
+    if len(pieces) > 1 or (pieces and not pieces[0].isdecimal()):
+        raise SettingsError(f"url: the path must be a database number, not {'/'.join(pieces)!r}")
+    db = int(pieces[0]) if pieces else 0
+    if db and kind == "cluster":
+        raise SettingsError("url: a Cluster has database 0 only")
+    return service, db
+
+
+def _address(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        split = urlsplit(f"//{text}")
+        port = split.port
+    except ValueError as error:
+        raise SettingsError(f"url: bad address: {error}") from None
+    return split.hostname or "127.0.0.1", port or default_port
+
+
+def redacted(url: str) -> str:
+    """Return the URL with its password replaced, for display."""
+    head, at, tail = url.rpartition("@")
+    scheme, separator, userinfo = head.partition("://")
+    if not at or ":" not in userinfo:
+        return url
+    return f"{scheme}{separator}{userinfo.partition(':')[0]}:***@{tail}"
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL contains a password."""
+    return redacted(url) != url
+
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+
+
+class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the shared index.
+
+    All replicas of one fleet must agree on ``namespace``; the rest may differ.
+
+    ``partitions`` (0: 1 on one server, 16 in a Cluster) and ``code_bytes`` are fixed by the replica that
+    opens a scope first; others use its values.
+    """
+
+    url: str
+    namespace: str = "kva"
+    """First part of every key; all replicas of a fleet must agree on it. Keep it short: it is stored once
+    per block."""
+    lease_s: float = 3.0
+    """Life of the lease a replica holds on an engine's feed, in seconds; another replica takes over when
+    it expires."""
+    renew_s: float = 1.0
+    """Seconds between two renewals of leases; must be below `lease_s`."""
+    lookup_timeout_s: float = 0.005
+    """Timeout of a lookup of up to 1000 blocks, in seconds; proportionally longer for more.
+
+    If it fails, the request is placed by the router's local knowledge.
+    """
+    write_timeout_s: float = 2.0
+    """Timeout of a write, in seconds."""
+    connect_timeout_s: float = 1.0
+    """Timeout of a connection to the server, in seconds."""
+    block_ttl_s: float = 3600.0
+    """Time to live of a block's key, in seconds; writers refresh theirs three times as often."""
+    partitions: int = 0
+    """Number of partitions of a model's blocks: a power of two up to 64, or 0 for 1 on a single server and
+    16 in a Cluster. Fixed by the first replica of a model."""
+    code_bytes: int = 1
+    """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block can be held in. Fixed
+    by the first replica of a model."""
+    touched_max: int = 1 << 18
+    """Most changed blocks of one engine waiting to be written; beyond it all blocks of the engine are
+    written again."""
+    script_blocks: int = 512
+    """Blocks written by one script call; bounds how long it holds up other clients of the server (about 3
+    us per block)."""
+
+    def __post_init__(self) -> None:
+        if not _NAMESPACE.fullmatch(self.namespace):
+            raise SettingsError(f"namespace {self.namespace!r}: 1 to 32 letters, digits, '_', '.', '-'")
+        if self.code_bytes not in {1, 2}:
+            raise SettingsError(f"code_bytes {self.code_bytes}: 1 or 2")
+        if not 0 <= self.partitions <= 64 or self.partitions & (self.partitions - 1):
+            raise SettingsError(f"partitions {self.partitions}: 0 or a power of two up to 64")
+        if not 0 < self.renew_s < self.lease_s < self.block_ttl_s:
+            raise SettingsError("renew_s: 0 < renew_s < lease_s < block_ttl_s must hold")
+        parse_url(self.url)
+
+    @property
+    def control_ttl_s(self) -> float:
+        """Time to live of a scope's registry: much longer than that of its blocks."""
+        return 10 * self.block_ttl_s
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "url"}
+        return (
+            f"SharedSettings(url={redacted(self.url)!r}, {', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+        )
+
+    __str__ = __repr__
 
 
 class IndexSettings(SharedSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,12 +26,12 @@ from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import Change, changes
 from router.config.schema import Config
-from router.http.tls import TlsError, server_context
+from router.http.sockets import TlsError, server_context
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
 from router.proxy.aliases import Aliases
-from router.replication.redis.settings import SettingsError, redacted
+from router.replication.settings import SettingsError, redacted
 from router.serve.server import TLS_KEYS
 
 # Tries everything of a configuration that can fail, before anything listens.

@@ -23,8 +23,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.http.server import ListenError, ProxyServer, listen_config, server_url
 from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import raise_descriptor_limit
-from router.http.tls import Certificates, server_context
+from router.http.sockets import Certificates, raise_descriptor_limit, server_context
 from router.workers.context import WorkerContext
 
 # Last time limit of a shutdown: after it the process is ended, and what did not end is logged.

@@ -37,9 +37,8 @@ from router.replication.leases import Lease, Leases, MemberRecord, decode_member
 from router.replication.reader import SharedEngine, SharedReader
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, unavailable
-from router.replication.redis.settings import SettingsError
 from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
-from router.replication.settings import IndexSettings
+from router.replication.settings import IndexSettings, SettingsError
 from router.serve.command import configure_logging
 from router.tools.ops_client import output_console
 

@@ -25,7 +25,6 @@ from redis.exceptions import RedisError, ResponseError
 
 from router.http.sockets import describe_error
 from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, unavailable
-from router.replication.redis.settings import SettingsError, SharedSettings, Target, parse_url
 from router.replication.redis.topology import (
     Address,
     Master,
@@ -36,6 +35,7 @@ from router.replication.redis.topology import (
     sentinel_master,
     single,
 )
+from router.replication.settings import SettingsError, SharedSettings, Target, parse_url
 
 # Connection arguments of redis-py for the target of a URL. With ``?ca=``, only certificates of its
 # authorities are accepted.

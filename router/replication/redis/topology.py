@@ -26,7 +26,7 @@ from router.replication.redis.connection import (
     pack,
     unavailable,
 )
-from router.replication.redis.settings import Target
+from router.replication.settings import Target
 
 Address = tuple[str, int]
 

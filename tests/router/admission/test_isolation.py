@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.isolation import Isolation
+from router.admission.gate import Isolation
 from router.admission.key_file import KeyFileError, KeyStats, TenantRules
 from router.admission.settings import KeySettings
 from router.openai.errors import ApiError

@@ -17,8 +17,8 @@ import pytest
 
 from publisher.engine import EngineSettings
 from router.__main__ import run
+from router.demo.load import Tally
 from router.demo.run import KvConnector, apart
-from router.demo.summary import Tally
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
 

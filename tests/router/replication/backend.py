@@ -16,7 +16,7 @@ from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.client import Client
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 
 MODEL = "org/model-{7b} instruct"
 _NAMESPACES = count()

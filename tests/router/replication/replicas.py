@@ -12,7 +12,7 @@ from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 from tests.router.replication.backend import MODEL, bits
 from tests.support import waiting
 

@@ -8,7 +8,7 @@ import pytest
 
 from router.replication.mirror import MirroredIndex
 from router.replication.redis.client import Client
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 from tests.support.waiting import run
 
 

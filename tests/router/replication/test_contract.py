@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from router.index.base import Index
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.examples import examples
 from tests.support.index_contract import IndexContract, IndexMachine

@@ -11,7 +11,7 @@ import pytest
 
 from publisher.events import BlockHash
 from router.index.base import Plane
-from router.replication.redis.settings import SharedSettings
+from router.replication.settings import SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks, until
 from tests.support.examples import some

@@ -11,8 +11,8 @@ import pytest
 from router.index.learn.hash_scheme import Detection
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineQuery, query_hits
-from router.replication.redis.settings import SharedSettings
 from router.replication.registry import EngineFacts
+from router.replication.settings import SharedSettings
 from router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from router.demo.summary import Tally, _compare
+from router.demo.load import Tally, _compare
 from router.fleet.identity import EngineAddress
 from router.tools.capture import CaptureWriter
 from router.tools.event_order import RecordStats

@@ -9,7 +9,7 @@ import pytest
 
 from router.replication.redis.client import connection_arguments
 from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, pack, within
-from router.replication.redis.settings import parse_url
+from router.replication.settings import parse_url
 
 INFO = b"run_id:abc\r\nredis_mode:standalone\r\nrole:master\r\n"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

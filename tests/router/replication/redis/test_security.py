@@ -10,7 +10,7 @@ import pytest
 
 from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
-from router.replication.redis.settings import SettingsError
+from router.replication.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks
 from tests.support.pki import make_authority, make_certificate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.replication.redis.settings import (
+from router.replication.settings import (
     SettingsError,
     SharedSettings,
     Target,
