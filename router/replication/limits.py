@@ -25,9 +25,11 @@ from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable
 from router.replication.redis.topology import Script, ScriptCall
 
+# Together replicas exceed a limit by what is admitted in this time and two round trips (docs/tenants.md).
 EXCHANGE_S = 0.1
 # A field unchanged for this many seconds is deleted by the next replica that reads it.
 GONE_S = 60.0
+# Seconds until Redis deletes the key if no replica writes it; must exceed ``GONE_S``.
 _KEPT_S = 120
 # Size limit of a field; larger than any replica writes.
 _FIELD_BYTES_MAX = 1 << 20

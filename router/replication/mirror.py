@@ -32,8 +32,10 @@ __all__ = ["MirrorStats", "MirroredIndex"]
 
 _LOG = structlog.get_logger()
 
+# Pause before the next flush, so that the batches of one scheduler step go out together.
 _COALESCE_S = 0.002
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 1.0
+# Attempts while the registry is replaced (``EpochChanged``); each reads the new epoch first.
 _ATTEMPTS = 3
 
 

@@ -118,8 +118,10 @@ class ScopeCache:
 
 __all__ = ["ReaderStats", "SharedEngine", "SharedReader", "SharedRows"]
 
+# ``index.lookup_timeout_s`` is for this many blocks (docs/redis.md); longer prompts get more in proportion.
 _BLOCKS_PER_TIMEOUT = 1000
 _ATTEMPTS = 3
+# Stream entries read with one lookup; the rest follows with the next.
 _INFLIGHT_MAX = 512
 
 

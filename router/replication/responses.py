@@ -24,6 +24,7 @@ from router.replication.redis.connection import IndexUnavailable, pack
 
 # Seconds for which other replicas can find a response.
 KEPT_S = 3600
+# Entries that wait for the server; beyond it they are dropped.
 _WAITING_MAX = 4096
 _SEND_S = 0.5
 _ENTRY_BYTES_MAX = 4096

@@ -43,7 +43,9 @@ _log = structlog.get_logger()
 # Delay in seconds until a feed's new state or an engine's new layout is published to other replicas.
 _DESCRIBE_S = 0.02
 _REFRESH_S = 0.5
+# Bound of each step of the shutdown: a server that hangs must not delay the end of the process.
 _SHUTDOWN_S_MAX = 2.0
+# Seconds until Redis deletes the load of replicas that are all gone.
 _LOAD_TTL_S = 60
 _RESTART_PAUSE_S = 0.5
 # Minimum pause in seconds between two reports of this replica's load.
