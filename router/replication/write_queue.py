@@ -423,10 +423,6 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# Number of blocks of one engine written before the next engine's turn.
-_FLUSH_SLICE = 2048
-
-
 class Flush:
     """One run over all pending blocks. ``run`` is called once; it may be cancelled."""
 
@@ -491,7 +487,7 @@ class Flush:
             await self._queue.claim(scope, engine_id, engine)
         if engine.facts_due:
             await self._describe(scope, engine_id, engine)
-        slot, hashes = engine.slot, engine.take(_FLUSH_SLICE)
+        slot, hashes = engine.slot, engine.take(_SLICE)
         if not hashes:
             return
         try:
