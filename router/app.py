@@ -29,6 +29,7 @@ from router.fleet.desired import DesiredState
 from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
+from router.fleet.status import Frontend
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
 from router.http.sockets import Certificates
@@ -396,11 +397,12 @@ class Router:
             settled=None if self.worker_group is None else self.worker_group.decisions.changed,
         )
 
-    def _engine_url(self, model: str | None) -> str | None:
-        """Return the URL of the least loaded engine of this model, so that tokenizing does not load one
-        engine for the whole fleet."""
+    def _engine_url(self, model: str | None, frontend: Frontend) -> str | None:
+        """Return the URL of the least loaded engine of this model with this frontend, so that tokenizing does
+        not load one engine for the whole fleet."""
         now = self.clock()
-        ready = [engine for engine in self.fleet.ready(model) if engine.breaker.allows(now)]
+        serving = (engine for engine in self.fleet.ready(model) if engine.frontend == frontend)
+        ready = [engine for engine in serving if engine.breaker.allows(now)]
         loads = [(engine.load.current(now), engine.engine.base_url) for engine in ready]
         return min(loads, key=lambda pair: (pair[0].waiting, pair[0].running), default=(None, None))[1]
 

@@ -135,12 +135,12 @@ def load(
 
 
 def parse_engine(text: str) -> EngineAddress:
-    """Parse ``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..]``, the value of
-    ``--engine``."""
+    """Parse ``URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N][,role=..][,kind=..]``, the value
+    of ``--engine``."""
     url, *options = text.split(",")
     values: dict[str, Any] = {"base_url": url.rstrip("/")}
     kinds = {field.name: field.type for field in msgspec.structs.fields(EngineAddress)}
-    names = {"events": "events", "replay": "replay", "topic": "topic", "dp-rank": "dp_rank", "role": "role"}
+    names = {name: name for name in ("events", "replay", "topic", "role", "kind")} | {"dp-rank": "dp_rank"}
     for option in options:
         name, separator, value = option.partition("=")
         if name not in names or not separator:

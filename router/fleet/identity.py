@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 Role = Literal["prefill", "decode", "both"]
+EngineKind = Literal["vllm", "sglang"]
 # Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
 # never parsed: use the engine's address instead.
 EngineId = NewType("EngineId", str)
@@ -34,6 +35,9 @@ class EngineAddress(msgspec.Struct, frozen=True):
     role: Literal["prefill", "decode", "both"] | None = None
     """``prefill``: computes prompts for others; ``decode``: fetches what those computed, and answers;
     ``both``: either. Not set: an engine for itself ([prefill-decode.md](prefill-decode.md))."""
+    kind: Literal["vllm", "sglang"] | None = None
+    """The engine's software. Not set: found from its `/v1/models` and `/server_info`
+    ([engines.md](engines.md))."""
 
     @property
     def prefills(self) -> bool:

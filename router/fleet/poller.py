@@ -3,37 +3,31 @@
 One task per server, started and ended as servers join and leave (``assign``). ``GET /v1/models`` shows
 whether a server is up; so do responses to clients since the last poll, because an API process may be too busy
 for polls. ``GET /kv_event_sources`` (vLLM 0.31+) returns its ranks and event endpoints unless they are
-configured; it is repeated while the server reports any, since a restart may move them. ``GET /metrics`` gives
-running and waiting requests, which include the load of other clients. A listener is called on changes. A
-server that does not answer is polled more often. Invariant: no answer of a server and no error of a listener
-ends the polling.
+configured; it is repeated while the server reports any, since a restart may move them. ``GET /server_info``
+has the set-up of each process, and SGLang's event endpoints. ``GET /metrics`` gives running and waiting
+requests, which include the load of other clients. A listener is called on changes. A server that does not
+answer is polled more often. Invariant: no answer of a server and no error of a listener ends the polling.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 import structlog
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress, Role
 from router.fleet.settings import FleetSettings
-from router.fleet.statement import SERVER_INFO, server_info_statement
-from router.fleet.status import (
-    E,
-    EngineStatus,
-    Fleet,
-    ModelCard,
-    Reassigned,
+from router.fleet.statement import (
+    SERVER_INFO,
+    EngineStatement,
+    event_sources,
     read_asleep,
     read_emptied,
     read_gauges,
@@ -41,6 +35,16 @@ from router.fleet.status import (
     read_started,
     read_statement,
     read_transfers,
+    server_info_statement,
+    sglang_engines,
+)
+from router.fleet.status import (
+    E,
+    EngineStatus,
+    Fleet,
+    ModelCard,
+    Reassigned,
+    kind_of,
 )
 from router.http.sockets import Certificates, TlsFiles, client_context, describe_error, is_out_of_descriptors
 from router.observe.requests import LogThrottle
@@ -79,18 +83,10 @@ class _Version(msgspec.Struct):
     version: str | None = None
 
 
-class _Source(msgspec.Struct):
-    enable_kv_cache_events: bool = True
-    endpoint: str | None = None
-    replay_endpoint: str | None = None
-    topic: str = ""
-
-
 # Statuses by which a server permanently refuses an endpoint.
 _ABSENT = frozenset({401, 403, 404, 405, 501})
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
-_ENDPOINT = re.compile(r"(tcp|ipc|inproc)://\S+")
 _PROBLEM_LENGTH_MAX = 300
 _UNTIMED = aiohttp.ClientTimeout(total=None)
 # Interval of repeated warnings that an engine does not answer.
@@ -117,7 +113,8 @@ class FleetPoller(Generic[E]):
         self._answers: dict[str, int] = {}  # number of responses to clients at each server's last poll
         self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
         self._settled: set[str] = set()  # servers that are up and reported that they publish no events
-        self._informed: set[str] = set()  # servers whose /server_info has been read or is refused
+        # Statements of servers whose /server_info has been read; None: refused, or of another kind.
+        self._informed: dict[str, EngineStatement | None] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._unasked: set[str] = set()  # servers whose first poll has not ended
         self._all_asked = asyncio.Event()
@@ -174,7 +171,7 @@ class FleetPoller(Generic[E]):
         self._answers.pop(base_url, None)
         self._not_only_slow.discard(base_url)
         self._settled.discard(base_url)
-        self._informed.discard(base_url)
+        self._informed.pop(base_url, None)
 
     def _tell(self, listener: Callable[[_T], None], about: _T) -> None:
         try:
@@ -239,13 +236,16 @@ class FleetPoller(Generic[E]):
         if models:
             self._missed.pop(base_url, None)
             self._not_only_slow.discard(base_url)
-        changed = await self._discover_events(base_url) if models else []
-        if models and any(status.engine.role for status in self._fleet.ranks(base_url)):
-            # after its ranks are known: new ranks have no version yet
-            await self._ask_version(base_url, models[0])
+        changed: list[str] = []
         if models:
             await self._ask_server_info(base_url)
+            changed = await self._discover_events(base_url, models)
+            # after its ranks are known: new ranks have no version yet
+            if any(status.engine.role for status in self._fleet.ranks(base_url)):
+                await self._ask_version(base_url, models[0])
         for status in self._fleet.ranks(base_url):
+            if models:
+                status.server_info = self._informed.get(base_url)
             self._note(status, models, problem, moved=status.engine_id in changed)
         return bool(models)
 
@@ -324,42 +324,45 @@ class FleetPoller(Generic[E]):
     async def _ask_server_info(self, base_url: str) -> None:
         """Query the server's set-up, if it reports it: once for each of its processes."""
         if not any(status.up for status in self._fleet.ranks(base_url)):
-            self._informed.discard(base_url)
+            self._informed.pop(base_url, None)
         if base_url in self._informed:
             return
-        try:
-            stated = server_info_statement(await self._get(base_url + SERVER_INFO))
-        except _NO_ANSWER:
-            return  # repeated at the next poll
-        except _BadAnswerError:
-            stated = None
-        self._informed.add(base_url)
-        for status in self._fleet.ranks(base_url):
-            status.server_info = stated
+        with contextlib.suppress(*_NO_ANSWER):  # repeated at the next poll
+            try:
+                self._informed[base_url] = server_info_statement(await self._get(base_url + SERVER_INFO))
+            except _BadAnswerError:
+                self._informed[base_url] = None
 
-    async def _discover_events(self, base_url: str) -> list[str]:
-        """Read ranks and endpoints from the server, unless configured. Returns the ids whose addresses
+    async def _discover_events(self, base_url: str, models: tuple[ModelCard, ...]) -> list[str]:
+        """Find ranks and endpoints of the server, unless configured. Returns the ids whose addresses
         changed."""
         configured = self._fleet.configured(base_url)
         if any(engine.events is not None for engine in configured):
             return []
+        like = configured[0] if configured else None
+        stated = self._informed.get(base_url)
+        if kind_of(like, stated, models) == "sglang":
+            if base_url not in self._informed:
+                return []  # keep the known ranks
+            found = sglang_engines(base_url, None if stated is None else stated.event_ports, like)
+            return self._fleet.replace(base_url, found or configured)[0]
         if not any(status.up for status in self._fleet.ranks(base_url)):
             self._settled.discard(base_url)
         if base_url in self._settled:
             return []
-        found: Sequence[EngineAddress] = ()
+        found = []
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
-            sources = _decode(body, dict[str, _Source | None])
-            found = discovered_engines(base_url, sources, configured[0].role if configured else None)
+            found = event_sources(base_url, body, like)
         except _NO_ANSWER:
             return []  # keep the known ranks; repeated at the next poll
         except _BadAnswerError as error:
-            if error.status == 200:
-                _log.warning("event sources could not be parsed", server=base_url, problem=str(error))
-                self._settled.add(base_url)
             if error.status not in _ABSENT:
                 return []
+        except ValueError as error:
+            _log.warning("event sources could not be parsed", server=base_url, problem=str(error))
+            self._settled.add(base_url)
+            return []
         if not found:
             self._settled.add(base_url)
         return self._fleet.replace(base_url, found or configured)[0]
@@ -372,7 +375,7 @@ class FleetPoller(Generic[E]):
         started = read_started(body)
         for status in self._fleet.ranks(base_url):
             if None not in (started, status.started) and started != status.started:
-                self._informed.discard(base_url)
+                self._informed.pop(base_url, None)
                 _log.info("engine restarted", engine=status.engine_id)
                 self._listener.engine_restarted(status)
             status.started = started or status.started
@@ -429,47 +432,6 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         return msgspec.json.decode(body, type=kind)
     except _BAD_JSON as error:
         raise _BadAnswerError(describe_error(error)) from None
-
-
-def event_sources(base_url: str, body: bytes) -> list[EngineAddress]:
-    """Return the engines in a ``/kv_event_sources`` answer. Raises ``ValueError`` for another kind of
-    body."""
-    try:
-        return discovered_engines(base_url, _decode(body, dict[str, _Source | None]))
-    except _BadAnswerError as error:
-        raise ValueError(str(error)) from None
-
-
-def discovered_engines(
-    base_url: str, sources: Mapping[str, _Source | None], role: Role | None = None
-) -> list[EngineAddress]:
-    """Return the engines of one server from its ``/kv_event_sources``: one per rank.
-
-    The rank is set only if there are several. Sources that publish nothing, or have an invalid endpoint or
-    rank, are omitted.
-    """
-    host = urlsplit(base_url).hostname or "127.0.0.1"
-    live: dict[int, EngineAddress] = {}
-    for rank, source in sources.items():
-        number = int(rank) if re.fullmatch(r"\d{1,6}", rank, re.ASCII) else None
-        if number is None or source is None or not source.enable_kv_cache_events:
-            continue
-        events, replay = (
-            reachable(e, host) if e else None for e in (source.endpoint, source.replay_endpoint)
-        )
-        if events is None or not _ENDPOINT.fullmatch(events):
-            continue
-        if replay is not None and not _ENDPOINT.fullmatch(replay):
-            replay = None
-        named = number if len(sources) > 1 else None
-        live[number] = EngineAddress(base_url, named, events, replay, source.topic, role=role)
-    return [live[number] for number in sorted(live)]
-
-
-def reachable(endpoint: str, host: str) -> str:
-    """Convert an endpoint as bound (``tcp://*:5557``) to one that others can connect to."""
-    address = f"[{host}]" if ":" in host else host
-    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)", f"tcp://{address}", endpoint)
 
 
 # HTTP requests of the router itself to engines and render servers: TLS, sessions, bounded responses.

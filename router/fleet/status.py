@@ -7,8 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import math
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -16,11 +14,11 @@ from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 import msgspec
 
 from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
-from router.fleet.statement import EngineStatement, metrics_statement
+from router.fleet.identity import EngineAddress, EngineKind
+from router.fleet.statement import EngineStatement
 
-# API server of vLLM that tokenizes requests: each gives other tokens for some bodies.
-Frontend = Literal["python", "rust"]
+# API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.
+Frontend = Literal["python", "rust", "sglang"]
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -40,8 +38,22 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     @property
     def frontend(self) -> Frontend:
-        """Return the frontend, by the owner that ``vllm-rs`` states (vLLM 0.33, observed)."""
+        """Return the frontend by the stated owner: of ``vllm-rs`` (vLLM 0.33, observed), or of SGLang
+        (srt/entrypoints/openai/protocol.py, 0.5.23)."""
+        if self.owned_by == "sglang":
+            return "sglang"
         return "rust" if self.owned_by == "vllm-frontend-rs" else "python"
+
+
+def kind_of(
+    engine: EngineAddress | None, stated: EngineStatement | None, models: Sequence[ModelCard]
+) -> EngineKind:
+    """Return the software of an engine: as configured, else as stated by ``/server_info`` or its models."""
+    if engine is not None and engine.kind is not None:
+        return engine.kind
+    if stated is not None:
+        return stated.kind
+    return "sglang" if models and models[0].frontend == "sglang" else "vllm"
 
 
 class EngineStatus:
@@ -49,9 +61,9 @@ class EngineStatus:
     use according to its metrics (0..1). Values that every request needs are computed when they change."""
 
     __slots__ = (
-        *("_asleep", "_fleet_changed", "_held", "_models", "_silent", "_up", "answers", "base_model"),
-        *("engine", "engine_id"),
-        *("emptied", "kv_usage", "pool_blocks", "problem", "server_info", "started", "stated", "transfers"),
+        *("_asleep", "_fleet_changed", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
+        *("base_model", "engine", "engine_id"),
+        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "stated", "transfers"),
         "version",
     )
 
@@ -66,8 +78,7 @@ class EngineStatus:
         self.pool_blocks: int | None = None
         # Its set-up according to its metrics.
         self.stated: EngineStatement | None = None
-        # Its set-up according to ``/server_info``, if that is enabled.
-        self.server_info: EngineStatement | None = None
+        self._server_info: EngineStatement | None = None
         # Its version, from ``GET /version``; only queried for engines with a role.
         self.version: str | None = None
         # Start of its API process in seconds since the epoch, from its metrics.
@@ -87,8 +98,26 @@ class EngineStatus:
 
     @property
     def frontend(self) -> Frontend:
-        """Return its frontend, from the first of its model cards."""
-        return self._models[0].frontend if self._models else "python"
+        """Return its frontend: SGLang's, or vLLM's by the first of its model cards."""
+        if self.kind == "sglang":
+            return "sglang"
+        return "rust" if self._models and self._models[0].frontend == "rust" else "python"
+
+    @property
+    def kind(self) -> EngineKind:
+        """Return its software."""
+        return kind_of(self.engine, self._server_info, self._models)
+
+    @property
+    def server_info(self) -> EngineStatement | None:
+        """Its set-up according to ``/server_info``, if it serves that."""
+        return self._server_info
+
+    @server_info.setter
+    def server_info(self, stated: EngineStatement | None) -> None:
+        if stated != self._server_info:
+            self._server_info = stated
+            self._fleet_changed()
 
     @property
     def up(self) -> bool:
@@ -338,147 +367,6 @@ def _by_server(engines: Iterable[EngineAddress]) -> dict[str, list[EngineAddress
     for engine in engines:
         found.setdefault(engine.base_url, []).append(engine)
     return found
-
-
-# Reads an engine's Prometheus page: its load, and the size of its pool.
-#
-# Pure functions over the page's bytes; invalid numbers are omitted.
-
-
-# Larger gauges are invalid; using them would overflow the cost of the engine.
-_GAUGE_MAX = 1e9
-# Patterns begin with letters, which ``re`` finds ten times as fast as ``^`` (22 instead of 275 us in vLLM
-# 0.32's page of 58 KB), and stay within a line; ``_samples_of`` keeps the matches at the start of one.
-_GAUGE = re.compile(
-    rb"vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{([^}\n]*)\})?[ \t]+(\S+)"
-)
-_TRANSFERS = re.compile(
-    rb"vllm:nixl_(num_failed_transfers|num_failed_notifications|num_kv_expired_reqs|"
-    rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S+)"
-)
-_POOL = re.compile(rb"vllm:cache_config_info\{([^}\n]*)\}")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S*)")
-_ZEROS = frozenset({b"0", b"0.0"})
-_POOL_BLOCKS = re.compile(rb'num_gpu_blocks="(\d{1,12})"')
-_AWAKE = re.compile(rb'vllm:engine_sleep_state\{([^}\n]*sleep_state="awake"[^}\n]*)\}[ \t]+(\S+)')
-_STARTED = re.compile(rb"process_start_time_seconds[ \t]+(\S+)")
-_EMPTIED = re.compile(
-    rb"vllm:sleep_mode_operation_duration_seconds_count"
-    rb'\{[^}\n]*operation="(?:sleep|release_kv_cache_memory)"[^}\n]*\}[ \t]+(\S+)'
-)
-_NEWLINE = ord("\n")
-_RANK = re.compile(rb'engine="(\d{1,6})"')
-
-
-def _samples_of(pattern: re.Pattern[bytes], text: bytes) -> Iterator[re.Match[bytes]]:
-    """Yield matches at the start of a line: elsewhere they are help texts, types or label values."""
-    for match in pattern.finditer(text):
-        if not match.start() or text[match.start() - 1] == _NEWLINE:
-            yield match
-
-
-def read_pool_blocks(text: bytes, dp_rank: int | None) -> int | None:
-    """Return the number of blocks of the KV pool of one rank, or of the largest; None if the page lacks
-    it."""
-    sizes = []
-    for match in _samples_of(_POOL, text):
-        rank, blocks = _RANK.search(match[1]), _POOL_BLOCKS.search(match[1])
-        if blocks is not None and (dp_rank is None or rank is None or int(rank[1]) == dp_rank):
-            sizes.append(int(blocks[1]))
-    return max(sizes, default=None)
-
-
-def read_statement(text: bytes, dp_rank: int | None) -> EngineStatement | None:
-    """Return the set-up of this rank as stated by the page; None if it states nothing."""
-    rows = [match for match in _samples_of(_POOL, text) if _is_of(match[1], dp_rank)]
-    labels = dict(_LABEL.findall(rows[0][1].decode("utf-8", "replace"))) if rows else {}
-    drafts = any(
-        _is_of(match[1] or b"", dp_rank) and (labels or match[2] not in _ZEROS)
-        for match in _samples_of(_DRAFTS, text)
-    )
-    return metrics_statement(labels, drafts=drafts)
-
-
-def _is_of(labels: bytes, dp_rank: int | None) -> bool:
-    rank = _RANK.search(labels)
-    return dp_rank is None or rank is None or int(rank[1]) == dp_rank
-
-
-def read_asleep(text: bytes, dp_rank: int | None) -> bool:
-    """Whether this rank, or any rank, reports that it sleeps (vLLM's sleep mode, which drops the cache)."""
-    for match in _samples_of(_AWAKE, text):
-        rank = _RANK.search(match[1])
-        if dp_rank is None or rank is None or int(rank[1]) == dp_rank:
-            try:
-                if float(match[2]) == 0:
-                    return True
-            except ValueError:
-                continue
-    return False
-
-
-def read_started(text: bytes) -> float | None:
-    """Return the start of the process behind this page, in seconds since the epoch (prometheus_client's
-    ``ProcessCollector``); None if the page lacks it."""
-    match = next(_samples_of(_STARTED, text), None)
-    try:
-        started = math.nan if match is None else float(match[1])
-    except ValueError:
-        return None
-    return started if 0 < started < math.inf else None
-
-
-def read_emptied(text: bytes) -> float:
-    """Return how often ``/sleep`` or ``/release_kv_cache_memory`` was called at this server; each call
-    empties the cache of all its ranks (vLLM 0.32, entrypoints/serve/dev/sleep/metrics.py)."""
-    calls = 0.0
-    for match in _samples_of(_EMPTIED, text):
-        try:
-            number = float(match[1])
-        except ValueError:
-            continue
-        calls += number if 0 <= number <= _GAUGE_MAX else 0.0
-    return calls
-
-
-def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """Return NIXL's counters of failed transfers, by its names without prefix; only those of one rank if
-    ``dp_rank`` is given. Counters that were never incremented are absent."""
-    found: dict[str, float] = {}
-    for name, value in _samples(_TRANSFERS, text, dp_rank):
-        if value < math.inf:
-            short = name.removeprefix("num_")
-            found[short] = found.get(short, 0.0) + value
-    return found
-
-
-def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """Return vLLM's gauges of a metrics page; only those of one rank if ``dp_rank`` is given.
-
-    Requests are summed over models and ranks; of the usage (0..1) the maximum is taken. Invalid values (NaN,
-    negative, infinite) are omitted.
-    """
-    gauges: dict[str, float] = {}
-    for name, value in _samples(_GAUGE, text, dp_rank):
-        if value <= _GAUGE_MAX:
-            known = gauges.get(name, 0.0)
-            gauges[name] = max(known, value) if name == "kv_cache_usage_perc" else known + value
-    return gauges
-
-
-def _samples(pattern: re.Pattern[bytes], text: bytes, dp_rank: int | None) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each sample of this rank, or of all: numbers that are not negative."""
-    for match in _samples_of(pattern, text):
-        rank = _RANK.search(match[2] or b"")
-        if dp_rank is not None and rank is not None and int(rank[1]) != dp_rank:
-            continue
-        try:
-            value = float(match[3])
-        except ValueError:
-            continue
-        if value >= 0:  # NaN is not
-            yield match[1].decode(), value
 
 
 # Engine and tenant of each response of the Responses API. Follow-ups, GET and cancel must go to that engine,

@@ -88,7 +88,7 @@ class LocalModel:
         self._workers = workers
         self._settings = settings
         self._directory = directory
-        self._rust: LocalModel | None = None
+        self._others: dict[Frontend, LocalModel] = {}
         self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max, frontend)
         self.tokenizer = tokenizer or self._load_tokenizer(directory)
         self._serial = b"%d" % next(_SERIALS)
@@ -110,8 +110,8 @@ class LocalModel:
         """Return the same model behind this frontend of the engines; loaded at first use."""
         if frontend == "python":
             return self
-        if self._rust is None:
-            self._rust = LocalModel(
+        if frontend not in self._others:
+            self._others[frontend] = LocalModel(
                 self._config,
                 self._directory,
                 stats=self._stats,
@@ -121,13 +121,13 @@ class LocalModel:
                 frontend=frontend,
                 tokenizer=self.tokenizer,
             )
-        return self._rust
+        return self._others[frontend]
 
     def clear(self) -> None:
         """Clear the caches: the model is not served any more."""
         self.renderer.clear()
-        if self._rust is not None:
-            self._rust.clear()
+        for other in self._others.values():
+            other.clear()
 
     def by(self, *, chat: bool) -> str:
         """Name of the reader of prompts here: the tokenizer's library, or the family for chats."""

@@ -28,7 +28,7 @@ from router.prompts.chat.messages import (
 )
 from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
 from router.prompts.families.base import Family, MissingFamily, family_of
-from router.prompts.families.rust import RustFrontend
+from router.prompts.families.frontends import RustFrontend, SglangFrontend
 from router.prompts.model_dir import ModelDir, load_chat_template
 from router.prompts.prompt_cache import KnownMessage
 from router.prompts.request import ChatBody, NotLocalError, decode_message, plain_message
@@ -81,9 +81,9 @@ class ChatRenderer:
         self._stats = stats
         self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
         self.family = (
-            self._rust_frontend(directory)
-            if frontend == "rust"
-            else family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+            family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+            if frontend == "python"
+            else self._other_frontend(directory, RustFrontend if frontend == "rust" else SglangFrontend)
         )
         self._special_tokens = directory.special_tokens if self.family is None else {}
         takes_defaults = self.family is None or self.family.takes_defaults
@@ -91,12 +91,14 @@ class ChatRenderer:
         self.templates = self._load_templates(directory)
         self._contexts = ContextCache(stats, context_bytes_max)
 
-    def _rust_frontend(self, directory: ModelDir) -> RustFrontend | MissingFamily:
+    def _other_frontend(
+        self, directory: ModelDir, frontend: type[RustFrontend | SglangFrontend]
+    ) -> RustFrontend | SglangFrontend | MissingFamily:
         sources = {self._template_source(directory, with_tools=with_tools) for with_tools in (False, True)}
         source = sources.pop()
         if self.name != "hf" or sources or source is None:
-            return MissingFamily("the Rust frontend has code of its own for this model's chats")
-        return RustFrontend(source, directory.special_tokens, self._config)
+            return MissingFamily(f"the {frontend.name} has code of its own for this model's chats")
+        return frontend(source, directory.special_tokens, self._config)
 
     def _load_templates(self, directory: ModelDir) -> dict[bool, ChatTemplate | None]:
         """Templates by whether the chat has tools; one object if both are the same."""

@@ -38,7 +38,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     frontend: Frontend = "python"
     """The engines' API server that tokenizes the request in this way."""
     variants: dict[Frontend, Prompt] = {}
-    """In a fleet with both frontends: this prompt and the other one, if they are known."""
+    """In a fleet with several frontends: this prompt and the others, as far as they are known."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
 
     def behind(self, frontend: Frontend) -> Prompt | None:

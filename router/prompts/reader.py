@@ -29,6 +29,7 @@ from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
 from router.prompts.bodies import Converted, Parsed, answer_tokens_max, decode_body, pieces_of, prompt_field
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
+from router.prompts.families.frontends import is_unlike_sglang
 from router.prompts.local_model import LocalModel
 from router.prompts.local_renderer import Workers
 from router.prompts.model_dir import ModelDirError, load_model_dir
@@ -98,9 +99,9 @@ class PromptReader:
     """Reads requests. ``models`` by served name (``*``: any other); ``post`` calls engines, with the client's
     own ``Authorization`` or with none.
 
-    ``engine_url`` names an engine that serves a model (None: there is none), ``frontends`` those of its
-    engines, ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per tokenizer.
-    Raises ``ModelDirError`` for an unusable directory.
+    ``engine_url`` names an engine that serves a model behind a frontend (None: there is none), ``frontends``
+    those of its engines, ``is_adapter`` tells LoRA names. Loading happens here and takes up to seconds per
+    tokenizer. Raises ``ModelDirError`` for an unusable directory.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class PromptReader:
         settings: PromptSettings,
         post: Post,
         *,
-        engine_url: EngineUrl = lambda _model: None,
+        engine_url: EngineUrl = lambda _model, _frontend: None,
         frontends: Callable[[str | None], tuple[Frontend, ...]] = lambda _model: ("python",),
         is_adapter: Callable[[str], bool] = lambda _model: False,
         clock: Callable[[], float] = time.monotonic,
@@ -233,9 +234,7 @@ class PromptReader:
             try:
                 parsed, request.prompt = request.prompt or decode_body(path, request.body), None
                 prompt = await self._read_local(request, path, parsed, frontends[0])
-                if len(frontends) > 1:
-                    prompt.variants = {prompt.frontend: prompt}
-                    await self._add_variant(prompt, request, path, parsed, frontends[1])
+                await self._add_variants(prompt, request, path, parsed, frontends[1:])
             except NotLocalError as miss:
                 if miss.reason == "too_complex":
                     return self._read_beginning(request, path, miss.reason)
@@ -251,17 +250,31 @@ class PromptReader:
             self._show(request, path, prompt)
         return prompt
 
-    async def _add_variant(
-        self, prompt: Prompt, request: InboundRequest, path: str, parsed: Parsed, frontend: Frontend
+    async def _add_variants(
+        self,
+        prompt: Prompt,
+        request: InboundRequest,
+        path: str,
+        parsed: Parsed | None,
+        frontends: Sequence[Frontend],
     ) -> None:
-        """Add the tokens of the other frontend; without them its engines are predicted to hold nothing."""
-        try:
-            other = await self._read_local(request, path, parsed, frontend)
-        except NotLocalError as miss:
-            self.stats.not_local[miss.reason] += 1
+        """Add the tokens of other frontends, made here or by SGLang; without them a frontend's engines are
+        predicted to hold nothing."""
+        if not frontends:
             return
-        other.variants = prompt.variants
-        prompt.variants[frontend] = other
+        prompt.variants = {prompt.frontend: prompt}
+        for frontend in frontends:
+            other: Prompt | None = None
+            try:
+                if parsed is not None:
+                    other = await self._read_local(request, path, parsed, frontend)
+            except NotLocalError as miss:
+                self.stats.not_local[miss.reason] += 1
+                if frontend == "sglang" and miss.reason not in _HOPELESS:
+                    other = await self._told(request, path, parsed, None, frontend)
+            if other is not None:
+                other.variants = prompt.variants
+                prompt.variants[frontend] = other
 
     def _show(self, request: InboundRequest, path: str, prompt: Prompt) -> None:
         name = self._names.target(request.model).name
@@ -305,6 +318,8 @@ class PromptReader:
         target = self._names.target(request.model)
         extras = target.extras(parsed.cache_salt)
         long = _takes_long(request.body, parsed)
+        if frontend == "sglang" and is_unlike_sglang(request.body):
+            raise NotLocalError("frontend")
         if isinstance(parsed, GenerateBody):
             given = await self._done(long, lambda: _given_tokens(parsed))
             given_ids = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
@@ -317,7 +332,9 @@ class PromptReader:
             if not isinstance(parsed, CompletionBody):
                 raise NotLocalError("no_tokenizer")
             given = await self._done(long, lambda: _completion_tokens(parsed))
-            return self._prompt_of(given, target, extras, parsed, source="local", by="the request")
+            given_ids = self._prompt_of(given, target, extras, parsed, source="local", by="the request")
+            given_ids.frontend = frontend
+            return given_ids
         if not local.renderer.reads(path):
             # the engine has separate code for this API, which is not reproduced
             raise NotLocalError("renderer")
@@ -380,9 +397,10 @@ class PromptReader:
         frontends: tuple[Frontend, ...],
     ) -> Prompt | TextAffinity:
         prompt = None
-        if reason not in _HOPELESS and len(frontends) == 1:  # which engine is asked is unknown here
+        if reason not in _HOPELESS:
             prompt = await self._told(request, path, parsed, marked, frontends[0])
         if prompt is not None:
+            await self._add_variants(prompt, request, path, parsed, frontends[1:])
             self.stats.renderer += prompt.source == "renderer"
             self.stats.engine += prompt.source == "engine"
             self.stats.count_read(path, prompt.source)

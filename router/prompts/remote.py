@@ -3,7 +3,8 @@
 vLLM has two endpoints. ``{path}/render`` (0.27 and later, only with ``--enable-scale-out``: 403 without) runs
 the request's whole preprocessing and returns ``token_ids`` and, for multimodal prompts, the item hashes and
 their places. ``/tokenize`` is always available and takes text chats and single prompts, but ignores some
-fields; it is used only if those are absent.
+fields; it is used only if those are absent. SGLang has ``/tokenize`` alone, which renders chats as its
+generation does (0.5.23).
 
 Invariants: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
 that is absent or failing is not called for a while. No sockets here: ``post`` is injected.
@@ -26,6 +27,7 @@ from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES,
 from router.prompts.bodies import Parsed
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.cuts import Ids
+from router.prompts.families.frontends import is_unlike_sglang
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
 from router.prompts.settings import PromptSettings
 from router.prompts.sizes import SHARE
@@ -106,15 +108,17 @@ class EngineSide:
         parsed: ChatBody | CompletionBody | None,
         *,
         authorization: bytes | None = None,
+        frontend: Frontend = "python",
     ) -> EngineTokens | None:
         """Return the request's tokens, or None if the engine gives none. ``parsed`` None: render only.
 
         ``authorization``: the client's own field value.
         """
-        if parsed is not None and _is_empty(parsed):
+        sglang = frontend == "sglang"
+        if (parsed is not None and _is_empty(parsed)) or (sglang and is_unlike_sglang(body)):
             return None
         headers = {} if authorization is None else {"authorization": authorization.decode("latin-1")}
-        if path in RENDER_PATHS:
+        if path in RENDER_PATHS and not sglang:
             url = base_url + path + "/render"
             status, answer = await self._ask(url, without_tensors(body), headers)
             if status == 200:
@@ -300,7 +304,7 @@ class Renderers:
 # turn with the same images needs no call.
 
 
-EngineUrl = Callable[[str | None], str | None]
+EngineUrl = Callable[[str | None, Frontend], str | None]
 
 
 class Told(NamedTuple):
@@ -312,8 +316,8 @@ class Told(NamedTuple):
 
 
 class Asking:
-    """Asks render servers first, then one engine. ``engine_url`` names an engine that serves a model (None:
-    there is none)."""
+    """Asks render servers first, then one engine. ``engine_url`` names an engine that serves a model behind a
+    frontend (None: there is none)."""
 
     def __init__(self, renderers: Renderers, engine_side: EngineSide, engine_url: EngineUrl) -> None:
         self._renderers = renderers
@@ -333,10 +337,12 @@ class Asking:
             rendered = await self._renderers.tokens(path, request.body, known, authorization=authorization)
         if rendered is not None:
             return Told(rendered[0], "renderer", rendered[1])
-        url = self._engine_url(request.model)
+        url = self._engine_url(request.model, frontend)
         if not url:
             return None
-        found = await self._engine_side.tokens(url, path, request.body, known, authorization=authorization)
+        found = await self._engine_side.tokens(
+            url, path, request.body, known, authorization=authorization, frontend=frontend
+        )
         return None if found is None else Told(found, "engine", url)
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from publisher.events import GroupSpec
 from router.config.errors import ConfigError
-from router.fleet.status import read_pool_blocks
+from router.fleet.statement import read_pool_blocks
 from router.simulate.advise_trials import (
     ALIKE,
     Advice,

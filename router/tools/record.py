@@ -25,7 +25,7 @@ from router.config.load import parse_engine
 from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
 from router.fleet.identity import EngineAddress
-from router.fleet.poller import event_sources
+from router.fleet.statement import event_sources
 from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from router.tools.ops_client import output_console

@@ -22,8 +22,7 @@ from msgspec.structs import replace
 from router.config.schema import Config
 from router.engine_lifecycle import complete, setup_evidence
 from router.fleet.identity import EngineAddress
-from router.fleet.poller import event_sources
-from router.fleet.statement import SERVER_INFO, metrics_statement, server_info_statement
+from router.fleet.statement import SERVER_INFO, event_sources, metrics_statement, server_info_statement
 from router.fleet.status import ModelCard
 from router.http.sockets import describe_error
 from router.index.base import GPU
@@ -470,7 +469,9 @@ class _Examination:
         models = {name: model.prompts() for name, model in self._seen.config.models.items()}
         models.setdefault(ANY_MODEL, ModelPrompts())
         settings = replace(self._seen.config.prompts, engine_timeout_s=self._settings.timeout_s)
-        return PromptReader(models, settings, self._post, engine_url=lambda _model: self._probed_url)
+        return PromptReader(
+            models, settings, self._post, engine_url=lambda _model, _frontend: self._probed_url
+        )
 
     async def _post(
         self, url: str, body: bytes, _headers: dict[str, str], timeout_s: float

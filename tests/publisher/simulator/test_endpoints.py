@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.simulator.scheduler import Step
-from router.fleet.status import read_pool_blocks
+from router.fleet.statement import read_pool_blocks
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
 from tests.support.waiting import run, until

@@ -7,7 +7,7 @@ import pytest
 from publisher.events import BlockHash
 from router.feeds.base import FeedSettings, FeedState
 from router.fleet.identity import EngineAddress
-from router.fleet.status import read_pool_blocks
+from router.fleet.statement import read_pool_blocks
 from router.index.base import Plane
 from router.proxy.headers import Verdict, judge
 from router.proxy.settings import REFUSED_PATHS, ProxySettings

@@ -14,9 +14,16 @@ import pytest
 
 from router.fleet.desired import DesiredFleet
 from router.fleet.identity import EngineAddress
-from router.fleet.poller import EngineCalls, reachable
+from router.fleet.poller import EngineCalls
 from router.fleet.settings import FleetSettings
-from router.fleet.status import read_asleep, read_emptied, read_gauges, read_started, read_transfers
+from router.fleet.statement import (
+    reachable,
+    read_asleep,
+    read_emptied,
+    read_gauges,
+    read_started,
+    read_transfers,
+)
 from router.tools.doctor.gather.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import run, until

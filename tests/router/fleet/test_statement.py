@@ -7,9 +7,18 @@ import asyncio
 import msgspec
 import pytest
 
-from router.fleet.statement import SERVER_INFO, EngineStatement, server_info_statement
-from router.fleet.status import read_statement
+from router.fleet.identity import EngineAddress
+from router.fleet.statement import (
+    SERVER_INFO,
+    EngineStatement,
+    read_gauges,
+    read_pool_blocks,
+    read_statement,
+    server_info_statement,
+    sglang_engines,
+)
 from tests.router.fleet.misbehaving import HANG, page, watching
+from tests.support.waiting import until
 
 PAGE = b"""# TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="544",effective_attention_block_size="544",engine="0",mamba_cache_mode="align",\
@@ -115,5 +124,83 @@ def test_without_server_info_an_engine_is_up_all_the_same(answer: object) -> Non
             (status,) = watch.fleet
             await watch.until(lambda: status.up, "up")
             assert status.server_info is None
+
+    asyncio.run(main())
+
+
+SGLANG_INFO = {
+    "page_size": 16,
+    "version": "0.5.23",
+    "enable_cache_report": True,
+    "speculative_algorithm": None,
+    "internal_states": [{"memory_usage": {"token_capacity": 4096, "token_capacity_swa": None}}],
+    "kv_events": {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 5557,
+        "topic": "",
+        "block_size": 16,
+        "dp_size": 2,
+        "replay_endpoint_port_base": 5600,
+    },
+}
+SGLANG_PAGE = b"""# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 2.0
+sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",tp_rank="0"} 3.0
+sglang:num_queue_reqs{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 1.0
+sglang:token_usage{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 0.5
+sglang:num_pages{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 256.0
+sglang:mamba_usage{dp_rank="0",engine_type="unified",model_name="m",tp_rank="0"} 0.0
+"""
+
+
+def test_an_sglang_server_states_its_ranks_and_page() -> None:
+    stated = server_info_statement(msgspec.json.encode(SGLANG_INFO))
+    assert stated is not None
+    assert (stated.kind, stated.version, stated.attention_block_size) == ("sglang", "0.5.23", 16)
+    assert not stated.other_attention
+    assert sglang_engines("http://10.0.0.1:30000", stated.event_ports) == [
+        EngineAddress(
+            "http://10.0.0.1:30000", rank, f"tcp://10.0.0.1:{5557 + rank}", f"tcp://10.0.0.1:{5600 + rank}"
+        )
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "ports", [{"endpoint_port_base": 0}, {"endpoint_port_base": 65535, "dp_size": 2}, [], 1]
+)
+def test_ports_of_an_sglang_server_that_cannot_be_used(ports: object) -> None:
+    stated = server_info_statement(msgspec.json.encode({**SGLANG_INFO, "kv_events": ports}))
+    assert stated is not None
+    assert stated.event_ports is None
+
+
+def test_gauges_of_an_sglang_server() -> None:
+    assert read_gauges(SGLANG_PAGE, 0) == {
+        "num_requests_running": 2,
+        "num_requests_waiting": 1,
+        "kv_cache_usage_perc": 0.5,
+    }
+    assert read_gauges(SGLANG_PAGE, None)["num_requests_running"] == 5
+    assert read_pool_blocks(SGLANG_PAGE, 0) == 256
+    assert read_statement(SGLANG_PAGE, 0) is None
+    windows = SGLANG_PAGE + b"sglang:max_total_num_tokens_swa 1024.0\n"
+    stated = read_statement(windows, 0)
+    assert stated is not None
+    assert stated.other_attention
+
+
+def test_an_sglang_server_is_found_by_what_it_serves() -> None:
+    async def main() -> None:
+        async with watching() as watch:
+            server, fleet = watch.server, watch.fleet
+            card = {"id": "m", "owned_by": "sglang"}
+            server.answers["/v1/models"] = {"object": "list", "data": [card]}
+            server.answers[SERVER_INFO] = SGLANG_INFO
+            await until(lambda: any(status.publishes_events for status in fleet), "found")
+            await until(lambda: all(status.up for status in fleet), "up")
+            assert [status.engine.dp_rank for status in fleet] == [0, 1]
+            assert {(status.kind, status.frontend) for status in fleet} == {("sglang", "sglang")}
 
     asyncio.run(main())

@@ -111,7 +111,7 @@ def test_an_engines_render_endpoint_is_not_asked_what_it_answers_differently() -
         asked.append(url)
         return 200, b'{"token_ids":[1,2,3]}'
 
-    distant = reader({"m": ModelPrompts()}, post=post, engine_url=lambda _model: "http://e")
+    distant = reader({"m": ModelPrompts()}, post=post, engine_url=lambda _model, _frontend: "http://e")
     found = read(distant, agent_cases.messages(agent_cases.USER), MESSAGES)
     assert isinstance(found, Prompt)
     assert asked == ["http://e/v1/messages/render"]

@@ -80,7 +80,9 @@ class Engine:
 
 def engine_reader(engine: Engine, settings: PromptSettings | None = None, **more: Any) -> PromptReader:
     models = more.pop("models", {"m": ModelPrompts()})
-    return reader(models, settings, post=engine.post, engine_url=lambda _model: "http://engine", **more)
+    return reader(
+        models, settings, post=engine.post, engine_url=lambda _model, _frontend: "http://engine", **more
+    )
 
 
 RENDER = "/v1/chat/completions/render"

@@ -45,7 +45,10 @@ class Servers:
 def make(servers: Servers, renderers: tuple[str, ...] = SERVERS) -> PromptReader:
     settings = PromptSettings(renderers=renderers, engine_timeout_s=0.05 if servers.hang else 60.0)
     return reader(
-        {"m": ModelPrompts()}, settings, post=servers.post, engine_url=lambda _model: "http://engine"
+        {"m": ModelPrompts()},
+        settings,
+        post=servers.post,
+        engine_url=lambda _model, _frontend: "http://engine",
     )
 
 

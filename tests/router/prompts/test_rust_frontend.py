@@ -180,7 +180,7 @@ def test_render_servers_are_not_asked_for_the_other_frontend(tmp_path: Path) -> 
         {"m": ModelPrompts(tokenizer_dir=str(tmp_path))},
         PromptSettings(renderers=("http://renderer:1",)),
         post=post,
-        engine_url=lambda _model: "http://engine:1",
+        engine_url=lambda _model, _frontend: "http://engine:1",
         frontends=lambda _model: ("rust",),
     )
     found = read(rust, chat(say("critic", "a")))
@@ -191,5 +191,5 @@ def test_render_servers_are_not_asked_for_the_other_frontend(tmp_path: Path) -> 
 
 def test_the_owner_of_the_model_card_says_which_frontend_it_is() -> None:
     assert ModelCard("m").frontend == "python"
-    assert ModelCard("m", owned_by="sglang").frontend == "python"
+    assert ModelCard("m", owned_by="sglang").frontend == "sglang"
     assert ModelCard("m", owned_by="vllm-frontend-rs").frontend == "rust"

@@ -1,8 +1,9 @@
-"""Chats as vLLM's Rust frontend renders them (``VLLM_USE_RUST_FRONTEND=1``, vLLM 0.33).
+"""Chats as API servers other than vLLM's Python one render them.
 
-It validates and flattens messages by its own code, so that the same body gives other tokens than behind the
-Python frontend. Compared with ``vllm-rs render`` of 0.33 over the bodies and templates of the tests
-(``tests/vllm/test_rust_frontend.py``): every prompt made here is equal, every other one is refused.
+vLLM's Rust frontend (``VLLM_USE_RUST_FRONTEND=1``, vLLM 0.33) validates and flattens messages by its own
+code, so that the same body gives other tokens than behind the Python frontend. Compared with ``vllm-rs
+render`` of 0.33 over the bodies and templates of the tests (``tests/vllm/test_rust_frontend.py``): every
+prompt made here is equal, every other one is refused.
 
 Reproduced differences to the Python frontend:
 
@@ -15,11 +16,16 @@ Reproduced differences to the Python frontend:
 Prompts that the template engines write differently are refused: a chat is rendered by jinja2 and by
 minijinja, the engine of this frontend, and both texts must be equal. Lists and objects that a template prints
 are refused, and numbers that Rust writes differently as JSON.
+
+SGLang (0.5.23) gives messages to the template of ``transformers`` as they are, without fields that are null.
+Chats of roles and texts alone are made here, but for those that end with the assistant's message, which
+SGLang turns into a user's; it is asked for the tokens of all others.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final, NoReturn
 
 from router.openai.request import CHAT, COMPLETION
@@ -36,6 +42,7 @@ from router.prompts.request import ChatBody, NotLocalError
 from router.prompts.settings import ModelPrompts
 
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_PLAIN_ROLES: Final = frozenset({"system", "user", "assistant"})
 
 
 class _PrintedError(Exception):
@@ -142,6 +149,55 @@ class RustFrontend:
         if by_fast(self._fast, names) != text:
             raise NotLocalError("frontend")
         return text
+
+
+# Fields for which SGLang's /tokenize gives other tokens than its generation, or which it ignores and vLLM
+# does not; those that divide its cache by a key of their own; and parts that are not text (protocol.py and
+# serving_tokenize.py in srt/entrypoints/openai, 0.5.23).
+_UNLIKE_SGLANG: Final = re.compile(
+    rb'"(?:add_generation_prompt|add_special_tokens|input_ids|input_embeds|extra_key|lora_path|documents|'
+    rb'prompt_embeds|truncate_prompt_tokens|chat_template|image_url|input_image|video_url|audio_url|input_audio)"'
+)
+
+
+def is_unlike_sglang(body: bytes) -> bool:
+    """Whether neither we nor SGLang's ``/tokenize`` surely know the tokens that it would compute."""
+    return _UNLIKE_SGLANG.search(body) is not None
+
+
+class SglangFrontend:
+    """One model's chats at SGLang; ``source`` is its only template."""
+
+    name = "sglang"
+    takes_defaults = True
+    paths = frozenset({CHAT, COMPLETION})
+
+    def __init__(self, source: str, special_tokens: dict[str, str], config: ModelPrompts) -> None:
+        compiled = compile_template(source, tuple(sorted(special_tokens.items())), config.time_zone)
+        self._reference = compiled.reference
+        self._special_tokens = special_tokens
+        self.variables = compiled.variables
+
+    def stamp(self) -> bytes:
+        return b""
+
+    def check(self, body: ChatBody) -> None:
+        """Refuse every field that reaches the prompt besides the messages."""
+        if not body.is_bare():
+            raise NotLocalError("frontend")
+
+    def parse(self, message: Message) -> Message:
+        if message.keys() != {"role", "content"} or message["role"] not in _PLAIN_ROLES:
+            raise NotLocalError("frontend")
+        if not isinstance(message["content"], str):
+            raise NotLocalError("frontend")
+        return {"role": message["role"], "content": message["content"]}
+
+    def render(self, conversation: list[Message], context: ChatContext) -> str:
+        if conversation[-1]["role"] == "assistant":
+            raise NotLocalError("frontend")
+        names = {**self._special_tokens, **context.names, "messages": conversation}
+        return by_reference(self._reference, names)
 
 
 def _texts(content: Any) -> list[str]:
