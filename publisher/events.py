@@ -83,6 +83,10 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
         """How many token ids the event carries, read from the array header alone."""
         return _array_length(self.token_ids)
 
+    def num_lookahead(self) -> int:
+        """The number of tokens after each block that its hash covers (a drafter's, from vLLM 0.33)."""
+        return len(self.lookahead_token_ids[0]) if self.lookahead_token_ids else 0
+
 
 class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     """One physical copy of each listed block is gone; ``remaining_copy_counts``, if sent, has the rest."""

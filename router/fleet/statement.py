@@ -166,7 +166,7 @@ def event_sources(base_url: str, body: bytes, like: EngineAddress | None = None)
     try:
         sources = msgspec.json.decode(body, type=dict[str, _Source | None])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(str(error) or type(error).__name__) from None
+        raise ValueError(str(error) or "nested too deeply") from None
     host = urlsplit(base_url).hostname or "127.0.0.1"
     live: dict[int, EngineAddress] = {}
     for rank, source in sources.items():

@@ -46,7 +46,7 @@ from publisher.block_hash import (
 )
 from publisher.events import BlockHash, BlockStored
 from router.index.learn.published_blocks import PublishedBlocks, proven_algorithm
-from router.index.learn.root_events import PendingRoots, RootEvent, matches, num_lookahead
+from router.index.learn.root_events import PendingRoots, RootEvent, matches
 
 # Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
 # algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the
@@ -333,7 +333,7 @@ class SchemeDetector:
             self._algorithm_tries += 1
             sizes = _hash_block_sizes(event.block_size, event.block_size) if event.block_size else []
             self._algorithm = proven_algorithm(
-                event, self._of_seed("", sizes, num_lookahead(event), keyed=True), lora_paths
+                event, self._of_seed("", sizes, event.num_lookahead(), keyed=True), lora_paths
             )
 
     def offer(self, prompt: Sequence[int], extras: PromptExtras, unit: int) -> None:

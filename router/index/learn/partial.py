@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
-from router.index.learn.root_events import num_lookahead
 
 
 class PartialEvidence:
@@ -74,7 +73,7 @@ class PartialEvidence:
         group = next((g for g in groups if g.group_idx == idx), None)
         if group is None or group.is_eagle or self.inside_seen or not _is_open(groups):
             return
-        ahead = num_lookahead(event)
+        ahead = event.num_lookahead()
         if group.family is Family.MAMBA and event.parent_block_hash is None:
             self.inside_seen = _ends_inside(event, groups, ahead)
         elif ahead:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, extra_keys
 from publisher.events import BlockStored, EventDecodeError, to_block_hash
-from router.index.learn.root_events import RootEvent, num_lookahead, shown
+from router.index.learn.root_events import RootEvent, shown
 
 _EVENTS_MAX = 256
 # Maximum number of events with the same tokens and different extra keys.
@@ -65,7 +65,7 @@ def _span(event: BlockStored, prompt: Sequence[int], start: int, extras: PromptE
     """Return the prompt up to the end of the event's first block, or of all blocks if some are masked."""
     if (event.parent_block_hash is None) != (start == 0) or event.lora_name != extras.lora_name:
         return None
-    size, ahead = event.block_size, num_lookahead(event)
+    size, ahead = event.block_size, event.num_lookahead()
     full = event.num_tokens() == size * len(event.block_hashes)
     end = start + (size if full else event.num_tokens())
     listed = 1 if full else len(event.block_hashes)
@@ -86,7 +86,7 @@ def _alike(
 
     The event does not show which blocks these are.
     """
-    size, ahead = event.block_size, num_lookahead(event)
+    size, ahead = event.block_size, event.num_lookahead()
     keys, lookahead = event.extra_keys, event.lookahead_token_ids
     if any(shown and len(shown) < listed for shown in (keys, lookahead)):
         return False

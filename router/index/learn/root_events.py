@@ -122,12 +122,6 @@ def root_event(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | No
     return None if event.parent_block_hash is not None else shown(event, lora_paths)
 
 
-def num_lookahead(event: BlockStored) -> int:
-    """Return the number of tokens after each block that its hash covers."""
-    ahead = event.lookahead_token_ids
-    return len(ahead[0]) if ahead else 0
-
-
 def shown(event: BlockStored, lora_paths: dict[str, str]) -> RootEvent | None:
     """Parse ``event`` as if it started at token 0; None if it is too long or lacks a hash input."""
     if event.block_size == 0:
@@ -167,7 +161,7 @@ def event_extras(event: BlockStored, lora_paths: dict[str, str]) -> PromptExtras
             return None
     salt = event.cache_salt
     reach: dict[tuple[str, int], int] = {}
-    ahead = num_lookahead(event)
+    ahead = event.num_lookahead()
     for number, keys in enumerate(event.extra_keys or ()):
         if keys is not None and not isinstance(keys, list):
             return None
