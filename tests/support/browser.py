@@ -84,7 +84,7 @@ class Tab:
     async def size(self, width: int, height: int = 800) -> None:
         shape = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         await self.call("Emulation.setDeviceMetricsOverride", **shape)
-        # `resize` events are dispatched before the callbacks of the next frame, so the page has seen one after two
+        # `resize` events come before the callbacks of the next frame, so the page has seen one after two
         await self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     async def prefer(self, scheme: str) -> None:
