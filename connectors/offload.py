@@ -85,8 +85,10 @@ class HybridOffloadConnector(TieredConnector):
     def gauges(self) -> dict[str, float]:
         if self._tier is None:
             return {}
-        used = self._tier.slots - self._tier.free_slots
-        return {**super().gauges(), "rows/all": self._tier.slots, "rows/used": used}
+        used, hinted = self._tier.slots - self._tier.free_slots, self._tier.num_hinted
+        # Routers send hints only to engines that show rows/hinted (router/fleet/statement.py).
+        own = {} if hinted is None else {"rows/hinted": hinted}
+        return {**super().gauges(), "rows/all": self._tier.slots, "rows/used": used, **own}
 
     def make_worker(self) -> OffloadWorker:
         self.check_host_memory(self.settings().host_bytes)

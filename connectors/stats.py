@@ -30,12 +30,16 @@ COUNTERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("what",),
         "Blocks under retention hints: retained, saved (lru had evicted them), expired, over_share",
     ),
+    "hints_invalid": ((), "Requests whose retention hint is invalid and ignored"),
     "store": (("reason",), "Events of a shared store: faults, misses, timeouts, evictions"),
 }
 """Metric -> its labels after the engine's, and its help text."""
 
 GAUGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "rows": (("state",), "Rows of host memory on each rank: all rows, and used rows"),
+    "rows": (
+        ("state",),
+        "Rows of host memory on each rank: all rows, used rows, and rows under a retention hint (hinted)",
+    ),
     "jobs_waiting": (("direction",), "Transfer jobs that not every rank has answered yet"),
     "blocks_pinned": ((), "GPU blocks protected from reuse by running stores"),
     "bandwidth_bytes_per_second": (

@@ -53,16 +53,29 @@ HINT = "retention_hint"
 
 
 def retention_hint(request: EngineRequest) -> RetentionHint | None:
-    """The hint of a request; None if it has none, or one that is not understood."""
-    fields = (request.kv_transfer_params or {}).get(HINT)
+    """The hint of a request; None if it has none, or an invalid one."""
+    fields = _hint_fields(request)
     if not isinstance(fields, dict):
         return None
     ttl_s, value, owner = fields.get("ttl_s", 0), fields.get("value", 1), fields.get("owner", "")
+    tokens = fields.get("tokens")
     if any(type(number) not in {int, float} for number in (ttl_s, value)) or not isinstance(owner, str):
         return None
     if not ttl_s > 0 or not 0 <= value <= 1 or len(owner) > _OWNER_CHARS_MAX:
         return None
-    return RetentionHint(float(min(ttl_s, TTL_S_MAX)), float(value), owner)
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        return None
+    return RetentionHint(float(min(ttl_s, TTL_S_MAX)), float(value), owner, tokens)
+
+
+def has_invalid_hint(request: EngineRequest) -> bool:
+    """Whether a request has a hint that is ignored."""
+    return _hint_fields(request) is not None and retention_hint(request) is None
+
+
+def _hint_fields(request: EngineRequest) -> Any:
+    params = request.kv_transfer_params
+    return params.get(HINT) if isinstance(params, dict) else None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from connectors.scheduler.plans import (
     PlannedBlock,
     RequestState,
     StoreSelection,
+    has_invalid_hint,
     make_job,
     plan_load,
     plan_states,
@@ -90,6 +91,8 @@ class OffloadScheduler:
     def on_new_request(self, request: EngineRequest) -> None:
         """Track a new request."""
         self._requests[request.request_id] = RequestState(request)
+        if has_invalid_hint(request):
+            self.counters.add("hints_invalid")
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -233,11 +236,17 @@ class OffloadScheduler:
             # The engine already waits for this load: send a job without blocks, which every rank fails.
             log.warning("request %s: its hit can no longer be loaded", request.request_id)
             blocks, slots = [], []
-        elif (hint := retention_hint(request)) is not None:
-            self._tier.retain([block.key for block in blocks], hint)
+        self._retain(request, blocks)
         job_id = self._jobs.open(Direction.LOAD, request.request_id, blocks)
         self._next.loads.append(make_job(job_id, Direction.LOAD, blocks, slots))
         self._next.load_requests[job_id] = request.request_id
+
+    def _retain(self, request: EngineRequest, blocks: list[PlannedBlock]) -> None:
+        """Apply the request's hint to those of these blocks, in prompt order, that it covers."""
+        hint = retention_hint(request)
+        if hint is not None and blocks:
+            covered = [block.key for block in blocks if hint.tokens is None or block.end_token <= hint.tokens]
+            self._tier.retain(covered, hint)
 
     # -- stores ------------------------------------------------------------------------------------------
 
@@ -283,8 +292,7 @@ class OffloadScheduler:
         refused_states = self._reserve(request, states, chosen, slots)
         refused = self._reserve(request, blocks, chosen, slots)
         self.counters.add("blocks_refused", len(refused_states))
-        if (hint := retention_hint(request)) is not None:
-            self._tier.retain([block.key for block in sorted([*blocks, *states])], hint)
+        self._retain(request, sorted([*blocks, *states]))
         if not chosen:
             return refused
         self._events.begun(request, chosen)

@@ -171,6 +171,11 @@ class HintedPolicy:
     def counters(self) -> HintCounters:
         return self._order.counters
 
+    @property
+    def num_hinted(self) -> int:
+        """Number of keys with a live hint."""
+        return self._order.num_hinted
+
     def begin_chain(self, chain: Sequence[bytes], lineage: Sequence[bytes]) -> None:
         self.use([key for key in chain if key in self._held])
 

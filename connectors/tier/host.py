@@ -155,6 +155,11 @@ class HostTier:
         """Counters of retention hints; None for a policy that ignores them."""
         return self._policy.counters if isinstance(self._policy, HintedPolicy) else None
 
+    @property
+    def num_hinted(self) -> int | None:
+        """Number of keys with a live hint; None for a policy that ignores hints."""
+        return self._policy.num_hinted if isinstance(self._policy, HintedPolicy) else None
+
     def take_changes(self) -> TierChanges:
         """Take the changes since the last call; call it after every step, as they accumulate."""
         changes = TierChanges(tuple(self._changes))

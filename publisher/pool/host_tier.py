@@ -63,6 +63,8 @@ class RetentionHint(NamedTuple):
     """Probability that it comes, 0 to 1."""
     owner: str = ""
     """The tenant whose share the hint counts in."""
+    tokens: int | None = None
+    """Tokens from the start of the prompt that it covers; None: all."""
 
     @property
     def level(self) -> int:
@@ -110,6 +112,11 @@ class RetentionOrder(Generic[K]):
         self._deadlines: list[tuple[float, int, K]] = []
         self._stamps = count()
         self._evicted_stamp = -1
+
+    @property
+    def num_hinted(self) -> int:
+        """Number of keys with a live hint, as of the last call with a time."""
+        return len(self._live)
 
     def add(self, keys: Sequence[K]) -> None:
         """Add new keys of one request, in prompt order: the last one is evicted first."""

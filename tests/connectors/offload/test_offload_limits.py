@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy")
 
 from connectors.messages import StepResults
-from connectors.scheduler.plans import HINT, PlannedBlock, retention_hint
+from connectors.scheduler.plans import HINT, PlannedBlock, has_invalid_hint, retention_hint
 from connectors.scheduler.scheduler import BLOCK_FREES_WAIT_S, OffloadScheduler
 from connectors.settings import OffloadSettings
 from connectors.tier.base import TierChanges
@@ -174,17 +174,39 @@ def test_a_hint_in_the_transfer_parameters_keeps_the_blocks_of_its_request() -> 
         {"ttl_s": 9, "value": None},
         {"ttl_s": 9, "owner": 7},
         {"ttl_s": 9, "owner": "x" * 65},
+        {"ttl_s": 9, "tokens": 0},
+        {"ttl_s": 9, "tokens": 8.0},
+        {"ttl_s": 9, "tokens": True},
     ],
 )
-def test_a_hint_that_is_not_understood_counts_as_none(fields: object) -> None:
+def test_an_invalid_hint_counts_as_none_and_is_counted(fields: object) -> None:
+    tier = HostTier(16, HintedPolicy(16, 0.5, lambda: 0.0))
+    half = Half(tier)
+    half.end(half.store({HINT: fields}))
+    assert tier.num_hinted == 0
+    assert half.half.counters.take().get("hints_invalid", 0) == (fields is not None)
+
+
+def test_transfer_parameters_without_a_hint_are_none() -> None:
     request = ModelRequest("r", [1], 1, 1)
-    request.kv_transfer_params = {HINT: fields}
-    assert retention_hint(request) is None
+    for params in (None, {}, {"do_remote_decode": True}, [HINT]):
+        request.kv_transfer_params = params  # type: ignore[assignment]
+        assert retention_hint(request) is None
+        assert not has_invalid_hint(request)
+
+
+def test_a_hint_covers_the_start_of_a_prompt() -> None:
+    tier = HostTier(16, HintedPolicy(16, 0.5, lambda: 0.0))
+    half = Half(tier)
+    for number, params in enumerate([{HINT: {"ttl_s": 30.0, "tokens": 3 * BLOCK - 1}}, None, None, None]):
+        half.end(half.store(params, first=1000 * number))
+    stored = [key for added, key in half.half.take_events() if added]
+    assert tier.held("", stored[:8]) == frozenset(stored[:4])  # two blocks of two groups each
 
 
 def test_a_hint_is_bounded_to_a_day() -> None:
     request = ModelRequest("r", [1], 1, 1)
     request.kv_transfer_params = {HINT: {"ttl_s": 10**400, "value": 1}}
-    assert retention_hint(request) == (86_400.0, 1.0, "")
+    assert retention_hint(request) == (86_400.0, 1.0, "", None)
     request.kv_transfer_params = None
     assert retention_hint(request) is None
