@@ -40,8 +40,8 @@ from router.observe.usage import UsageLog
 from router.peer_sharing import PeerSharing
 from router.placement.decide import Planner
 from router.placement.engine import Accounts, Engine
-from router.prompts.origin.finder import TokenizerFinder
 from router.prompts.reader import PromptReader
+from router.prompts.tokenizer_finder import TokenizerFinder
 from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
 from router.workers.context import WorkerContext

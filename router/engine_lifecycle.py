@@ -25,7 +25,7 @@ from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.model import ModelIndexes
 from router.placement.engine import Accounts, Engine
-from router.prompts.origin.model_config import ModelConfigFile
+from router.prompts.model_config import ModelConfigFile
 from router.prompts.reader import AdapterPaths
 from router.prompts.settings import ModelPrompts
 

@@ -46,8 +46,8 @@ from router.observe.usage import UsageLog
 from router.pd.settings import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
-from router.prompts.origin.finder import ModelOrigin
 from router.prompts.stats import PromptStats
+from router.prompts.tokenizer_finder import ModelOrigin
 from router.proxy.aliases import Aliases
 from router.proxy.stats import ProxyStats
 

@@ -27,8 +27,7 @@ from router.placement.candidate import Candidate, Hit
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 from router.placement.placement import Decision, SloForecast, Split
-from router.prompts.affinity import TextAffinity
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import Prompt, TextAffinity
 
 LATEST_SHOWN = 256
 

@@ -24,7 +24,7 @@ from router.fleet.sources import check_address
 from router.http.settings import ListenSettings
 from router.observe.usage import UsageSettings
 from router.placement.affinity import Shadow
-from router.prompts.origin.hub import download_command, has_tokenizer, parse_source
+from router.prompts.hub import download_command, has_tokenizer, parse_source
 from router.proxy.aliases import Aliases
 
 # Three years: longer times overflow timers of event loops and of ZMQ.

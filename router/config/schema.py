@@ -26,7 +26,7 @@ from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.affinity import ShadowSpec
 from router.placement.candidate import PolicySettings
-from router.prompts.origin.hub import AUTO, parse_source
+from router.prompts.hub import AUTO, parse_source
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings

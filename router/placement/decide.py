@@ -46,8 +46,7 @@ from router.placement.saturation import SaturationGate
 from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
 from router.placement.wait import LongWait, late_first_token, long_wait
-from router.prompts.affinity import CHUNK_BYTES, TextAffinity
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
 

@@ -30,8 +30,7 @@ from router.placement.inflight import InflightPrompt, kept_prefixes
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
 from router.placement.wait import LongWait, predicted_wait_s
-from router.prompts.affinity import TextAffinity
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import Prompt, TextAffinity
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.headers import CACHE_RESETS
 

@@ -24,8 +24,7 @@ from router.placement.cost import Choice, ScoredCandidates, make_choice, score, 
 from router.placement.engine import Engine, PromptView, candidates
 from router.placement.placement import Decision, Split, read_by
 from router.placement.split_legs import lacking
-from router.prompts.affinity import TextAffinity
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import Prompt, TextAffinity
 from router.prompts.request import ChatBody
 
 # Cost of pairs: compute a prompt where it is decoded, or elsewhere and transfer it; the least cost wins.

@@ -1,32 +1,38 @@
-"""Request bodies by path: the API whose fields they are read as. A chat is decoded once, for the proxy and
-for its prompt."""
+"""A request's body by its path, and the configured model or adapter that its model name selects.
+
+A chat is decoded once, for the proxy and for its prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 
+from publisher.block_hash import NO_EXTRAS, PromptExtras
 from router.openai import request
 from router.openai.body import Peek, named_session, whole_number
-from router.prompts.affinity import chat_pieces, completion_pieces
 from router.prompts.chat.anthropic import MessagesBody, decode_messages
 from router.prompts.chat.cohere import CohereBody, decode_cohere
 from router.prompts.chat.responses import ResponsesBody, decode_responses
+from router.prompts.prompt import chat_pieces, completion_pieces
 from router.prompts.request import (
     NULL,
+    VALUES_MAX,
     BatchBody,
     ChatBody,
     CompletionBody,
     GenerateBody,
     NotLocalError,
+    compact,
     decode_batch,
     decode_chat,
     decode_completion,
     decode_generate,
 )
-from router.prompts.sizes import VALUES_MAX
+from router.prompts.settings import ANY_MODEL, ModelPrompts
 
 Converted = MessagesBody | ResponsesBody | CohereBody
 """APIs that the engine converts to a chat."""
@@ -117,3 +123,67 @@ def pieces_of(parsed: Parsed) -> Iterator[bytes]:
 def prompt_field(path: str) -> bytes:
     """The key at which the prompt begins in a body that is not decoded."""
     return _FIRST_FIELD.get(path, b'"messages"')
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class ModelTarget:
+    """The model of a request: its configuration's name, and the adapter."""
+
+    __slots__ = ("_unsalted", "_unsalted_scope", "lora_name", "name")
+
+    def __init__(self, name: str, lora_name: str | None = None, lora_path: str | None = None) -> None:
+        self.name = name
+        self.lora_name = lora_name
+        self._unsalted = NO_EXTRAS if lora_name is None else PromptExtras(lora_name, lora_path)
+        self._unsalted_scope = self._scope(self._unsalted)
+
+    def extras(self, salt: Any) -> PromptExtras:
+        """Return the extra inputs of hashes besides tokens and images. Raises ``NotLocalError`` for an
+        invalid salt."""
+        if salt is None:
+            return self._unsalted
+        if not (isinstance(salt, str) and salt):
+            raise NotLocalError("field")
+        return msgspec.structs.replace(self._unsalted, cache_salt=salt)
+
+    def scope(self, extras: PromptExtras) -> bytes:
+        """Return the inputs that separate prompts of equal text: the model, and the extra inputs of
+        hashes."""
+        return self._unsalted_scope if extras is self._unsalted else self._scope(extras)
+
+    def _scope(self, extras: PromptExtras) -> bytes:
+        return compact(_ENCODER.encode([self.name, extras]))
+
+
+_adapter: Final = lru_cache(maxsize=1024)(ModelTarget)
+"""Cached, since the scope of each is encoded."""
+
+
+class ModelNames:
+    """The configured models by served name (``*``: any other); ``is_adapter`` tells LoRA names."""
+
+    def __init__(self, models: Mapping[str, ModelPrompts], is_adapter: Callable[[str], bool]) -> None:
+        self.models = dict(models)
+        self._is_adapter = is_adapter
+        self._named = {name: ModelTarget(name) for name in models if name != ANY_MODEL}
+        self._any = ModelTarget(ANY_MODEL) if ANY_MODEL in models else None
+        bases = [name for name in models if name != ANY_MODEL] or list(models)
+        self._only = ModelTarget(bases[0]) if len(bases) == 1 else None
+
+    def target(self, model: str | None) -> ModelTarget:
+        """Resolve a model name. Raises ``NotLocalError`` for an unknown name."""
+        if model is None:
+            if self._only is None:
+                raise NotLocalError("model_unknown")
+            return self._only
+        found = self._named.get(model)
+        if found is not None:
+            return found
+        for name, config in self.models.items():  # engines may report adapters at any time
+            if model in config.lora_paths:
+                return _adapter(name, model, config.lora_paths[model])
+        if self._any is not None and not self._is_adapter(model):
+            return self._any
+        raise NotLocalError("lora_path_unknown" if self.models else "model_unknown")

@@ -20,11 +20,10 @@ import msgspec
 
 from publisher.block_hash import PromptExtras
 from router.fleet.status import Frontend
-from router.prompts.chat.context import context_key
+from router.prompts.chat.template import context_key
 from router.prompts.cuts import CutText, Ids
 from router.prompts.families.base import MissingFamily, TextTokenizer
 from router.prompts.local_renderer import ChatForm, ChatRenderer, Workers
-from router.prompts.model_dir import ModelDir, ModelDirError
 from router.prompts.prompt_cache import (
     Entry,
     KnownMessage,
@@ -34,11 +33,18 @@ from router.prompts.prompt_cache import (
     message_keys,
     text_keys,
 )
-from router.prompts.request import ChatBody, CompletionBody, NotLocalError
+from router.prompts.request import (
+    INLINE_VALUES_MAX,
+    ChatBody,
+    CompletionBody,
+    NotLocalError,
+    compact,
+    has_many_values,
+    num_values,
+)
 from router.prompts.settings import ModelPrompts, PromptSettings
-from router.prompts.sizes import INLINE_VALUES_MAX, compact, has_many_values, num_values
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import PromptTokenizer, ids_of, truncated
+from router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
 
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for this many."""

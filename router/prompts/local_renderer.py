@@ -17,7 +17,6 @@ import msgspec
 from router.fleet.status import Frontend
 from router.prompts.chat.anthropic import disabled_effort, wants_system_first
 from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.context import ChatContext, ContextCache, Key, chat_context, parse_tools
 from router.prompts.chat.messages import (
     Message,
     TemplateTraits,
@@ -26,15 +25,30 @@ from router.prompts.chat.messages import (
     text_message,
     without_developer_role,
 )
-from router.prompts.chat.template import ChatTemplate, continue_final, message_shape
+from router.prompts.chat.template import (
+    ChatContext,
+    ChatTemplate,
+    ContextCache,
+    ContextKey,
+    chat_context,
+    continue_final,
+    message_shape,
+    parse_tools,
+)
 from router.prompts.families.base import Family, MissingFamily, family_of
 from router.prompts.families.frontends import RustFrontend, SglangFrontend
-from router.prompts.model_dir import ModelDir, load_chat_template
 from router.prompts.prompt_cache import KnownMessage
-from router.prompts.request import ChatBody, NotLocalError, decode_message, plain_message
+from router.prompts.request import (
+    ChatBody,
+    NotLocalError,
+    decode_message,
+    kept_bytes,
+    num_values,
+    plain_message,
+)
 from router.prompts.settings import ModelPrompts
-from router.prompts.sizes import kept_bytes, num_values
 from router.prompts.stats import PromptStats
+from router.prompts.tokenizer import ModelDir, load_chat_template
 
 _MESSAGE_BYTES: Final = 200
 """Size of a known message besides its text and its converted form."""
@@ -169,12 +183,12 @@ class ChatRenderer:
         if self.family is not None:
             self.family.check(body)
 
-    def known_form(self, key: Key | None) -> ChatForm | None:
+    def known_form(self, key: ContextKey | None) -> ChatForm | None:
         """The form of an earlier plain request with this key (``context_key``)."""
         found = None if key is None else self._contexts.get(key)
         return None if found is None else ChatForm(*found)
 
-    def form_of(self, body: ChatBody, key: Key | None) -> ChatForm:
+    def form_of(self, body: ChatBody, key: ContextKey | None) -> ChatForm:
         """Template and context, cached under ``key``. Raises ``NotLocalError``."""
         tools = parse_tools(body, exclude_when_none=self._config.exclude_tools_when_tool_choice_none)
         template = self.family or self.templates[tools is not None]

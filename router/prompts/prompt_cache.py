@@ -21,8 +21,7 @@ import xxhash
 from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_blocks
 from router.prompts.chat.messages import Message
 from router.prompts.cuts import CutText, Ids
-from router.prompts.request import NotLocalError
-from router.prompts.sizes import SHARE, extras_bytes
+from router.prompts.request import SHARE, NotLocalError, extras_bytes
 from router.prompts.stats import PromptStats
 
 # One earlier prompt: its messages, tokens and hashes, which a next turn extends.

@@ -25,16 +25,22 @@ from router.fleet.status import Frontend
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
-from router.prompts.affinity import TextAffinity, affinity_keys, raw_piece
-from router.prompts.bodies import Converted, Parsed, answer_tokens_max, decode_body, pieces_of, prompt_field
+from router.prompts.bodies import (
+    Converted,
+    ModelNames,
+    ModelTarget,
+    Parsed,
+    answer_tokens_max,
+    decode_body,
+    pieces_of,
+    prompt_field,
+)
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
 from router.prompts.families.frontends import is_unlike_sglang
 from router.prompts.local_model import LocalModel
 from router.prompts.local_renderer import Workers
-from router.prompts.model_dir import ModelDirError, load_model_dir
-from router.prompts.names import ModelNames, ModelTarget
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece
 from router.prompts.prompt_cache import Entry, PrefixCache, cached_ids
 from router.prompts.remote import (
     Asking,
@@ -47,6 +53,9 @@ from router.prompts.remote import (
     placed_items,
 )
 from router.prompts.request import (
+    INLINE_BYTES_MAX,
+    INLINE_VALUES_MAX,
+    VALUES_MAX,
     BatchBody,
     ChatBody,
     CompletionBody,
@@ -54,11 +63,11 @@ from router.prompts.request import (
     NotLocalError,
     decode_prompt,
     first_prompt,
+    has_many_values,
 )
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
-from router.prompts.sizes import INLINE_BYTES_MAX, INLINE_VALUES_MAX, VALUES_MAX, has_many_values
 from router.prompts.stats import PromptStats
-from router.prompts.tokenizer import ids_of, truncated
+from router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
 
 __all__ = [
     "LocalModel",

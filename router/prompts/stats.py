@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from router.openai.request import PROMPT_APIS
-from router.prompts.origin.problem import FAILURES
+from router.prompts.hub import FAILURES
 
 WAYS = ("local", "renderer", "engine", "affinity")
 REASONS = (

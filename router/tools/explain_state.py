@@ -24,8 +24,7 @@ from router.index.query_plan import ClassHit, EngineHit, EngineQuery, query_hits
 from router.openai.body import peek
 from router.openai.errors import ApiError
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
-from router.prompts.origin.hub import Locator, parse_source
-from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.hub import Locator, TokenizerProblem, parse_source
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ANY_MODEL, ModelPrompts

@@ -12,8 +12,8 @@ from collections.abc import Container
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
+from router.prompts.chat.template import ChatContext
 from router.prompts.cuts import Encoded, Ids
 from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from router.prompts.request import ChatBody, NotLocalError

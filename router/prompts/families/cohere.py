@@ -15,11 +15,11 @@ from typing import Any, Final
 
 from router.openai.request import BATCH, CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
+from router.prompts.chat.template import ChatContext
 from router.prompts.families.base import Missing
-from router.prompts.model_dir import load_chat_template
 from router.prompts.request import ChatBody, NotLocalError
+from router.prompts.tokenizer import load_chat_template
 
 try:
     import cohere_melody as library

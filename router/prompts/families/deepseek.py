@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from router.openai.request import BATCH, CHAT, COMPLETION, MESSAGES, RESPONSES
 from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
+from router.prompts.chat.template import ChatContext
 from router.prompts.request import ChatBody
 
 BAR: Final = "\uff5c"

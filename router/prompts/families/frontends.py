@@ -35,9 +35,8 @@ from router.prompts.chat.compiled import (
     compile_template,
     reference_environment,
 )
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, text_message
-from router.prompts.chat.template import UNLIKE, value_kinds
+from router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
 from router.prompts.request import ChatBody, NotLocalError
 from router.prompts.settings import ModelPrompts
 

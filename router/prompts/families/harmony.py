@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message
+from router.prompts.chat.template import ChatContext
 from router.prompts.families.base import Missing
 from router.prompts.request import ChatBody, NotLocalError
 from router.prompts.settings import local_time

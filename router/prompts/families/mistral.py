@@ -14,8 +14,8 @@ from typing import Any
 from router.http.sockets import describe_error
 from router.openai.request import CHAT, COMPLETION, MESSAGES
 from router.prompts.chat.compiled import TemplateRejectsError
-from router.prompts.chat.context import ChatContext
 from router.prompts.chat.messages import Message, parse_message
+from router.prompts.chat.template import ChatContext
 from router.prompts.cuts import Encoded, Ids
 from router.prompts.families.base import Missing
 from router.prompts.request import ChatBody, NotLocalError

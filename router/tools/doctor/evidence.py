@@ -12,8 +12,8 @@ from router.fleet.identity import EngineAddress
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Frontend, ModelCard
 from router.index.engine import EngineResidency
-from router.prompts.origin.model_config import ModelConfigFile
-from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.hub import TokenizerProblem
+from router.prompts.model_config import ModelConfigFile
 from router.tools.doctor.gather.http import EngineGauges, HttpAnswer
 from router.tools.doctor.gather.listener import (
     EventCounts,

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.prompts.affinity import CHUNK_BYTES, KEYS_MAX, affinity_keys
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import CHUNK_BYTES, KEYS_MAX, Prompt, affinity_keys
 from router.prompts.reader import ModelPrompts, TextAffinity
 from tests.support.prompts.readers import chat, read, reader, say
 

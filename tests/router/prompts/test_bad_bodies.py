@@ -15,8 +15,7 @@ from router.openai.errors import ApiError, model_not_found
 from router.openai.request import CHAT
 from router.prompts.bodies import peek_chat
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader
-from router.prompts.request import ChatBody, ChatFields, decode_chat
-from router.prompts.sizes import VALUES_MAX
+from router.prompts.request import VALUES_MAX, ChatBody, ChatFields, decode_chat
 from tests.support.examples import examples
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, reader, say
 

@@ -13,8 +13,8 @@ import pytest
 
 from router.openai.errors import ApiError
 from router.prompts.families import cohere, harmony
-from router.prompts.model_dir import ModelDirError, load_model_dir
 from router.prompts.reader import Prompt, PromptSettings
+from router.prompts.tokenizer import ModelDirError, load_model_dir
 from tests.support.examples import some
 from tests.support.prompts.family_cases import FAMILIES, family_dir, family_settings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say

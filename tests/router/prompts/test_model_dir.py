@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from router.prompts.model_dir import ModelDirError, load_chat_template, load_model_dir
 from router.prompts.reader import PromptReader, TextAffinity
+from router.prompts.tokenizer import ModelDirError, load_chat_template, load_model_dir
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, read_exact, say
 
 CHAT = chat(say("user", "Hello"))

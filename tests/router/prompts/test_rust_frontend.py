@@ -12,8 +12,7 @@ from tokenizers import Tokenizer
 
 from router.fleet.status import Frontend, ModelCard
 from router.openai.errors import ApiError
-from router.prompts.affinity import TextAffinity
-from router.prompts.prompt import Prompt
+from router.prompts.prompt import Prompt, TextAffinity
 from router.prompts.reader import PromptReader
 from router.prompts.settings import ModelPrompts, PromptSettings
 from tests.support.prompts.cases import call

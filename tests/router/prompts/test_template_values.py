@@ -13,9 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prompts.chat.compiled import compile_template
-from router.prompts.chat.context import chat_context, parse_tools
 from router.prompts.chat.messages import parse_message
-from router.prompts.chat.template import UNLIKE, ChatTemplate, message_shape, value_kinds
+from router.prompts.chat.template import (
+    UNLIKE,
+    ChatTemplate,
+    chat_context,
+    message_shape,
+    parse_tools,
+    value_kinds,
+)
 from router.prompts.request import ChatBody
 from router.prompts.stats import PromptStats
 from tests.support.examples import examples

@@ -11,7 +11,7 @@ from publisher.events import Family, GroupSpec
 from router.index.base import GPU
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
-from router.prompts.origin.model_config import ModelConfigFile
+from router.prompts.model_config import ModelConfigFile
 from router.tools.doctor.evidence import FIXED_SEED_SINCE, EngineEvidence
 from router.tools.doctor.findings import CheckResult, engine_check, error, info, ok, warning
 from router.tools.doctor.gather.listener import GroupStores

@@ -19,7 +19,7 @@ from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
 from router.openai.errors import ApiError
 from router.openai.request import InboundRequest
-from router.prompts.origin.model_config import PROBES, first_difference, probe_path
+from router.prompts.model_config import PROBES, first_difference, probe_path
 from router.prompts.prompt import Prompt
 from router.prompts.reader import PromptReader
 from router.tools.doctor.evidence import ProbeEvidence, ProbeRequest, PromptParity

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from publisher.events import GroupSpec
-from router.prompts.origin.model_config import ModelConfigFile, read_model_file
+from router.prompts.model_config import ModelConfigFile, read_model_file
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_window", "chunked_local_attention"
 

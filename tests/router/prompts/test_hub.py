@@ -11,9 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.prompts.model_dir import load_model_dir
-from router.prompts.origin.hub import HubLimits, TokenizerSource, fetch, parse_source
-from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.hub import HubLimits, TokenizerProblem, TokenizerSource, fetch, parse_source
+from router.prompts.tokenizer import load_model_dir
 from tests.support.stand_in_hub import Repository, StandInHub, repository_of, stand_in_hub
 
 NAME = "org/model"

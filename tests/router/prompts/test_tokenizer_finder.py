@@ -16,9 +16,9 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import GroupSpec
 from router.config.schema import Config, ModelConfig
 from router.fleet.identity import EngineAddress
-from router.prompts.origin.finder import ModelOrigin
-from router.prompts.origin.model_config import PROBES
+from router.prompts.model_config import PROBES
 from router.prompts.settings import ANY_MODEL, PromptSettings
+from router.prompts.tokenizer_finder import ModelOrigin
 from router.tools.explain_state import PromptError, read_prompt
 from tests.support.front import Front, fronting
 from tests.support.stand_in_hub import StandInHub, repository_of, stand_in_hub

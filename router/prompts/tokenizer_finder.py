@@ -25,9 +25,15 @@ import structlog
 
 from router.fleet.status import Fleet
 from router.openai.errors import ApiError
-from router.prompts.origin.hub import Located, Locator, TokenizerSource, named_by_engine, parse_source
-from router.prompts.origin.model_config import ModelConfigFile, compare, compare_one, read_model_file
-from router.prompts.origin.problem import TokenizerProblem
+from router.prompts.hub import (
+    Located,
+    Locator,
+    TokenizerProblem,
+    TokenizerSource,
+    named_by_engine,
+    parse_source,
+)
+from router.prompts.model_config import ModelConfigFile, compare, compare_one, read_model_file
 from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
 from router.prompts.remote import EngineSide, Post
 from router.prompts.request import NotLocalError

@@ -18,8 +18,8 @@ from publisher.events import Family, GroupSpec
 from router.openai.errors import ApiError
 from router.openai.request import CHAT, COMPLETION
 from router.prompts.bodies import decode_body
+from router.prompts.hub import TokenizerProblem
 from router.prompts.local_model import LocalModel
-from router.prompts.origin.problem import TokenizerProblem
 from router.prompts.remote import EngineSide
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError, decode_prompt, first_prompt
 
