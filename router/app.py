@@ -26,9 +26,9 @@ from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer
 from router.fleet.desired import DesiredState
-from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
+from router.fleet.sources import FleetSources
 from router.fleet.status import Frontend
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats

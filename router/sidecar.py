@@ -32,9 +32,9 @@ from router.api.ops import OpsPort, ops_authenticator
 from router.config.errors import ConfigError
 from router.config.schema import Config
 from router.fleet.desired import DesiredState
-from router.fleet.discovery import FleetSources
 from router.fleet.identity import endpoint_of
 from router.fleet.poller import EngineCalls, hold_engine_tls
+from router.fleet.sources import FleetSources
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
 from router.http.sockets import Certificates, TlsError

@@ -34,7 +34,7 @@ from router.api.metrics_tables import (
     table,
 )
 from router.epp.settings import EppStats
-from router.fleet.discovery import FleetSources
+from router.fleet.sources import FleetSources
 from router.fleet.status import Fleet
 from router.http.settings import ListenStats
 from router.index.model import ModelIndexes

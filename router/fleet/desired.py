@@ -19,8 +19,7 @@ from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from router.fleet.identity import EngineAddress
-from router.fleet.sources import DiscoveredEngine
+from router.fleet.identity import DiscoveredEngine, EngineAddress
 
 ADMIN, STATIC = "admin", "static"
 ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")

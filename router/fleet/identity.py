@@ -66,3 +66,14 @@ def endpoint_of(base_url: str) -> str:
     url = urlsplit(base_url)
     host = url.hostname or ""
     return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"
+
+
+class DiscoveredEngine(msgspec.Struct, frozen=True):
+    """One engine as a source sees it now."""
+
+    engine: EngineAddress
+    held: str = ""
+    """Why it must get no new requests; "" if it may get them."""
+    identity: str = ""
+    """Identity of the process at that address, e.g. a pod's uid. If it changes, all known state is
+    dropped."""

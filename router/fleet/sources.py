@@ -1,48 +1,32 @@
-"""Interface of a source of engines: it reports its complete set whenever that changes.
+"""Sources of engines: what a source is, the list in a file, and all sources of one router.
 
-Invariants of a source: while it fails it reports nothing, so its last set stays; every failure is counted by
-its reason, and the last one is kept as text; the size of a set is bounded.
+A source reports its complete set whenever that changes. Invariants: while a source fails it reports nothing,
+so its last set stays; every failure is counted by its reason, and the last one is kept as text; the size of a
+set is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import random
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Protocol
 
-import dns.asyncresolver
-import dns.exception
-import dns.name
-import dns.nameserver
-import dns.resolver
 import msgspec
 import structlog
-from dns.rdatatype import AAAA, SRV, A, RdataType
 
-from router.fleet.identity import EngineAddress
-from router.fleet.settings import DnsSettings, FileSettings, parse_server
+from router.fleet.desired import STATIC, DesiredState
+from router.fleet.identity import DiscoveredEngine, EngineAddress
+from router.fleet.settings import FileSettings, FleetSettings
 from router.http.sockets import base_url_fault, describe_error, split_address
 
+_log = structlog.get_logger()
 PROBLEM_LENGTH_MAX = 300
 
 
 class CannotStartError(Exception):
     """A source lacks what it needs; the message names the key or file, and the remedy."""
-
-
-class DiscoveredEngine(msgspec.Struct, frozen=True):
-    """One engine as a source sees it now."""
-
-    engine: EngineAddress
-    held: str = ""
-    """Why it must get no new requests; "" if it may get them."""
-    identity: str = ""
-    """Identity of the process at that address, e.g. a pod's uid. If it changes, all known state is
-    dropped."""
 
 
 class SourceStats(msgspec.Struct):
@@ -166,198 +150,6 @@ def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
     return list(found.values())
 
 
-# Engines behind DNS names: every address of a host, or every target of an SRV record, queried with dnspython.
-#
-# A name is queried again when the TTL of its answer has passed, within bounds. Invariants: a failure changes
-# nothing; neither does an answer without addresses until it came ``empty_answers`` times in a row; a query
-# ends after ``timeout_s`` per server.
-
-
-_log = structlog.get_logger()
-# EDNS payload size that fits every path without fragmentation; longer answers come over TCP.
-_UDP_BYTES_MAX = 1232
-# Default of ``resolv.conf``, the same as the system's resolver.
-_SERVERS_MAX = 3
-
-
-class ResolveError(Exception):
-    """No server gave a usable answer."""
-
-
-class Found(NamedTuple):
-    """Endpoints of a name and how long they are valid; ``ttl_s`` None: the answer had no TTL."""
-
-    places: frozenset[tuple[str, int]]
-    ttl_s: int | None
-
-
-class Resolver:
-    """Queries ``servers`` (``ADDRESS`` or ``ADDRESS:PORT``) in turn, or by default those of ``resolv.conf``,
-    which is read for every query so that changes take effect."""
-
-    def __init__(
-        self, servers: Sequence[str], *, timeout_s: float, resolv_conf: str = "/etc/resolv.conf"
-    ) -> None:
-        self._servers = [dns.nameserver.Do53Nameserver(*parse_server(server)) for server in servers]
-        self._timeout_s = timeout_s
-        self._resolv_conf = resolv_conf
-
-    async def ask(self, name: str, kind: RdataType) -> dns.resolver.Answer | None:
-        """Return the records of ``name``, completed by the search list; None if there are none. Raises
-        ``ResolveError``."""
-        try:
-            resolver = self._configured()
-            for candidate in candidates(name, resolver):
-                try:
-                    answer = await resolver.resolve(candidate, kind, raise_on_no_answer=False)
-                except dns.resolver.NXDOMAIN:
-                    continue
-                if answer.rrset is not None:
-                    return answer
-        except (dns.exception.DNSException, OSError, ValueError) as error:
-            raise ResolveError(f"{name}: {error}") from None
-        return None
-
-    def _configured(self) -> dns.asyncresolver.Resolver:
-        try:
-            resolver = dns.asyncresolver.Resolver(self._resolv_conf)
-        except dns.resolver.NoResolverConfiguration as error:
-            if not self._servers:
-                raise ResolveError(f"{self._resolv_conf}: {error}") from None
-            resolver = dns.asyncresolver.Resolver(configure=False)
-        resolver.nameservers = self._servers or resolver.nameservers[:_SERVERS_MAX]
-        resolver.timeout = self._timeout_s
-        resolver.lifetime = self._timeout_s * len(resolver.nameservers)
-        resolver.use_edns(0, payload=_UDP_BYTES_MAX)
-        return resolver
-
-
-def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
-    """Return the names to query in turn. dnspython's own search stops at a name that exists without such
-    records; the system's resolver goes on, since a wildcard of the search list must not hide the name
-    itself."""
-    asked = dns.name.from_text(name, None)
-    if asked.is_absolute():
-        return [asked]
-    completed = [asked + suffix for suffix in resolver.search or [resolver.domain]]
-    absolute = asked + dns.name.root
-    ndots = 1 if resolver.ndots is None else resolver.ndots
-    in_turn = [absolute, *completed] if len(asked) > ndots else [*completed, absolute]
-    return list(dict.fromkeys(in_turn))
-
-
-class DnsSource:
-    """Engines behind DNS names; a ``Source``."""
-
-    name = "dns"
-
-    def __init__(self, settings: DnsSettings, *, jitter: random.Random | None = None) -> None:
-        self.stats = SourceStats()
-        self._settings = settings
-        self._jitter = jitter or random.Random()
-        self._resolver = Resolver(settings.servers, timeout_s=settings.timeout_s)
-        self._known: dict[str, frozenset[tuple[str, int]]] = {}
-        self._empty: dict[str, int] = {}
-        self._failing: set[str] = set()
-        self._published: list[DiscoveredEngine] | None = None
-
-    async def run(self, publish: Publish) -> None:
-        """Watch the source and report its engines, until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for name in dict.fromkeys(self._settings.names):
-                tasks.create_task(self._follow(name, publish), name=f"dns {name}")
-
-    async def _follow(self, name: str, publish: Publish) -> None:
-        failures = 0
-        while True:
-            try:
-                found = await self._find(name)
-            except ResolveError as error:
-                failures += 1
-                self._failing.add(name)
-                if self.stats.failed("resolve", str(error)):
-                    _log.warning("DNS name could not be resolved", name=name, problem=self.stats.last_error)
-                pause_s = self._settings.interval_s_min * 2 ** min(failures - 1, 16)
-            else:
-                failures = 0
-                self._failing.discard(name)
-                if not self._failing:
-                    self.stats.recovered()
-                self._apply(name, found.places, publish)
-                pause_s = found.ttl_s if found.ttl_s is not None else 0.0
-            await asyncio.sleep(self._within_bounds(pause_s))
-
-    def _within_bounds(self, pause_s: float) -> float:
-        """Return the pause until the next query, with jitter, so that many routers do not query together."""
-        least, most = self._settings.interval_s_min, self._settings.interval_s_max
-        return min(max(pause_s, least) * self._jitter.uniform(1.0, 1.1), most)
-
-    def _apply(self, name: str, places: frozenset[tuple[str, int]], publish: Publish) -> None:
-        if not places:
-            self._empty[name] = self._empty.get(name, 0) + 1
-            if self._empty[name] < self._settings.empty_answers:
-                return
-        else:
-            self._empty[name] = 0
-        self._known[name] = places
-        self.stats.synced = len(self._known) == len(set(self._settings.names))
-        discovered = [
-            DiscoveredEngine(self._engine(*place)) for place in sorted(set().union(*self._known.values()))
-        ]
-        if discovered != self._published:
-            self._published = discovered
-            self.stats.updates += 1
-            _log.info("engines by DNS", name=name, engines=len(discovered))
-            publish(discovered)
-
-    def _engine(self, address: str, port: int) -> EngineAddress:
-        host = f"[{address}]" if ":" in address else address
-        events, replay = (
-            None if number is None else f"tcp://{host}:{number}"
-            for number in (self._settings.events_port, self._settings.replay_port)
-        )
-        return EngineAddress(f"http://{host}:{port}", None, events, replay)
-
-    async def _find(self, name: str) -> Found:
-        if name.startswith("_"):
-            return await self._find_services(name)
-        host, _, port = name.rpartition(":")
-        addresses, ttl_s = await self._addresses(host)
-        return Found(frozenset((address, int(port)) for address in addresses), ttl_s)
-
-    async def _find_services(self, name: str) -> Found:
-        answer = await self._resolver.ask(name, SRV)
-        if answer is None:
-            return Found(frozenset(), None)
-        services = [service for service in answer if service.target != dns.name.root]
-        lowest = min((service.priority for service in services), default=0)
-        places: set[tuple[str, int]] = set()
-        ttls: list[int | None] = [answer.chaining_result.minimum_ttl]
-        sent_along = {rrset.name: rrset for rrset in answer.response.additional if rrset.rdtype == A}
-        for service in [service for service in services if service.priority == lowest]:
-            rrset = sent_along.get(service.target)
-            if rrset is not None:
-                addresses = [record.address for record in rrset]
-                ttls.append(rrset.ttl)
-            else:
-                addresses, ttl_s = await self._addresses(service.target.to_text())
-                ttls.append(ttl_s)
-            places |= {(address, service.port) for address in addresses}
-        return Found(frozenset(places), min((t for t in ttls if t is not None), default=None))
-
-    async def _addresses(self, host: str) -> tuple[list[str], int | None]:
-        """Return the IPv4 addresses, or else the IPv6 ones: a host with both must not become two engines."""
-        try:
-            return [str(ipaddress.ip_address(host.strip("[].")))], None
-        except ValueError:
-            pass
-        for kind in (A, AAAA):
-            answer = await self._resolver.ask(host, kind)
-            if answer is not None:
-                return [record.address for record in answer], answer.chaining_result.minimum_ttl
-        return [], None
-
-
 # Engines from a watched file.
 #
 # The file is read periodically, since timestamps miss quick changes and a mounted ConfigMap is replaced
@@ -421,3 +213,101 @@ class FileSource:
     def _fail(self, reason: str, text: str) -> None:
         if self.stats.failed(reason, text):
             _log.warning("engine file not usable", problem=self.stats.last_error)
+
+
+# Runs every source of engines and merges their sets into the desired state.
+#
+# Invariants: a source that fails through a bug is restarted, and the others continue; engines with invalid
+# addresses never reach the desired state.
+
+
+_AFTER_FAULT_S = 2.0
+
+
+class FleetSources:
+    """All sources of one router. ``changed`` is called when the desired state may differ."""
+
+    def __init__(
+        self,
+        engines: Sequence[EngineAddress],
+        settings: FleetSettings,
+        desired: DesiredState,
+        *,
+        changed: Callable[[], None],
+    ) -> None:
+        self._static = SourceStats(synced=True)
+        self._sources: list[Source] = list(_configured(settings))
+        self._desired = desired
+        self._changed = changed
+        self.set_static(engines)
+
+    def set_static(self, engines: Sequence[EngineAddress]) -> None:
+        """Set the engines that the configuration lists."""
+        self._static.engines = len(engines)
+        self._desired.set_source(STATIC, [DiscoveredEngine(engine) for engine in engines])
+
+    @property
+    def stats(self) -> dict[str, SourceStats]:
+        """Statistics by source, the static list included."""
+        return {STATIC: self._static, **{source.name: source.stats for source in self._sources}}
+
+    def unsynced(self) -> list[str]:
+        """Return the sources that have not reported their whole set yet, with the reason if known."""
+        return [
+            f"{source.name} ({source.stats.last_error})" if source.stats.last_error else source.name
+            for source in self._sources
+            if not source.stats.synced
+        ]
+
+    async def run(self) -> None:
+        """Run until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for source in self._sources:
+                tasks.create_task(self._run_restarting(source), name=f"source {source.name}")
+
+    async def _run_restarting(self, source: Source) -> None:
+        while True:
+            try:
+                await source.run(lambda discovered: self._apply(source, discovered))
+            except* CannotStartError as errors:
+                text = str(errors.exceptions[0])
+                if source.stats.failed("access", text):
+                    _log.warning("source of engines cannot start", source=source.name, problem=text)
+            except* Exception:  # noqa: BLE001  # whatever it is, the engines that are known stay
+                source.stats.failed("fault", "internal error in the router; see its log")
+                _log.exception("source of engines failed, restarting it", source=source.name)
+            await asyncio.sleep(_AFTER_FAULT_S)
+
+    def _apply(self, source: Source, discovered: Sequence[DiscoveredEngine]) -> None:
+        usable = []
+        for one in discovered:
+            try:
+                check_address(one.engine)
+            except ValueError as error:
+                source.stats.refused += 1
+                source.stats.complain("malformed", str(error))
+            else:
+                usable.append(one)
+        source.stats.engines = len(usable)
+        self._desired.set_source(source.name, usable)
+        if self._desired.left_out:
+            source.stats.complain("fleet_full", f"{self._desired.left_out} servers over fleet.engines_max")
+            _log.warning("more engines than fleet.engines_max", left_out=self._desired.left_out)
+        self._changed()
+
+
+def _configured(settings: FleetSettings) -> Iterator[Source]:
+    """Yield the enabled sources.
+
+    A library is imported only by the source that needs it: each takes 5 MiB (measured).
+    """
+    if settings.file.on:
+        yield FileSource(settings.file)
+    if settings.kubernetes.on:
+        from router.fleet.kubernetes.source import KubernetesSource
+
+        yield KubernetesSource(settings.kubernetes)
+    if settings.dns.on:
+        from router.fleet.dns_source import DnsSource
+
+        yield DnsSource(settings.dns)

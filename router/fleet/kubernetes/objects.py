@@ -11,9 +11,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
 
-from router.fleet.identity import EngineAddress, Role
+from router.fleet.identity import DiscoveredEngine, EngineAddress, Role
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources import DiscoveredEngine
 
 Object = TypeVar("Object")
 _ABSENT = msgspec.Raw(b"null")

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import structlog
 from lightkube import AsyncClient
 
+from router.fleet.identity import DiscoveredEngine
 from router.fleet.kubernetes.objects import (
     EndpointSlice,
     InferencePool,
@@ -31,7 +32,7 @@ from router.fleet.kubernetes.objects import (
 from router.fleet.kubernetes.reflector import Reflector, T
 from router.fleet.kubernetes.transport import AccessError, find_access, make_client
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources import DiscoveredEngine, Publish, SourceStats
+from router.fleet.sources import Publish, SourceStats
 
 _log = structlog.get_logger()
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.desired import ORDER, DesiredState, FleetFullError
-from router.fleet.identity import EngineAddress
-from router.fleet.sources import DiscoveredEngine
+from router.fleet.identity import DiscoveredEngine, EngineAddress
 from router.fleet.status import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

@@ -13,9 +13,9 @@ import dns.message
 import pytest
 from dns.rdatatype import SRV, A, RdataType
 
-from router.fleet.identity import EngineAddress
+from router.fleet.dns_source import DnsSource, ResolveError, Resolver
+from router.fleet.identity import DiscoveredEngine, EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
-from router.fleet.sources import DiscoveredEngine, DnsSource, ResolveError, Resolver
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
 from tests.support.waiting import until
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import DiscoveredEngine, EngineAddress
 from router.fleet.settings import FileSettings
-from router.fleet.sources import BadListError, DiscoveredEngine, FileSource, read_list
+from router.fleet.sources import BadListError, FileSource, read_list
 from tests.support.waiting import until
 
 ONE = '[[engines]]\nbase_url = "http://a:1"\n'

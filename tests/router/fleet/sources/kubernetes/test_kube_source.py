@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from router.fleet.identity import DiscoveredEngine
 from router.fleet.kubernetes.source import KubernetesSource
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources import DiscoveredEngine
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
 from tests.support.pki import make_authority, make_certificate
