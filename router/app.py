@@ -153,6 +153,7 @@ class Router:
             epp=None if self.picker is None else self.picker.stats,
             usage=self.usage,
             pd=self.planner.pd_stats,
+            pulls=self.planner.pulls,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
             others=self.peers.others,
@@ -212,6 +213,7 @@ class Router:
             peer_state=self.peers.peer_state,
             queue=self.config.queue,
             pd=self.config.pd,
+            pull=self.config.pull,
         )
         requests = RequestTracker(
             self.clock,
@@ -275,6 +277,7 @@ class Router:
             self._tasks = tasks
             works = self.lifecycle.begin(tasks)
             poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, session)
+            poller.versions = self.config.pull.enabled
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]

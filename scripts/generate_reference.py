@@ -43,6 +43,8 @@ from router.observe.traces import TraceStats
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdStats
 from router.placement import policies
+from router.placement.candidate import PullSettings
+from router.placement.pull import Pulls
 from router.replication.settings import IndexSettings
 from router.workers.gossip import DELAY_BUCKETS, WorkerGossipStats
 from router.workers.view import group_families, worker_families
@@ -300,6 +302,8 @@ def _sources() -> Sources:
     if router.peers.index is not None:
         router.peers.index.scope("model")
         router.peers.index.share_limits(_gate(), "")
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 0)
     sources = Sources(
         router.fleet,
         router.scopes,
@@ -318,6 +322,7 @@ def _sources() -> Sources:
         reloads=ReloadStats(),
         epp=EppStats(),
         pd=PdStats(),
+        pulls=pulls,
         more=lambda: (
             *worker_families(0, WorkerGossipStats(), Histogram(DELAY_BUCKETS), None),
             *group_families(1, {0}, {}),

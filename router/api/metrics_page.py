@@ -46,6 +46,7 @@ from router.observe.usage import UsageLog
 from router.pd.settings import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.load.others import OthersLoad
+from router.placement.pull import Pulls
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer_finder import ModelOrigin
 from router.proxy.aliases import Aliases
@@ -100,6 +101,7 @@ class Sources(msgspec.Struct):
     """Reloads of the configuration, if it can be reloaded."""
     epp: EppStats | None = None
     pd: PdStats | None = None
+    pulls: Pulls | None = None
     others: Callable[[], Mapping[str, OthersLoad] | None] = dict
     """In-flight load of siblings and replicas, by engine; None: unknown."""
     tokenizers: Callable[[], Mapping[str, str]] = dict
@@ -164,20 +166,19 @@ class RouterCollector:
             yield from of_each("model", s.shared.mirror_stats())
         if s.origins is not None:
             yield from of_each("source", s.origins.stats)
-        if s.admin is not None:
-            yield from of_stats(s.admin)
         if s.epp is not None:
             yield from of_stats(s.epp, "epp")
-        if s.pd is not None and s.fleet.has_roles:
-            yield from of_stats(s.pd)
-        if s.traces is not None:
-            yield from of_stats(s.traces)
-        if s.reloads is not None:
-            yield from of_stats(s.reloads)
-        if s.accounts.room is not None:
-            yield from of_stats(s.accounts.room.stats)
+        for stats in (
+            s.admin,
+            s.pd if s.fleet.has_roles else None,
+            s.pulls.stats if s.pulls is not None and s.pulls.enabled else None,
+            *(s.traces, s.reloads),
+            None if s.accounts.room is None else s.accounts.room.stats,
+            None if s.gate is None else s.gate.stats,
+        ):
+            if stats is not None:
+                yield from of_stats(stats)
         if s.gate is not None:
-            yield from of_stats(s.gate.stats)
             yield from of_each("tenant", s.gate.tenants())
 
 

@@ -23,7 +23,7 @@ from router.fleet.status import Fleet
 from router.index.query_plan import EngineHit
 from router.observe.history import RecentHistory
 from router.openai.members import run_cooperatively
-from router.placement.candidate import Candidate, Hit
+from router.placement.candidate import Candidate, Hit, Pull
 from router.placement.engine import Engine
 from router.placement.load.others import OthersLoad, others_at
 from router.placement.placement import Decision, SloForecast, Split
@@ -138,7 +138,7 @@ def _viewed(s: Sources, status: Engine, others: Mapping[str, OthersLoad] | None)
 
 def explain(decision: Decision, api: str) -> dict[str, Any]:
     """Return the decision on a request of this API as JSON-ready values; token counts, seconds."""
-    taken = decision.candidate.hit
+    taken, pull = decision.hit, decision.choice.pull
     return {
         "prompt": {"api": api, **_prompt(decision)},
         "choice": {
@@ -152,6 +152,7 @@ def explain(decision: Decision, api: str) -> dict[str, Any]:
         "waits": decision.waits,
         "refused": None if decision.long_wait is None else msgspec.to_builtins(decision.long_wait),
         **({} if decision.slo_forecast is None else {"slo": _slo(decision, decision.slo_forecast)}),
+        **({} if pull is None else {"pull": _pull(pull)}),
         **({} if decision.split is None else {"split": _split(decision.split)}),
         "engines": _engines(decision),
     }
@@ -170,6 +171,10 @@ def _slo(decision: Decision, forecast: SloForecast) -> dict[str, Any]:
         late_s = max(0.0, split.first_token_s - left_s)
         engines.append({"engine": pair, "first_token_s": split.first_token_s, "late_s": late_s})
     return {"left_s": left_s, "engines": engines}
+
+
+def _pull(pull: Pull) -> dict[str, Any]:
+    return {"source": pull.source_id, "tokens": pull.tokens, "link_s": pull.link_s}
 
 
 def _split(split: Split) -> dict[str, Any]:

@@ -128,13 +128,14 @@ def check_config(config: Config) -> None:
     if path is not None and not Path(path).is_file():
         raise ConfigError(f"fleet.kubernetes.kubeconfig: there is no file {path}")
     _check_roles(config)
+    _check_pull(config)
     _check_server(config.server)
     _check_ops(config)
     _check_usage(config.usage)
     _check_listen(config.listen)
     for section in (
         *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
-        *("epp", "queue", "pd"),
+        *("epp", "queue", "pd", "pull"),
     ):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):
@@ -178,6 +179,22 @@ def _check_roles(config: Config) -> None:
             raise ConfigError(
                 f"engines: {given.engine_id} has role={other}, but none has role={role}; give another engine "
                 f"role={role} (or both), or leave the roles out"
+            )
+
+
+def _check_pull(config: Config) -> None:
+    if not config.pull.enabled:
+        return
+    if config.policy.policy != "kvatlas":
+        raise ConfigError(
+            f'pull.enabled: policy.policy = "{config.policy.policy}" compares no costs; use "kvatlas", or '
+            "leave pull.enabled out"
+        )
+    for engine in config.engines:
+        if engine.role is not None:
+            raise ConfigError(
+                f"pull.enabled: {engine.engine_id} has role={engine.role}, and engines with roles do not "
+                "pull; leave one of the two out"
             )
 
 

@@ -30,7 +30,7 @@ from router.http.sockets import describe_error
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
-from router.placement.candidate import PolicySettings
+from router.placement.candidate import PolicySettings, PullSettings
 from router.prompts.settings import PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings, has_password, redacted
@@ -66,6 +66,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "keys": KeySettings,
     "queue": QueueSettings,
     "pd": PdSettings,
+    "pull": PullSettings,
     "sidecar": SidecarSettings,
     "traces": TraceSettings,
     "usage": UsageSettings,
@@ -274,7 +275,7 @@ def _engine(fields: Any, prefix: str) -> EngineAddress:
 # Whole sections, and keys of others. ``_stays`` has two exceptions.
 LIVE = frozenset(
     {
-        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd"),
+        *("engines", "models", "aliases", "policy", "proxy", "listen", "keys", "queue", "pd", "pull"),
         *("server.log_level", "server.log_format", "server.log_requests"),
         *("server.expose_decision", "server.check_every", "sidecar.prefills"),
         *("fleet.poll_interval_s", "fleet.poll_down_interval_s", "fleet.poll_timeout_s"),

@@ -25,7 +25,7 @@ from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.affinity import ShadowSpec
-from router.placement.candidate import PolicySettings
+from router.placement.candidate import PolicySettings, PullSettings
 from router.prompts.hub import AUTO, parse_source
 from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
 from router.proxy.settings import ProxySettings
@@ -281,6 +281,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeySettings = KeySettings()
     queue: QueueSettings = QueueSettings()
     pd: PdSettings = PdSettings()
+    pull: PullSettings = PullSettings()
     sidecar: SidecarSettings = SidecarSettings()
     traces: TraceSettings = TraceSettings()
     usage: UsageSettings = UsageSettings()

@@ -108,6 +108,8 @@ class FleetPoller(Generic[E]):
         self._listener = listener
         self._session = session
         self.configure(settings)
+        self.versions = False
+        """Whether engines without a role are asked for their version too."""
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # number of failed polls in a row
         self._answers: dict[str, int] = {}  # number of responses to clients at each server's last poll
@@ -241,7 +243,7 @@ class FleetPoller(Generic[E]):
             await self._ask_server_info(base_url)
             changed = await self._discover_events(base_url, models)
             # after its ranks are known: new ranks have no version yet
-            if any(status.engine.role for status in self._fleet.ranks(base_url)):
+            if self.versions or any(status.engine.role for status in self._fleet.ranks(base_url)):
                 await self._ask_version(base_url, models[0])
         for status in self._fleet.ranks(base_url):
             if models:

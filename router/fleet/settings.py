@@ -90,9 +90,10 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     EndpointSlices and InferencePools, as selected below.
 
     Annotations of a pod: `kvatlas.io/port`, `kvatlas.io/events-port`, `kvatlas.io/replay-port`,
-    `kvatlas.io/snapshot-port`, `kvatlas.io/topic`, `kvatlas.io/data-parallel-size` (event ports are base +
-    rank), `kvatlas.io/drain: "true"` (no new requests), `kvatlas.io/ignore: "true"` (not an engine). The
-    label `llm-d.ai/role` (`prefill`, `decode`, `prefill-decode`) gives its role.
+    `kvatlas.io/snapshot-port`, `kvatlas.io/topic`, `kvatlas.io/kv-source-port` (the `p2p` tier that other
+    engines [pull](pull.md) from), `kvatlas.io/data-parallel-size` (event and `p2p` ports are base + rank),
+    `kvatlas.io/drain: "true"` (no new requests), `kvatlas.io/ignore: "true"` (not an engine). The label
+    `llm-d.ai/role` (`prefill`, `decode`, `prefill-decode`) gives its role.
     """
 
     selector: str = ""

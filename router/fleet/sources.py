@@ -106,6 +106,8 @@ def check_address(engine: EngineAddress) -> None:
         address = getattr(engine, name)
         if address is not None and (fault := _socket_fault(address)):
             raise ValueError(f"engine {engine.base_url}: {name}={address!r} {fault}")
+    if engine.kv_source is not None and not _is_host_port(engine.kv_source):
+        raise ValueError(f"engine {engine.base_url}: kv_source={engine.kv_source!r} is not HOST:PORT")
     if engine.replay is not None and engine.events is None:
         raise ValueError(f"engine {engine.base_url}: replay= needs events=")
 
@@ -119,11 +121,15 @@ def _socket_fault(address: str) -> str:
         return ""
     if rest.startswith("*:"):
         return "is where the engine listens; give the engine's host instead of *"
+    return "" if _is_host_port(rest) else "is not tcp://HOST:PORT"
+
+
+def _is_host_port(text: str) -> bool:
     try:
-        _, port = split_address(rest)
+        host, port = split_address(text)
     except ValueError:
-        port = 0
-    return "" if port else "is not tcp://HOST:PORT"
+        return False
+    return bool(host and port)
 
 
 def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:

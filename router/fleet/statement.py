@@ -157,8 +157,8 @@ class _Source(msgspec.Struct):
 
 
 def event_sources(base_url: str, body: bytes, like: EngineAddress | None = None) -> list[EngineAddress]:
-    """Return the engines in an answer of vLLM's ``/kv_event_sources``, one per rank, with role and kind of
-    ``like``. Raises ``ValueError`` for another kind of body.
+    """Return the engines in an answer of vLLM's ``/kv_event_sources``, one per rank, with role, kind and
+    source of ``like``. Raises ``ValueError`` for another kind of body.
 
     The rank is set only if there are several. Sources that publish nothing, or have an invalid endpoint or
     rank, are omitted.
@@ -217,8 +217,8 @@ def _published(
     topic: str,
     like: EngineAddress | None,
 ) -> EngineAddress:
-    role, kind = (None, None) if like is None else (like.role, like.kind)
-    return EngineAddress(base_url, rank, events, replay, topic, role=role, kind=kind)
+    role, kind, source = (None, None, None) if like is None else (like.role, like.kind, like.kv_source)
+    return EngineAddress(base_url, rank, events, replay, topic, role=role, kind=kind, kv_source=source)
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -79,7 +79,7 @@ class EngineStatus:
         # Its set-up according to its metrics.
         self.stated: EngineStatement | None = None
         self._server_info: EngineStatement | None = None
-        # Its version, from ``GET /version``; only queried for engines with a role.
+        # Its version, from ``GET /version``; only queried for engines with a role, and where engines pull.
         self.version: str | None = None
         # Start of its API process in seconds since the epoch, from its metrics.
         self.started: float | None = None

@@ -242,6 +242,16 @@ class FleetResidency:
             answers |= self._unproven_hits(rows, prompt.num_tokens, queries, detail=detail)
         return answers
 
+    def held_alone(self, prompt: HashedPrompt, engine_ids: Iterable[str]) -> dict[str, int]:
+        """Return the tokens of ``prompt`` that the host memory of each engine holds by itself in every group,
+        for engines whose hashes and groups are known from their own events."""
+        held: dict[str, int] = {}
+        for scheme, settled in self._plan_of(tuple(engine_ids)).settled.items():
+            rows = self.index.lookup(prompt.hashes(scheme))
+            if not rows.only_gpu:
+                held |= settled.held_alone(rows, prompt.num_tokens)
+        return held
+
     def _plan_of(self, engine_ids: tuple[str, ...]) -> QueryPlan:
         found = self._plans.get(engine_ids)
         if found is not None:

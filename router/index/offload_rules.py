@@ -25,7 +25,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from publisher.events import MEDIA, scheduler_block_size
-from router.index.base import GPU, Plane, Rows, Words, connector_of, is_shared, medium_of, owner_of
+from router.index.base import CPU, GPU, Plane, Rows, Words, connector_of, is_shared, medium_of, owner_of
 from router.index.hit_rules import WordHits, evaluate
 from router.index.learn.layout import CacheLayout
 
@@ -130,6 +130,19 @@ def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = Fal
             if first:
                 break
     return most
+
+
+def held_alone(rows: Rows, layout: CacheLayout, num_tokens: int, word: int) -> list[int]:
+    """Return the tokens of the prompt that the host memory of vLLM's own offloading holds by itself in every
+    group, for the 64 engines of ``word``, by bit. Its ``p2p`` tier serves others from there
+    (vllm/v1/kv_offload/tiering, 0.32)."""
+    for tier in tiers(rows):
+        medium, places = tier.layers[0]
+        if medium == CPU and not connector_of(places[0]):
+            nothing = np.zeros(rows.num_hashes, np.uint64)
+            own = _joined(rows, layout, word, places, nothing)
+            return evaluate(own, _ends(layout), num_tokens, word=word, loading=True).hit
+    return []
 
 
 def shared_part(rows: Rows) -> Rows:

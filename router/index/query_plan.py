@@ -16,7 +16,7 @@ from router.index.base import CPU, GPU, STORAGE, Rows, Slot
 from router.index.hit_rules import Ends, WordHits, WordRule, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.learn.root_events import LearnedKeys
-from router.index.offload_rules import Extent, loaded, tier_extents, usable
+from router.index.offload_rules import Extent, held_alone, loaded, tier_extents, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 
@@ -167,6 +167,15 @@ class PlanRows:
                 hits = row.hits(found, num_tokens)
                 answers = {**answers, **hits} if answers else hits
         return answers
+
+    def held_alone(self, found: Rows, num_tokens: int) -> dict[str, int]:
+        """Return the tokens that the host memory of each engine holds by itself; without those of none."""
+        held: dict[str, int] = {}
+        for row in self._rows:
+            alone = held_alone(found, row.layout, num_tokens, row.word)
+            if any(alone):
+                held |= {query.engine_id: alone[query.slot.bit] for query in row.queries}
+        return held
 
 
 class QueryPlan(NamedTuple):

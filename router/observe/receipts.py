@@ -263,6 +263,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     the hit; else 0."""
     salted: bool = False
     """Whether it has a cache salt."""
+    pulled_tokens: int = 0
+    """Part of ``predicted_tokens`` that the engine was to pull from another one's host memory."""
+    pulled_from: str = ""
+    """That engine."""
     index_problem: str = ""
     """Why the index shared with other replicas could not be used; "" if it answered, or if there is none."""
 
@@ -276,6 +280,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if self.predicted_tokens == self.actual_tokens:
             return "exact"
         return "over" if self.predicted_tokens > self.actual_tokens else "under"
+
+    @property
+    def came_tokens(self) -> int | None:
+        """Reported tokens beyond those that the engine held itself, at most ``pulled_tokens``; None without a
+        report."""
+        if self.predicted_tokens is None or self.actual_tokens is None:
+            return None
+        own = self.predicted_tokens - self.pulled_tokens
+        return min(self.pulled_tokens, max(0, self.actual_tokens - own))
 
     @property
     def by_medium(self) -> dict[str, int]:
@@ -353,6 +366,8 @@ class EngineReceipts(msgspec.Struct):
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""
+        if receipt.pulled_tokens:  # it says more of another engine's cache and of the link (``PullStats``)
+            return
         outcome, reported = receipt.outcome, receipt.reported_prompt_tokens
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         if reported is not None and reported != receipt.prompt_tokens:

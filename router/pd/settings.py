@@ -99,6 +99,9 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 # Request field: ``HOST:PORT``, or several separated by commas.
 PREFILLERS: Final = b"x-prefiller-host-port"
+# Request field: the engine whose host memory holds a prefix of the prompt, by its HTTP address, in llm-d's
+# field. A sidecar knows the port of the ``p2p`` tiers.
+KV_SOURCE: Final = b"x-kv-cache-source-host-port"
 # Answer field: position in that list and ``cached_tokens`` there, or a dash for either.
 PREFILLED: Final = b"x-kvatlas-prefilled"
 # Request field: rank of the answering engine, which has no meaning for the prefill engine.

@@ -20,12 +20,13 @@ same meaning, and NIXL ignores the transfer id.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
+from router.pd.bodies import SplitBody
 from router.pd.settings import PdSettings
 
 # The parameters for the decode engine, or why there are none: the engine holds no blocks; its state is
@@ -281,13 +282,27 @@ class Offloading(_SequentialTransfer):
     ) -> TransferResult:
         """Implement ``Connector``. The answer carries nothing; engines read ``cached_tokens`` only next to
         ``do_remote_prefill``, which other connectors beside this one would take for theirs."""
-        port = self._port + int(source.rank or 0)
-        named = {
-            "kv_request_id": transfer_id,
-            "remote_host": urlsplit(source.base_url).hostname,
-            "remote_port": port,
-        }
-        return msgspec.json.encode({"remote_prefiller": named})
+        host, port = urlsplit(source.base_url).hostname, self._port + int(source.rank or 0)
+        return _peer("remote_prefiller", transfer_id, host, port)
+
+
+class KvSource(msgspec.Struct, frozen=True, gc=False):
+    """A request's body, and the ``p2p`` tier from which its engine fetches what the tier's host memory holds
+    of the prompt. The engine asks for each block by its hash and computes the others, so a wrong source
+    costs a question (vllm/v1/kv_offload/tiering/p2p/manager.py ``lookup``, 0.32)."""
+
+    body: SplitBody
+    host: str
+    port: int
+
+    def asked_with(self, transfer_id: str) -> Generator[None, None, bytes]:
+        """Steps to the engine's body; ``transfer_id`` is unique to this request."""
+        return self.body.decode(_peer("remote_kv_source", transfer_id, self.host, self.port))
+
+
+def _peer(role: str, transfer_id: str, host: str | None, port: int) -> bytes:
+    named = {"kv_request_id": transfer_id, "remote_host": host, "remote_port": port}
+    return msgspec.json.encode({role: named})
 
 
 class AutoDetect:

@@ -282,6 +282,29 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
 
 
+class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes that engines fetch from each other's host memory ([pull.md](pull.md)): vLLM 0.32 and later
+    with the `p2p` tier of its OffloadingConnector. Raises ``ValueError`` for a value out of range."""
+
+    enabled: bool = False
+    """Have an engine pull a prefix if that is cheaper than waiting for the engine that holds it and than
+    computing it. Only for `policy.policy = "kvatlas"`, and not in fleets with prefill engines."""
+    gbit_s: float = 100.0
+    """Rate at which one engine fetches blocks from another, in Gbit/s."""
+    kv_kib_per_token: float = 100.0
+    """KV of one token in all layers, in KiB: determines the time of a transfer."""
+
+    @property
+    def s_per_token(self) -> float:
+        """Seconds of link per token."""
+        return self.kv_kib_per_token * 1024 * 8 / (self.gbit_s * 1e9)
+
+    def __post_init__(self) -> None:
+        for name in ("gbit_s", "kv_kib_per_token"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
+
+
 _SHARES = {
     "beta": 1.0,
     "eviction_premium": EVICTION_PREMIUM_MAX,

@@ -24,10 +24,17 @@ from router.index.model import ModelIndexes
 from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
 from router.openai.request import PROMPT_APIS, InboundRequest
+from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
 from router.pd.settings import PdSettings, PdStats
 from router.placement.affinity import ShadowPrompt, text_tokens
-from router.placement.candidate import Candidate, PlacementRequest, PolicySettings, placement_request
+from router.placement.candidate import (
+    Candidate,
+    PlacementRequest,
+    PolicySettings,
+    PullSettings,
+    placement_request,
+)
 from router.placement.cost import Choice, within_level
 from router.placement.eligible import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
 from router.placement.engine import (
@@ -42,9 +49,16 @@ from router.placement.engine import (
 )
 from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
 from router.placement.policies import ArmState, policy
+from router.placement.pull import Pulls
 from router.placement.saturation import SaturationGate
-from router.placement.split import DecodeCandidates, DisaggregationPlanner, Pick, complete_layouts
-from router.placement.split_legs import DecodePlacement, PrefillPlacement, SidecarPlacement
+from router.placement.split import (
+    DecodeCandidates,
+    DisaggregationPlanner,
+    Pick,
+    complete_layouts,
+    messages_of,
+)
+from router.placement.split_legs import DecodePlacement, PrefillPlacement, PullPlacement, SidecarPlacement
 from router.placement.wait import LongWait, late_first_token, long_wait
 from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from router.prompts.reader import PromptReader
@@ -53,6 +67,7 @@ from router.proxy.attempt import Fields
 _log = structlog.get_logger()
 _NO_QUEUE = QueueSettings()
 _NO_PD = PdSettings()
+_NO_PULL = PullSettings()
 _LOG_EVERY_S = 1.0
 _NO_CONNECTOR_S = 60.0
 """How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
@@ -80,6 +95,7 @@ class Planner:
         queue: QueueSettings = _NO_QUEUE,
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
+        pull: PullSettings = _NO_PULL,
     ) -> None:
         self._fleet = fleet
         self._eligible = EligibleEngines(fleet, accounts)
@@ -94,17 +110,19 @@ class Planner:
         self._shared = shared
         self._peer_state = peer_state
         self.pd_stats = pd_stats or PdStats()
+        self.pulls = Pulls()
         self._arm_state = ArmState()
         self._refusals_logged = LogThrottle(_LOG_EVERY_S)
         self.gate: SaturationGate | None = None
         """Holds requests while engines are saturated, if queueing is or was configured."""
-        self.configure(settings, queue, pd, expose_decision=expose_decision, check_every=check_every)
+        self.configure(settings, queue, pd, pull, expose_decision=expose_decision, check_every=check_every)
 
     def configure(
         self,
         settings: PolicySettings,
         queue: QueueSettings,
         pd: PdSettings,
+        pull: PullSettings,
         *,
         expose_decision: bool,
         check_every: int,
@@ -114,6 +132,7 @@ class Planner:
         self._settings = settings
         self._queue = queue
         self._pd = pd
+        self.pulls.configure(pull, pd.offloading_port)
         self._expose = expose_decision
         self._check_every = check_every
         if self.gate is not None:
@@ -156,12 +175,24 @@ class Planner:
             if split.body is not None:
                 return self._placed_apart(request, decision, split, waited_s)
             self.pd_stats.count(self.pd_stats.aggregated, split.why)
+        headers = self._client_headers(request, decision)
+        if decision.pull is not None:
+            return PullPlacement(
+                request,
+                decision,
+                decision.pull,
+                self.pulls,
+                self._accounts,
+                retention=self._retention,
+                client_headers=headers,
+                waited_s=waited_s,
+            )
         return Placement(
             request,
             decision,
             self._accounts,
             retention=self._retention,
-            client_headers=self._client_headers(request, decision),
+            client_headers=headers,
             waited_s=waited_s,
         )
 
@@ -294,6 +325,7 @@ class Planner:
         apart = self._apart(request, exclude, disagg) if fleet.has_roles else None
         asked_of = engines if apart is None else list(dict.fromkeys([*engines, *apart.helpers]))
         changes = fleet.changes
+        messages = messages_of(request)
         if read is None and request.method == "POST" and request.path in PROMPT_APIS:
             if request.trace is not None:
                 request.trace.phase("read prompt")
@@ -304,8 +336,12 @@ class Planner:
             for frontend, scheme in candidate_set.schemes:
                 if (variant := read.behind(frontend)) is not None:
                     await self._reader.hashes(variant, scheme)
+        pulling: SplitBody | None = None
         if apart is not None:
             await apart.read_body(read)
+        elif self.pulls.enabled and not exclude and isinstance(read, Prompt):
+            # a request that is placed again computes: it has lost time already
+            pulling = await self.pulls.body(request, messages, read)
         if request.trace is not None:
             request.trace.phase("decide")
         look = (
@@ -321,7 +357,9 @@ class Planner:
                 raise no_ready_engine(
                     "The engines that serve this model have just been removed; retry shortly."
                 )
-        return self._choose(request, read, candidate_set, engines, look, apart, rehearsal=rehearsal)
+        return self._choose(
+            request, read, candidate_set, engines, look, apart, pulling=pulling, rehearsal=rehearsal
+        )
 
     def _choose(
         self,
@@ -332,9 +370,10 @@ class Planner:
         look: PeerSnapshot,
         apart: DisaggregationPlanner | None,
         *,
+        pulling: SplitBody | None,
         rehearsal: bool,
     ) -> Decision:
-        """Make the decision when all look-ups are done."""
+        """Make the decision when all look-ups are done. ``pulling``: the body, if a source can be added."""
         now = self._accounts.now()
         order = None
         if self._settings.engine_priority and apart is None and request.path in PROMPT_APIS:
@@ -362,9 +401,14 @@ class Planner:
                 if level is not None:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
+            pull = None
+            if pulling is not None and isinstance(read, Prompt):
+                held = self._held_alone(read, candidate_set)
+                choice, pull = self.pulls.apply(choice, engines, held, pulling, now)
             read, tokens = _read_by(read, asked.tokens, engines[choice.index])
             return Decision(
                 *(read, tokens, engines, found, choice, look.problem),
+                pull=pull,
                 order=order,
                 skipped=skipped,
                 slo_forecast=forecast,
@@ -465,6 +509,13 @@ class Planner:
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if candidate_set.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
 
+    def _held_alone(self, prompt: Prompt, candidate_set: CandidateSet) -> dict[str, int]:
+        """Tokens that the host memory of each engine followed here holds by itself."""
+        held: dict[str, int] = {}
+        for (model, _), names in candidate_set.by_model.items():
+            held |= self._scopes.scope(model).held_alone(prompt, names)
+        return held
+
     def _is_behind(self, engine_id: str, frontend: Frontend) -> bool:
         engine = self._fleet.get(engine_id)
         return engine is not None and engine.frontend == frontend
@@ -488,7 +539,7 @@ class Planner:
         """Fields that expose the decision to the client, if configured."""
         if not self._expose:
             return ()
-        hit, headers = decision.candidate.hit, [(b"x-kvatlas-engine", decision.engine.engine_id.encode())]
+        hit, headers = decision.hit, [(b"x-kvatlas-engine", decision.engine.engine_id.encode())]
         split = decision.split
         if split is not None and split.prefill is not None:
             hit = split.prefill.candidate.hit

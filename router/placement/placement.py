@@ -29,6 +29,7 @@ from router.placement.engine import Accounts, Engine, EngineOrder
 from router.placement.inflight import InflightPrompt, kept_prefixes
 from router.placement.load.account import Ticket
 from router.placement.load.evictions import PooledPrompt
+from router.placement.pull import PullOrder
 from router.placement.wait import LongWait, predicted_wait_s
 from router.prompts.prompt import Prompt, TextAffinity
 from router.proxy.attempt import Attempt, Fields
@@ -108,6 +109,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Explained, of a request with a service level."""
     order: EngineOrder | None = None
     """Place of the request in the engine's own order, if it has one."""
+    pull: PullOrder | None = None
+    """Prefix that the chosen engine pulls from another one."""
 
     @property
     def engine(self) -> Engine:
@@ -118,6 +121,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     def candidate(self) -> Candidate:
         """State of the chosen engine."""
         return self.candidates[self.choice.index]
+
+    @property
+    def hit(self) -> Hit:
+        """Hit on the chosen engine, with the prefix that it pulls."""
+        return self.candidate.hit if self.pull is None else self.pull.hit
 
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
@@ -135,7 +143,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
             return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
-        if most > chosen.hit.whole_tokens:
+        if most > self.hit.whole_tokens:
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
             else:
@@ -245,7 +253,7 @@ class Placement(Attempt):
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            held = decision.candidate.hit.whole_tokens
+            held = decision.hit.whole_tokens
             self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
@@ -301,7 +309,7 @@ class Placement(Attempt):
             "kvatlas.reason": decision.choice.reason,
             "kvatlas.mode": candidate.hit.mode,
             "kvatlas.prompt_tokens": decision.prompt_tokens,
-            "kvatlas.predicted_hit_tokens": candidate.hit.whole_tokens if known else None,
+            "kvatlas.predicted_hit_tokens": decision.hit.whole_tokens if known else None,
             "kvatlas.queue_s": candidate.queue_s,
             "kvatlas.waited_s": self.waited_s or None,
             "kvatlas.engines": len(decision.engines),
@@ -464,7 +472,7 @@ class Placement(Attempt):
     @property
     def _reported_hit(self) -> Hit:
         """Predicted part of the answer's ``cached_tokens``."""
-        return self.decision.candidate.hit
+        return self.decision.hit
 
     @property
     def _is_predicted(self) -> bool:
@@ -475,7 +483,7 @@ class Placement(Attempt):
 
     def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
         decision, request = self.decision, self.request
-        read, hit = decision.read, decision.candidate.hit
+        read, hit = decision.read, decision.hit
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         known = hit.confidence != "none"
         predicted, missed = self._is_predicted, held.missed

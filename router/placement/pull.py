@@ -14,17 +14,32 @@ transfer, chosen only where it is cheaper than every engine without a pull, and 
 queues.
 
 Always true: a pull ends where the source's host memory ends in its shortest group, so that windows and
-recurrent states come with it; the result depends on the arguments alone.
+recurrent states come with it; the result of ``with_pull`` depends on the arguments alone. A source that has
+lost blocks meanwhile, or is gone, costs time and never a wrong answer: vLLM asks for each block by its hash,
+and computes what does not come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-from router.placement.candidate import Cost, Pull
+from router.feeds.base import FeedState
+from router.fleet.identity import EngineId, kv_source_of
+from router.observe.receipts import Receipt
+from router.openai.members import TooManyStepsError, run_cooperatively
+from router.openai.request import InboundRequest
+from router.pd.bodies import SplitBody, split_body
+from router.pd.transfer import KvSource
+from router.placement.candidate import Cost, Hit, Pull, PullSettings
 from router.placement.cost import Choice, ScoredCandidates, within_bound
+from router.placement.engine import Engine
+from router.prompts.prompt import Prompt
+
+LATENCY_S: Final = 0.002
+"""Latency of one pull: the handshake's and the probe's messages."""
 
 
 class PullSources(msgspec.Struct, frozen=True, gc=False):
@@ -120,4 +135,190 @@ def _pulled(scored: ScoredCandidates, target: int, pull: Pull) -> Cost:
         total_s=cost.total_s - (cost.prefill_s - prefill_s) + (cost.credit_s - credit_s) + more_s,
         uncached_tokens=uncached,
         shared_prefix_tokens=max(cost.shared_prefix_tokens, pull.end),
+    )
+
+
+# The router's own pulls: who may pull from whom, what came of it, and pairs that are left alone.
+
+
+PullOutcome = Literal["complete", "partial", "missed", "late", "failed", "unreported"]
+_BAD: Final = frozenset({"missed", "late", "failed"})
+_REST_S: Final = 10.0
+_REST_S_MAX: Final = 600.0
+"""A pair rests after a bad pull, twice as long after each further one in a row."""
+_PAIRS_MAX: Final = 4096
+
+
+class PullStats(msgspec.Struct):
+    """Counters of pulls between engines."""
+
+    pulls: Annotated[dict[str, int], "kvatlas_pulls_total{outcome}"] = msgspec.field(default_factory=dict)
+    """Pulls by outcome: `complete`; `partial`: at least half of the tokens came; `missed`: less; `late`: the
+    first token came later than it would have by computing; `failed`: the engine gave no answer; `unreported`:
+    the answer does not say how many tokens were cached."""
+    not_possible: Annotated[dict[str, int], "kvatlas_pulls_not_possible_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Requests for which no pull was considered, by the field of the request that forbids it."""
+    promised_tokens: Annotated[int, "kvatlas_pull_promised_tokens_total"] = 0
+    """Tokens that decisions expected to be pulled, of pulls with a report."""
+    pulled_tokens: Annotated[int, "kvatlas_pull_tokens_total"] = 0
+    """Of these, tokens that came."""
+    link_s: Annotated[float, "kvatlas_pull_link_seconds_total"] = 0.0
+    """Predicted seconds of transfers, with their waits for a link."""
+    rests: Annotated[int, "kvatlas_pull_pair_rests_total"] = 0
+    """Times that a pair of engines was left alone after a bad pull."""
+
+
+class PullPairs:
+    """Pairs of target and source whose latest pulls were bad: each rests for a while. Bounded; times are of
+    one clock."""
+
+    def __init__(self) -> None:
+        self._bad: dict[tuple[str, str], tuple[int, float]] = {}
+
+    def allows(self, target_id: str, source_id: str, now: float) -> bool:
+        """Whether this pair does not rest."""
+        found = self._bad.get((target_id, source_id))
+        return found is None or now >= found[1]
+
+    def good(self, target_id: str, source_id: str) -> None:
+        """Forget the bad pulls of a pair."""
+        self._bad.pop((target_id, source_id), None)
+
+    def bad(self, target_id: str, source_id: str, now: float) -> None:
+        """Let a pair rest."""
+        pair = target_id, source_id
+        count, _ = self._bad.pop(pair, (0, 0.0))
+        if len(self._bad) >= _PAIRS_MAX:
+            del self._bad[next(iter(self._bad))]
+        rest_s = min(_REST_S_MAX, _REST_S * 2.0 ** min(count, 16))
+        self._bad[pair] = count + 1, now + rest_s
+
+
+class PullOrder(msgspec.Struct, frozen=True, gc=False):
+    """A chosen pull. ``hit``: of the target, with the pulled prefix; ``saved_s``: predicted seconds by which
+    the first token comes sooner than by computing."""
+
+    pull: Pull
+    source: Engine
+    kv_source: KvSource
+    hit: Hit
+    saved_s: float
+
+
+class Pulls:
+    """Pulls of one router. ``enabled``: they are considered."""
+
+    def __init__(self) -> None:
+        self.links = PullLinks()
+        self.pairs = PullPairs()
+        self.stats = PullStats()
+        self.configure(PullSettings(), 0)
+
+    def configure(self, settings: PullSettings, port: int) -> None:
+        """Set the settings of later decisions; ``port``: of engines whose ``p2p`` tier has no other."""
+        self._s_per_token, self.enabled, self._port = settings.s_per_token, settings.enabled, port
+
+    async def body(
+        self, request: InboundRequest, messages: Sequence[msgspec.Raw], read: Prompt
+    ) -> SplitBody | None:
+        """Return the body to which a source can be added; None: the request cannot pull. Those that cannot be
+        split over two engines cannot pull either: children of one request would end each other's transfers,
+        and vLLM loads nothing where prompt log-probabilities are asked for."""
+        if request.carried or request.pinned is not None or read.skips_cache or read.variants:
+            return None
+        try:
+            found = await run_cooperatively(split_body(request.path, request.body, messages))
+        except TooManyStepsError:
+            return None
+        if not found.whole:
+            return found
+        self.stats.not_possible[found.whole] = self.stats.not_possible.get(found.whole, 0) + 1
+        return None
+
+    def apply(
+        self, choice: Choice, engines: Sequence[Engine], held: Mapping[str, int], body: SplitBody, now: float
+    ) -> tuple[Choice, PullOrder | None]:
+        """Return the choice, with a pull if one is cheaper. ``held``: tokens of the prompt that host memories
+        hold by themselves."""
+        tokens = [held.get(engine.engine_id, 0) if _serves(engine) else 0 for engine in engines]
+        if not any(tokens):
+            return choice, None
+
+        def allowed(target: int, source: int) -> bool:
+            to, of = engines[target], engines[source]
+            return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
+
+        busy = [self.links.busy_s(engine.engine_id, now) for engine in engines]
+        found = with_pull(choice, PullSources(tokens, busy, self._s_per_token, LATENCY_S, allowed))
+        pull = found.pull
+        if pull is None:
+            return choice, None
+        source, candidate = engines[pull.source], found.scored.candidates[found.index]
+        host, port = kv_source_of(source.engine, self._port)
+        hit = candidate.hit
+        return found, PullOrder(
+            pull,
+            source,
+            KvSource(body, host, port),
+            msgspec.structs.replace(
+                hit,
+                cpu_tokens=pull.end - hit.gpu_tokens,
+                storage_tokens=0,
+                shared_prefix_tokens=max(pull.end, hit.shared_prefix_tokens),
+            ),
+            candidate.prefill_s_per_token * pull.tokens - pull.link_s,
+        )
+
+    def begin(self, target_id: EngineId, order: PullOrder, now: float) -> None:
+        """Note that the target is asked now."""
+        self.links.charge(target_id, order.pull, now)
+        self.stats.link_s += order.pull.link_s
+
+    def end(self, target_id: EngineId, order: PullOrder, outcome: PullOutcome, now: float) -> None:
+        """Note the end of a pull."""
+        stats, source_id = self.stats, order.source.engine_id
+        stats.pulls[outcome] = stats.pulls.get(outcome, 0) + 1
+        if outcome in _BAD:
+            stats.rests += 1
+            self.pairs.bad(target_id, source_id, now)
+        elif outcome != "unreported":
+            self.pairs.good(target_id, source_id)
+
+    def judge(self, order: PullOrder, receipt: Receipt) -> PullOutcome:
+        """Return the outcome by the engine's report, and count its tokens."""
+        came, promised = receipt.came_tokens, order.pull.tokens
+        if came is None:
+            return "unreported"
+        self.stats.promised_tokens += promised
+        self.stats.pulled_tokens += came
+        if 2 * came < promised:
+            return "missed"
+        predicted_s, measured_s = receipt.predicted_ttft_s, receipt.ttft_s
+        if predicted_s is not None and measured_s is not None and measured_s > predicted_s + order.saved_s:
+            return "late"
+        return "complete" if came == promised else "partial"
+
+
+def _serves(engine: Engine) -> bool:
+    """Whether what its host memory holds is known, and others may fetch it: vLLM with events that were all
+    received."""
+    feed = engine.feed
+    known = feed is not None and feed.state is FeedState.READY and not feed.unconfirmed
+    return known and engine.frontend != "sglang" and not engine.closed
+
+
+def _alike(target: Engine, source: Engine) -> bool:
+    """Whether an engine can use another one's blocks: of the same version, model and groups, under the same
+    hashes. vLLM compares dtypes and parallelism itself when the two connect (p2p/session/session.py
+    ``_on_connect``, 0.32)."""
+    layout = target.layout
+    return (
+        target.version is not None
+        and target.version == source.version
+        and target.base_model == source.base_model
+        and layout is not None
+        and layout == source.layout
+        and target.scheme == source.scheme
     )

@@ -273,8 +273,7 @@ class DisaggregationPlanner:
         self.helpers: list[Engine] = []
         """Engines that may compute its prompt for another one."""
         self._body: SplitBody | None = None
-        chat = request.prompt  # until its prompt has been read
-        self._messages = chat.messages if isinstance(chat, ChatBody) else ()
+        self._messages = messages_of(request)
         self.why = _bound_to_one(request)
 
     def find_helpers(self, ready: list[Engine], exclude: frozenset[str], now: float) -> None:
@@ -447,6 +446,12 @@ def complete_layouts(engines: Sequence[Engine]) -> None:
             continue
         if len(layout.groups) < len(known.groups):
             engine.residency.writer.expect(known.groups)
+
+
+def messages_of(request: InboundRequest) -> Sequence[msgspec.Raw]:
+    """Return a chat's messages as they stand in its body, until its prompt has been read."""
+    chat = request.prompt
+    return chat.messages if isinstance(chat, ChatBody) else ()
 
 
 def _choice(found: PairPlan, partner: Partner | None) -> Choice:

@@ -5,6 +5,8 @@ runs. The decode engine does no prefill: nothing is learned about rates. While t
 vLLM serves later requests, so hits on them count only after events. Its ``cached_tokens`` are the prefill
 engine's hit, so the prediction is compared there. Invariant: each placement ends once, independently of the
 other.
+
+``PullPlacement`` is on one engine, which fetches a prefix from another one's host memory.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from router.fleet.identity import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage
-from router.pd.settings import PREFILLERS, Prefilled
+from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
 from router.placement.load.account import Ticket
-from router.placement.placement import Decision, Placement, Split
+from router.placement.placement import Decision, MostHeld, Placement, Split
+from router.placement.pull import PullOrder, Pulls
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Fields
 
@@ -211,6 +214,71 @@ class SidecarPlacement(DecodePlacement):
     def _ended(self, usage: Usage | None, failed: str) -> None:
         self._helper.finished(None)
         super()._ended(usage, failed)
+
+
+class PullPlacement(Placement):
+    """The engine pulls a part of the prompt from another one's host memory, and computes the rest."""
+
+    __slots__ = ("_order", "_pulls")
+
+    def __init__(
+        self,
+        request: InboundRequest,
+        decision: Decision,
+        order: PullOrder,
+        pulls: Pulls,
+        accounts: Accounts,
+        *,
+        retention: Callable[[str], int | None],
+        client_headers: Fields,
+        waited_s: float,
+    ) -> None:
+        self._order, self._pulls = order, pulls
+        super().__init__(
+            request,
+            decision,
+            accounts,
+            retention=retention,
+            client_headers=client_headers,
+            waited_s=waited_s,
+        )
+        pulls.begin(self.engine.engine_id, order, self.asked_s)
+        if request.carried:
+            source = endpoint_of(order.source.engine.base_url)
+            self.engine_headers += ((KV_SOURCE, source.encode()),)
+            self.watched = True
+        else:
+            self.kv_source = order.kv_source
+
+    def facts(self) -> dict[str, Any]:
+        """Implement ``Attempt``."""
+        order = self._order
+        return super().facts() | {
+            "kvatlas.pull_source": order.source.engine_id,
+            "kvatlas.pull_tokens": order.pull.tokens,
+        }
+
+    def next_best(self, count: int) -> tuple[str, ...]:
+        """Implement ``Attempt``: the others may be the source itself, or of another version."""
+        return ()
+
+    def _ended(self, usage: Usage | None, failed: str) -> None:
+        super()._ended(usage, failed)
+        if failed:
+            self._pulls.end(self.engine.engine_id, self._order, "failed", self.now())
+
+    def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
+        order = self._order
+        return msgspec.structs.replace(
+            super()._receipt(usage, held),
+            pulled_tokens=order.pull.tokens,
+            pulled_from=order.source.engine_id,
+        )
+
+    def _learn(self, receipt: Receipt) -> None:
+        super()._learn(receipt)
+        outcome = self._pulls.judge(self._order, receipt)
+        self._pulls.end(self.engine.engine_id, self._order, outcome, self.now())
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:

@@ -23,6 +23,7 @@ from router.openai.request import InboundRequest, Usage
 from router.pd.bodies import SplitBody
 from router.pd.handoff import Handoff, NotFetchedError
 from router.pd.settings import Prefilled
+from router.pd.transfer import KvSource
 from router.proxy.breaker import Breaker
 from router.proxy.headers import RequestHead, request_head
 
@@ -46,7 +47,8 @@ class Attempt:
             "client_headers",
             "engine_headers",
         ),
-        *("engine_id", "expected_s", "handoff", "now", "prefill", "request", "uncached_tokens", "version"),
+        *("engine_id", "expected_s", "handoff", "kv_source", "now", "prefill", "request"),
+        *("uncached_tokens", "version"),
         *("waited_s", "watched"),
     )
 
@@ -84,6 +86,8 @@ class Attempt:
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.handoff: Handoff | None = None
         """Request that the engine has received."""
+        self.kv_source: KvSource | None = None
+        """Engine from which this one is to fetch a part of the prompt."""
         self.prefill: Attempt | None = None
         """That other engine, which is to be asked first; None: it has been."""
         self.version: str | None = None

@@ -35,7 +35,7 @@ from router.openai.members import run_cooperatively, with_value
 from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
-from router.pd.transfer import connector_of
+from router.pd.transfer import KvSource, connector_of
 from router.proxy.attempt import Answer, Attempt, Carrier, Outbound, OwnConnections
 from router.proxy.disaggregated import (
     AgainError,
@@ -374,6 +374,8 @@ class Forwarder:
         timeout_s = settings.stream_head_timeout_s if out.request.stream else settings.first_byte_timeout_s
         if disagg is not None and placement.body is not None:
             return self._legs.fetch(placement, placement.body, out, disagg, timeout_s)
+        if placement.kv_source is not None:
+            return self._ask_to_pull(placement, placement.kv_source, out, timeout_s)
         if disagg is not None and disagg.distrusts_caches:
             return self._ask_without_cache(placement, out, timeout_s)
         return carrier.ask(placement, out, timeout_s)
@@ -393,6 +395,14 @@ class Forwarder:
         if answer is not None and answer.status != _BAD_REQUEST:
             placement.order_refused()
             self._stats.priorities_refused += 1
+        return answer
+
+    async def _ask_to_pull(
+        self, placement: Attempt, source: KvSource, out: Outbound, timeout_s: float
+    ) -> Answer:
+        """With the engine from which a part of the prompt is fetched."""
+        body = await run_cooperatively(source.asked_with(new_transfer_id()))
+        answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 
     async def _ask_without_cache(self, placement: Attempt, out: Outbound, timeout_s: float) -> Answer:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from router.openai.request import PROMPT_APIS, RESPONSES, Session, session_in_headers
-from router.pd.settings import PREFILLED, PREFILLERS
+from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS
 
 Header = tuple[bytes, bytes]
 
@@ -35,7 +35,7 @@ _NOT_FORWARDED = frozenset(
     (
         *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
         b"accept-encoding",  # see IDENTITY
-        PREFILLERS,  # a client's own would have a sidecar send its prompt anywhere
+        *(PREFILLERS, KV_SOURCE),  # a client's own would have a sidecar send its prompt anywhere
     )
 )
 IDENTITY = (b"accept-encoding", b"identity")

@@ -259,6 +259,7 @@ async def apply(router: Router, config: Config) -> None:
         config.policy,
         config.queue,
         config.pd,
+        config.pull,
         expose_decision=server.expose_decision,
         check_every=server.check_every,
     )
@@ -271,4 +272,5 @@ async def apply(router: Router, config: Config) -> None:
         router.picker.configure(config.proxy, config.listen)
     if router.poller is not None:
         router.poller.configure(config.fleet)
+        router.poller.versions = config.pull.enabled
     router.take(config)

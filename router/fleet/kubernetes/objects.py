@@ -366,10 +366,11 @@ def _engines(
     events = port("events-port", settings.events_port_name)
     replay = port("replay-port", settings.replay_port_name) if events else None
     snapshot = number("snapshot-port", 65535) if events else None
+    source = number("kv-source-port", 65535)
     ranks = len(http) if len(http) > 1 else number("data-parallel-size", RANKS_MAX) or 1
-    if max(events or 0, replay or 0, snapshot or 0) + ranks - 1 > 65535:
-        problems.append(f"{server.where}: event ports of {ranks} ranks reach beyond 65535")
-        events = replay = snapshot = None
+    if max(events or 0, replay or 0, snapshot or 0, source or 0) + ranks - 1 > 65535:
+        problems.append(f"{server.where}: ports of {ranks} ranks reach beyond 65535")
+        events = replay = snapshot = source = None
     held = server.held
     if server.role is not None and server.role not in _ROLES:
         held = held or f"its role {server.role[:40]!r} is unknown"
@@ -387,6 +388,7 @@ def _engines(
             server.annotations.get(f"{PREFIX}topic", ""),
             zmq[2],
             _ROLES.get(server.role or ""),
+            kv_source=None if source is None else f"{host}:{source}",
         )
         yield DiscoveredEngine(engine, held, server.uid)
 

@@ -174,6 +174,13 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ('[[engines]]\nbase_url = "http://h"\nevents = "h:5557"', "events='h:5557' is not a tcp://"),
         ('[[engines]]\nbase_url = "http://h"\nreplay = "tcp://h:1"', "replay= needs events="),
         ('[[engines]]\nbase_url = "http://h"\ndp_rank = -1', "dp_rank=-1 is negative"),
+        ('[[engines]]\nbase_url = "http://h"\nkv_source = "h"', "kv_source='h' is not HOST:PORT"),
+        ('pull.enabled = true\npolicy.policy = "hash"', 'pull.enabled: policy.policy = "hash" compares no'),
+        (
+            'pull.enabled = true\n[[engines]]\nbase_url = "http://h"\nrole = "both"',
+            "pull.enabled: http://h has role=both, and engines with roles do not pull",
+        ),
+        ("pull.gbit_s = 0", "pull.gbit_s"),
         (
             '[[engines]]\nbase_url = "http://h"\n[[engines]]\nbase_url = "http://h/"',
             "engines: http://h is listed twice",

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from router.openai.members import at_once
+from router.pd.bodies import split_body
 from router.pd.settings import PdSettings
-from router.pd.transfer import Connector, PrefillHolder, connector_of
+from router.pd.transfer import Connector, KvSource, PrefillHolder, connector_of
 from tests.support.waiting import run
 
 ENTRY = {"engine_id": "eng-p", "worker_addr": {"0": {"0": "tcp://10.0.0.1:17000"}}}
@@ -166,3 +168,12 @@ def test_offloading_tiers_are_told_a_name_and_an_address(rank: str, port: int) -
         "remote_prefiller": {"kv_request_id": "xfer-1", "remote_host": "10.0.0.1", "remote_port": port}
     }
     assert server.asked == []
+
+
+def test_an_engine_that_pulls_is_told_where_and_every_other_byte_stays() -> None:
+    text = b'{"model": "m", "prompt": "\\u00e9 \xc3\xa9", "top_p": 1.0, "top_p": 0.5}'
+    body = at_once(split_body("/v1/completions", text))
+    made = at_once(KvSource(body, "10.0.0.1", 5712).asked_with("xfer-1"))
+    source = {"kv_request_id": "xfer-1", "remote_host": "10.0.0.1", "remote_port": 5712}
+    assert json.loads(made)["kv_transfer_params"] == {"remote_kv_source": source}
+    assert made.endswith(text[1:])

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.candidate import Candidate, PolicySettings
+from router.feeds.base import FeedState, FeedStats
+from router.fleet.identity import EngineAddress
+from router.observe.receipts import Receipt
+from router.openai.members import at_once
+from router.pd.bodies import split_body
+from router.placement.candidate import Candidate, PolicySettings, PullSettings
 from router.placement.cost import Choice, choose
-from router.placement.pull import PullLinks, PullSources, with_pull
+from router.placement.pull import PullLinks, PullOrder, PullPairs, Pulls, PullSources, with_pull
 from tests.router.placement.candidates import make_candidate
 
 RATE = 1 / 8000
@@ -112,3 +120,168 @@ def test_a_pull_is_cheaper_than_every_engine_and_promises_what_its_source_holds(
     assert choice.uncached_tokens == PROMPT - pull.end
     assert choice.cost.total_s < min(before.scored.totals)
     assert pull.link_s < max(source.queue_s, source.room_s), "else it is served sooner at its source"
+
+
+# -- the router's own pulls -----------------------------------------------------------------------------
+
+NAMES = "http://holder:1", "http://free:1"
+HELD = {NAMES[0]: 36_000}
+BODY = at_once(split_body("/v1/completions", b'{"model": "m", "prompt": "p"}'))
+
+
+def engine(name: str, **changes: Any) -> Any:
+    alike = {
+        "version": "0.32.0",
+        "base_model": "m",
+        "layout": "groups",
+        "scheme": "hashes",
+        "frontend": "python",
+        "closed": False,
+        "feed": FeedStats(state=FeedState.READY),
+    }
+    return SimpleNamespace(engine_id=name, engine=EngineAddress(name), **{**alike, **changes})
+
+
+def applied(
+    pulls: Pulls | None = None,
+    target: dict[str, Any] | None = None,
+    source: dict[str, Any] | None = None,
+    now: float = 0.0,
+) -> tuple[Choice, PullOrder | None]:
+    if pulls is None:
+        pulls = Pulls()
+        pulls.configure(PullSettings(enabled=True), 5710)
+    found = holder(9.0)
+    for name, one in zip(NAMES, found, strict=True):
+        one.engine_id = name
+    engines = [engine(NAMES[0], **(source or {})), engine(NAMES[1], **(target or {}))]
+    return pulls.apply(choose(found, PROMPT, KNOBS), engines, HELD, BODY, now)
+
+
+def test_the_order_names_the_source_and_the_hit_that_is_to_come() -> None:
+    choice, order = applied()
+    assert choice.reason == "pull"
+    assert order is not None
+    assert (order.source.engine_id, order.kv_source.host, order.kv_source.port) == (NAMES[0], "holder", 5710)
+    assert (order.hit.whole_tokens, order.hit.cpu_tokens, order.pull.tokens) == (36_000, 36_000, 36_000)
+    assert order.saved_s == pytest.approx(36_000 * RATE - order.pull.link_s)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": None},
+        {"version": "0.33.0"},
+        {"base_model": "other"},
+        {"layout": None},
+        {"layout": "other groups"},
+        {"scheme": "other hashes"},
+    ],
+)
+def test_engines_that_differ_are_never_paired(change: dict[str, Any]) -> None:
+    assert applied(target=change)[1] is None
+    assert applied(source=change)[1] is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"frontend": "sglang"},
+        {"closed": True},
+        {"feed": None},
+        {"feed": FeedStats(state=FeedState.DEGRADED)},
+        {"feed": FeedStats(state=FeedState.REPLAYING)},
+    ],
+)
+def test_an_engine_of_which_events_are_missing_is_no_source(change: dict[str, Any]) -> None:
+    assert applied(source=change)[1] is None
+
+
+def test_two_unknown_versions_are_not_equal() -> None:
+    assert applied(target={"version": None}, source={"version": None})[1] is None
+
+
+def outcome_of(order: PullOrder, actual: int | None, ttft_s: float | None) -> str:
+    receipt = Receipt(
+        request_id="r",
+        engine_id=NAMES[1],
+        model="m",
+        mode="native",
+        feed="ready",
+        prompt_tokens=PROMPT,
+        predicted_tokens=order.pull.end,
+        pulled_tokens=order.pull.tokens,
+        actual_tokens=actual,
+        predicted_ttft_s=0.6,
+        ttft_s=ttft_s,
+    )
+    return Pulls().judge(order, receipt)
+
+
+@pytest.mark.parametrize(
+    ("actual", "ttft_s", "outcome"),
+    [
+        (36_000, 0.7, "complete"),
+        (36_000, None, "complete"),
+        (18_000, 0.7, "partial"),
+        (17_999, 0.7, "missed"),
+        (0, 5.0, "missed"),
+        (36_000, 4.9, "late"),
+        (36_000, 4.7, "complete"),
+        (None, 9.0, "unreported"),
+    ],
+)
+def test_a_pull_is_late_if_computing_would_have_been_sooner(
+    actual: int | None, ttft_s: float | None, outcome: str
+) -> None:
+    _, order = applied()
+    assert order is not None
+    assert outcome_of(order, actual, ttft_s) == outcome
+
+
+def test_a_bad_pair_rests_and_every_other_pair_goes_on() -> None:
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True), 5710)
+    target: Any = NAMES[1]
+    _, order = applied(pulls)
+    assert order is not None
+    pulls.end(target, order, "missed", 0.0)
+    assert applied(pulls, now=9.9)[1] is None
+    assert pulls.pairs.allows(NAMES[0], NAMES[1], 0.0), "only in this direction"
+    assert pulls.pairs.allows("http://other:1", NAMES[0], 0.0)
+    assert applied(pulls, now=10.0)[1] is not None
+    pulls.end(target, order, "late", 10.0)
+    assert applied(pulls, now=29.9)[1] is None
+    pulls.end(target, order, "complete", 30.0)
+    pulls.end(target, order, "failed", 30.0)
+    assert applied(pulls, now=40.0)[1] is not None, "a good pull in between starts over"
+    assert pulls.stats.pulls == {"missed": 1, "late": 1, "complete": 1, "failed": 1}
+    assert pulls.stats.rests == 3
+
+
+def test_rests_end_and_pairs_are_bounded() -> None:
+    pairs = PullPairs()
+    for _ in range(100):
+        pairs.bad("t", "s", 0.0)
+    assert not pairs.allows("t", "s", 599.0)
+    assert pairs.allows("t", "s", 600.0)
+    for number in range(5000):
+        pairs.bad(f"t{number}", "s", 0.0)
+    assert pairs.allows("t", "s", 0.0), "the oldest is forgotten"
+    assert not pairs.allows("t4999", "s", 0.0)
+
+
+def test_a_chosen_pull_occupies_both_links() -> None:
+    pulls = Pulls()
+    pulls.configure(PullSettings(enabled=True, gbit_s=1.0), 5710)
+    target: Any = NAMES[1]
+    _, order = applied(pulls)
+    assert order is None, "36,000 tokens of 100 KiB take half a minute at 1 Gbit/s"
+    pulls.configure(PullSettings(enabled=True, gbit_s=25.0), 5710)
+    _, order = applied(pulls)
+    assert order is not None
+    pulls.begin(target, order, 0.0)
+    assert pulls.links.busy_s(NAMES[0], 0.0) == pytest.approx(order.pull.link_s)
+    _, second = applied(pulls)
+    assert second is not None
+    assert second.pull.link_s == pytest.approx(2 * order.pull.link_s)

@@ -18,7 +18,7 @@ from router.index.base import Plane, Rows, is_shared, medium_of, owner_of
 from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.memory import MemoryIndex
-from router.index.offload_rules import loaded, shared_part, tier_extents, tiers, usable
+from router.index.offload_rules import held_alone, loaded, shared_part, tier_extents, tiers, usable
 from router.index.offloaded import PLACES_MAX, OffloadedBlocks
 from tests.router.index.rules.layouts import (
     ENGINE,
@@ -220,6 +220,23 @@ def test_equals_what_an_engine_loads(case: tuple[CacheLayout, int, Units, Units]
     layout, num_tokens, gpu, tier = case
     hit, by_medium = loads(layout, num_tokens, {"GPU": gpu, HOST: tier})
     assert (hit, hit + by_medium.get("CPU", 0)) == plain_reading(layout, num_tokens, gpu, tier)
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(cases)
+def test_what_host_memory_holds_alone_is_what_it_would_load_without_a_gpu_hit(
+    case: tuple[CacheLayout, int, Units, Units],
+) -> None:
+    layout, num_tokens, gpu, tier = case
+    nothing: Units = {group: set() for group in gpu}
+    rows = rows_of(layout, num_tokens, {"GPU": gpu, "CPU": tier, HOST: gpu, "STORAGE": gpu})
+    found = held_alone(rows, layout, num_tokens, 0)
+    assert (found[0] if found else 0) == plain_reading(layout, num_tokens, nothing, tier)[1]
+
+
+def test_other_connectors_memory_serves_no_other_engine() -> None:
+    rows = rows_of(layout_of(full()), 100, {HOST: some(0, 1, 2), "STORAGE": some(0, 1, 2)})
+    assert held_alone(rows, layout_of(full()), 100, 0) == []
 
 
 @settings(max_examples=examples(100), deadline=None)

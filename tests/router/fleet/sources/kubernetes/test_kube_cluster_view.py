@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import EngineAddress, kv_source_of
 from router.fleet.kubernetes.objects import ClusterView, EndpointSlice, Pod, read_cluster
 from router.fleet.settings import KubernetesSettings
 from tests.support.kube_objects import Json, endpoint, endpoint_slice, pod
@@ -77,6 +77,15 @@ def test_annotations_win_over_ports() -> None:
     assert engines([one]) == [
         EngineAddress("http://10.0.0.1:81", None, f"{ip}:82", f"{ip}:83", "kv", f"{ip}:84")
     ]
+
+
+def test_a_pod_names_the_port_of_its_p2p_tier() -> None:
+    (one,) = engines([with_notes(kv_source_port="7777")])
+    assert one.kv_source == "10.0.0.1:7777"
+    assert kv_source_of(one, 5710) == ("10.0.0.1", 7777)
+    ranks = engines([with_notes(kv_source_port="7777", data_parallel_size="2")])
+    assert [kv_source_of(rank, 5710)[1] for rank in ranks] == [7777, 7778]
+    assert kv_source_of(EngineAddress("http://[fd00::1]:8000", 2), 5710) == ("fd00::1", 5712)
 
 
 def test_a_replay_port_without_events_has_nothing_to_complete() -> None:
