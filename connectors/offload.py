@@ -132,4 +132,4 @@ class HybridOffloadConnector(TieredConnector):
         """The ranks that hold the same KV as this one."""
         if not settings.share_replicas:
             return Replicas()
-        return Replicas.of(self._kv_cache_config, self._vllm_config.parallel_config)
+        return Replicas.from_config(self._kv_cache_config, self._vllm_config.parallel_config)

@@ -47,7 +47,7 @@ class SharedStoreConnector(TieredConnector):
             vllm_config.kv_transfer_config.kv_connector_extra_config or {}, EXTRA_CONFIG
         )
         self._replicas = (
-            Replicas.of(kv_cache_config, vllm_config.parallel_config)
+            Replicas.from_config(kv_cache_config, vllm_config.parallel_config)
             if self._settings.offload.share_replicas
             else Replicas()
         )

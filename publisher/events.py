@@ -140,7 +140,7 @@ class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
     session_id: str | None = None
 
     @classmethod
-    def of(cls, event: BlockStored) -> _Stored032 | BlockStored:
+    def from_event(cls, event: BlockStored) -> _Stored032 | BlockStored:
         """The event in this form; unchanged if it has look-ahead tokens (vLLM 0.33) or SGLang's salt."""
         if event.lookahead_token_ids is not None or event.cache_salt is not None:
             return event
@@ -188,7 +188,7 @@ def encode_batch(
 
     ``publisher_id`` is appended by publishers that serve snapshots; old readers ignore it.
     """
-    wire = [_Stored032.of(event) if isinstance(event, BlockStored) else event for event in events]
+    wire = [_Stored032.from_event(event) if isinstance(event, BlockStored) else event for event in events]
     if publisher_id is not None:
         return _ENCODER.encode([ts, wire, data_parallel_rank, publisher_id])
     return _ENCODER.encode([ts, wire, data_parallel_rank])

@@ -124,7 +124,7 @@ class Router:
             clock=clock,
         )
         self.traces = Traces(config.traces) if config.traces.endpoint else None
-        self.aliases = Aliases.of(config.alias_shares())
+        self.aliases = Aliases.from_shares(config.alias_shares())
         self.planner, self.proxy = self._assemble()
         self._readiness_check = ReadinessCheck(
             self.fleet,

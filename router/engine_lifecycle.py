@@ -219,7 +219,7 @@ class EngineLifecycle:
         facts = self._config.model(model).facts()
         file = self._files.get(model, ModelConfigFile())
         facts = complete(facts, file, self._kinds.get(model, ()))
-        return msgspec.structs.replace(facts, lora_paths=self._adapters.of(model))
+        return msgspec.structs.replace(facts, lora_paths=self._adapters.paths_of_model(model))
 
     def prompts_of(self, config: Config) -> dict[str, ModelPrompts]:
         """Prompt settings of each model; the adapters' paths are the dicts kept here."""
@@ -233,7 +233,7 @@ class EngineLifecycle:
     def tokenizer_of(self, model: str) -> tuple[str, ModelPrompts]:
         """Return the configured tokenizer of a served model and its other prompt settings."""
         configured = self._config.model(model)
-        prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own(model))
+        prompts = msgspec.structs.replace(configured.prompts(), lora_paths=self._adapters.own_paths(model))
         return configured.tokenizer, prompts
 
     def take(self, config: Config) -> None:

@@ -74,7 +74,7 @@ class Pattern(msgspec.Struct, frozen=True):
     port: int
 
     @classmethod
-    def of(cls, text: str) -> Pattern:
+    def parse(cls, text: str) -> Pattern:
         """Parse a pattern. Raises ``ValueError``."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -110,7 +110,7 @@ class Allowed:
 
     def configure(self, patterns: Iterable[str]) -> None:
         """Replace the patterns. Raises like the class."""
-        self._patterns = tuple(Pattern.of(text) for text in patterns)
+        self._patterns = tuple(Pattern.parse(text) for text in patterns)
 
     def __contains__(self, endpoint: str) -> bool:
         if endpoint in self.listed:

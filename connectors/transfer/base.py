@@ -169,7 +169,7 @@ class PiecePlan:
     row_bytes: int
 
     @classmethod
-    def of(cls, group: GroupPages) -> PiecePlan:
+    def from_pages(cls, group: GroupPages) -> PiecePlan:
         """Flatten a group's regions. LayoutError if the pieces do not add up to the group's row."""
         addresses = [r.base_address + offset for r in group.regions for offset in r.piece_offsets]
         strides = [r.block_stride_bytes for r in group.regions for _ in r.piece_offsets]
@@ -204,7 +204,7 @@ class TransferPlan:
         self.row_bytes = view.row_bytes if row_bytes is None else row_bytes
         self.num_blocks = view.num_blocks
         self.host_base = pool.address
-        self.groups = {group.group_idx: PiecePlan.of(group) for group in view.groups}
+        self.groups = {group.group_idx: PiecePlan.from_pages(group) for group in view.groups}
         needed = max((plan.row_bytes for plan in self.groups.values()), default=0)
         if self.row_bytes <= 0 or self.row_bytes < needed:
             raise LayoutError(f"a row of {self.row_bytes} bytes is too small, a block takes {needed} bytes")

@@ -83,7 +83,7 @@ class StagedJob:
     bytes_by_group: dict[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_job(
         cls,
         job: TransferJob,
         epoch: int,
@@ -242,7 +242,9 @@ class StagedTransfers:
         # No one else uses the job's blocks from here on, so one mark serves all its chunks, even late ones:
         # none waits for a forward pass that was launched in the meantime.
         after = self._copies.mark() if after is None else after
-        taken = StagedJob.of(job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction), after)
+        taken = StagedJob.from_job(
+            job, epoch, self._chunk_blocks, self._settings.limit_s(job.direction), after
+        )
         self._jobs[job.job_id] = taken
         self._queues[0 if job.direction is Direction.LOAD else 1].append(taken)
         self._advance()

@@ -172,7 +172,7 @@ class Replicas:
     group: int = 0
 
     @classmethod
-    def of(cls, kv_cache_config: Any, parallel: Any) -> Replicas:
+    def from_config(cls, kv_cache_config: Any, parallel: Any) -> Replicas:
         """The replicas in vLLM's configuration. On several machines nothing is shared."""
         count = int(getattr(kv_cache_config, "kv_tp_replicas", 1))
         if count < 2 or int(getattr(parallel, "nnodes_within_dp", 1)) > 1:

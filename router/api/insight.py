@@ -103,7 +103,7 @@ def sample_history(sources: Sources) -> float:
 def show_history(sources: Sources) -> RecentHistory:
     """Return the last five minutes."""
     now = sources.accounts.now()
-    return sources.history.at(now, _counts(sources), _gauges(sources), unix_s=time.time())
+    return sources.history.recent_history(now, _counts(sources), _gauges(sources), unix_s=time.time())
 
 
 def _gauges(sources: Sources) -> Gauges:
@@ -154,7 +154,7 @@ def hot_prefixes(sources: Sources) -> list[PrefixView]:
             parent="" if node.parent is None or node.parent not in shown else f"{node.parent:016x}",
             model=node.model,
             tokens=node.tokens,
-            rate=node.at(now),
+            rate=node.current_rate(now),
             holders=held,
         )
         for (key, node), held in zip(found, holders, strict=True)

@@ -193,15 +193,15 @@ def sglang_engines(
         return []
     host = urlsplit(base_url).hostname or "127.0.0.1"
 
-    def at(base: int | None, rank: int) -> str | None:
+    def address(base: int | None, rank: int) -> str | None:
         return None if base is None else reachable(f"tcp://{ports.host}:{base + rank}", host)
 
     return [
         _published(
             base_url,
             rank if ports.ranks > 1 else None,
-            at(ports.endpoint_port_base, rank),
-            at(ports.replay_endpoint_port_base, rank),
+            address(ports.endpoint_port_base, rank),
+            address(ports.replay_endpoint_port_base, rank),
             ports.topic,
             like,
         )

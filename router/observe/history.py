@@ -110,7 +110,9 @@ class HistoryLog:
             self._before, self._begun_s = counts, now
         return EVERY_S - now % EVERY_S
 
-    def at(self, now: float, counts: Mapping[str, Counts], gauges: Gauges, *, unix_s: float) -> RecentHistory:
+    def recent_history(
+        self, now: float, counts: Mapping[str, Counts], gauges: Gauges, *, unix_s: float
+    ) -> RecentHistory:
         """Return the history at ``now``, which is ``unix_s`` in Unix time."""
         oldest = int(now // EVERY_S) - INTERVALS_MAX
         kept = [interval for interval in self._ring if interval.slot >= oldest]
@@ -151,7 +153,7 @@ class HotPrefix(msgspec.Struct, gc=False):
     rate: float
     seen_s: float
 
-    def at(self, now: float) -> float:
+    def current_rate(self, now: float) -> float:
         """Return the current rate, in prompts of the last minutes."""
         return self.rate * math.exp2((self.seen_s - now) / HALF_LIFE_S)
 
@@ -179,7 +181,7 @@ class HotPrefixes:
             if node is None:
                 self._nodes[node_hash] = HotPrefix(blocks * block_tokens, parent, model, EVERY, now)
             else:
-                node.rate, node.seen_s = node.at(now) + EVERY, now
+                node.rate, node.seen_s = node.current_rate(now) + EVERY, now
                 self._nodes.move_to_end(node_hash)
             parent, blocks = node_hash, blocks * 2
         while len(self._nodes) > NODES_MAX:
@@ -199,7 +201,7 @@ class HotPrefixes:
 
     def hottest(self, count: int, now: float) -> list[tuple[BlockHash, HotPrefix]]:
         """Return the ``count`` prefixes with the highest rates and their ancestors; parents first."""
-        ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].at(now))[:count]
+        ranked = sorted(self._nodes, key=lambda key: -self._nodes[key].current_rate(now))[:count]
         wanted: dict[BlockHash, HotPrefix] = {}
         for key in ranked:
             at: BlockHash | None = key

@@ -46,7 +46,7 @@ class Handoff(msgspec.Struct, gc=False):
     sent: bool = False
 
     @classmethod
-    def of(
+    def from_answer(
         cls,
         params: bytes,
         *,

@@ -135,7 +135,7 @@ class LocalModel:
         for other in self._others.values():
             other.clear()
 
-    def by(self, *, chat: bool) -> str:
+    def library_names(self, *, chat: bool) -> str:
         """Name of the reader of prompts here: the tokenizer's library, or the family for chats."""
         family = self.renderer.family
         if family is None or not chat or family.name == self.tokenizer.name:

@@ -217,7 +217,7 @@ class PromptReader:
     def tokenized_by(self, model: str) -> str | None:
         """The library that tokenizes this model's prompts, and why not a faster one; None: an engine does."""
         local = self.local_of(model)
-        return None if local is None else local.by(chat=True)
+        return None if local is None else local.library_names(chat=True)
 
     def tokenizers(self, models: Iterable[str]) -> dict[str, str]:
         """The library of each of these models whose prompts are tokenized here."""
@@ -360,7 +360,7 @@ class PromptReader:
         else:
             chat, long = await self._converted(parsed, local, long=long)
             entry = await local.chat(chat, extras, scope, long=long)
-        by = local.by(chat=not isinstance(parsed, CompletionBody))
+        by = local.library_names(chat=not isinstance(parsed, CompletionBody))
         if entry.media:
             found = self._media.expanded(target.name, entry.media, entry.ids)
             if found is None or count > 1:
@@ -539,7 +539,7 @@ class AdapterPaths:
         self._own: dict[str, dict[str, str]] = {}
         """By served model without an entry of its own."""
 
-    def of(self, model: str) -> dict[str, str]:
+    def paths_of_model(self, model: str) -> dict[str, str]:
         """Adapter -> path of a served model; shared, must not be changed."""
         name = self._name(model)
         return self.named(name, self._configured[name])
@@ -548,23 +548,23 @@ class AdapterPaths:
         """The same for a configuration's name, which may be about to be configured."""
         return self._paths.setdefault(name, dict(configured))
 
-    def own(self, model: str) -> dict[str, str]:
+    def own_paths(self, model: str) -> dict[str, str]:
         """The same without the adapters of other models that are not configured by name either."""
         if model in self._configured:
-            return self.of(model)
+            return self.paths_of_model(model)
         return self._own.setdefault(model, dict(self._configured[ANY_MODEL]))
 
     def learn(self, model: str, paths: Mapping[str, str]) -> None:
         """Note the paths that an engine of this model reports."""
         configured = self._configured[self._name(model)]
         learned = {name: path for name, path in paths.items() if name not in configured}
-        for known in (self.of(model), self.own(model)):
+        for known in (self.paths_of_model(model), self.own_paths(model)):
             known.update(learned)
 
     def keep(self, model: str, served: Iterable[str]) -> None:
         """Drop adapters of the model that are no longer served; configured ones stay."""
         stay = {*served, *self._configured[self._name(model)]}
-        for known in (self.of(model), self.own(model)):
+        for known in (self.paths_of_model(model), self.own_paths(model)):
             for name in known.keys() - stay:
                 del known[name]
 

@@ -251,7 +251,7 @@ class TokenizerFinder:
             return
         if model.local is not local:
             model.local = local
-            model.origin = ModelOrigin("here", configured.name, local.by(chat=True))
+            model.origin = ModelOrigin("here", configured.name, local.library_names(chat=True))
             folder = Path(configured.name)
             self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
             self._file_found(model.name, await asyncio.to_thread(read_model_file, folder))
@@ -318,7 +318,7 @@ class TokenizerFinder:
         self._reader.use(model.name, (prompts, local))
         self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
         model.local, model.tries, model.logged = local, 0, ""
-        model.origin = ModelOrigin("here", located.shown, local.by(chat=True))
+        model.origin = ModelOrigin("here", located.shown, local.library_names(chat=True))
         self._reader.stats.tokenizers_found += 1
         _log.info("tokenizer", model=model.name, source=located.shown, library=local.tokenizer.name)
 

@@ -29,7 +29,7 @@ class Aliases:
         self._shares = {name: tuple(weights.items()) for name, weights in shares.items()}
 
     @classmethod
-    def of(cls, shares: Mapping[str, Mapping[str, float]]) -> Aliases | None:
+    def from_shares(cls, shares: Mapping[str, Mapping[str, float]]) -> Aliases | None:
         """None where there are no such names."""
         return cls(shares) if shares else None
 

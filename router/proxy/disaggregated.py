@@ -239,7 +239,7 @@ class DisaggForwarder:
         early: bool = False,
         cached_tokens: int | None = None,
     ) -> Handoff:
-        return Handoff.of(
+        return Handoff.from_answer(
             params,
             source=attempt.engine_id,
             version=attempt.version,

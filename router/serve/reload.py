@@ -246,7 +246,7 @@ async def apply(router: Router, config: Config) -> None:
     file = None if gate is None else gate.keys
     if file is not None and keys.file is not None and keys.file != before.keys.file:
         file = KeyFile(Path(keys.file), clock=router.clock)
-    aliases = Aliases.of(config.alias_shares())
+    aliases = Aliases.from_shares(config.alias_shares())
     if config.models != before.models:
         await router.reader.set_models(router.lifecycle.prompts_of(config))
     # From here on nothing fails and nothing waits.

@@ -220,7 +220,7 @@ class ProbePrompt:
         self.extras = extras
 
     @classmethod
-    def of(cls, probe: TraceProbe) -> ProbePrompt:
+    def from_probe(cls, probe: TraceProbe) -> ProbePrompt:
         return cls(probe.token_ids, probe.extras())
 
     @property
@@ -248,7 +248,7 @@ def verify_trace(path: Path, *, cold: bool = False) -> TraceResult:
             held = [fleet.index.copies(RECORDED, Plane("GPU", g)) for g in range(len(line.state.keys))]
             result.states_exact += held == line.state.keys
         elif line.probe is not None and line.hit_tokens is not None:
-            hit = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])[RECORDED]
+            hit = fleet.predict(ProbePrompt.from_probe(line.probe), [RECORDED])[RECORDED]
             if cold and hit.mode == "unknown":
                 result.probes += 1
                 result.unknown += 1
@@ -267,7 +267,7 @@ def learn_trace(fleet: FleetResidency, path: Path) -> None:
         if line.events is not None:
             apply_line(fleet, path, number, line)
         elif line.probe is not None:
-            fleet.predict(ProbePrompt.of(line.probe), [RECORDED])
+            fleet.predict(ProbePrompt.from_probe(line.probe), [RECORDED])
             fleet.engine(RECORDED).finish_detection()
     fleet.forget(RECORDED)
 

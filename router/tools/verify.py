@@ -114,7 +114,7 @@ class SharedVerifier:
             elif line.probe is not None and line.hit_tokens is not None:
                 reply = self._send(WriterCommand(line=number))
                 result.detected = msgspec.json.decode(reply.detected)
-                look = await lookup.look(ProbePrompt.of(line.probe), {RECORDED: model})
+                look = await lookup.look(ProbePrompt.from_probe(line.probe), {RECORDED: model})
                 if look.problem:
                     raise IndexUnavailable(look.problem, f"at {path}:{number}")
                 result.add(look.hits[RECORDED].hit_tokens, line.hit_tokens)

@@ -530,7 +530,7 @@ class PrecompiledLayout(msgspec.Struct, frozen=True, gc=False):
         for at, index in self.places:
             pieces[at] = texts[index]
         for at, part in self.changed:
-            pieces[at] = part.of(texts)
+            pieces[at] = part.text_in(texts)
         return "".join(pieces)
 
 

@@ -57,7 +57,7 @@ class Part(NamedTuple):
     message: int
     changes: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
-    def of(self, texts: list[str]) -> str:
+    def text_in(self, texts: list[str]) -> str:
         """Return the part for these messages."""
         text = texts[self.message]
         for name, given in self.changes:
@@ -75,7 +75,7 @@ class TracedText(NamedTuple):
 
     def holds(self, texts: list[str]) -> bool:
         """Whether the answer is the same for these messages."""
-        return _QUESTIONS[self.question](self.part.of(texts), *self.given) is self.answer
+        return _QUESTIONS[self.question](self.part.text_in(texts), *self.given) is self.answer
 
 
 class TemplateTracer:
@@ -89,7 +89,7 @@ class TemplateTracer:
     def text(self, part: Part) -> WatchedText:
         """Return a traced text."""
         self._parts.append(part)
-        return WatchedText.of(f"{_MARK}:{len(self._parts) - 1}:", self, part)
+        return WatchedText.watching(f"{_MARK}:{len(self._parts) - 1}:", self, part)
 
     def ask(self, part: Part, question: str, *given: Any) -> bool:
         """Return the real answer and record it; it is implied that a message's whole text is not empty."""
@@ -97,7 +97,7 @@ class TemplateTracer:
             return True
         if not all(type(one) in {str, tuple} for one in given):
             raise NotPlainError
-        answer = _QUESTIONS[question](part.of(self._texts), *given)
+        answer = _QUESTIONS[question](part.text_in(self._texts), *given)
         self.answers[TracedText(part, question, given, answer)] = None
         return answer
 
@@ -115,7 +115,7 @@ class WatchedText(str):
     _watch: TemplateTracer
 
     @classmethod
-    def of(cls, raw: str, watch: TemplateTracer, part: Part | None) -> WatchedText:
+    def watching(cls, raw: str, watch: TemplateTracer, part: Part | None) -> WatchedText:
         """``part``: the part of a message; None: it is assembled."""
         made = cls(raw)
         made._watch, made._part = watch, part
@@ -175,7 +175,7 @@ def _asked(text: WatchedText, question: str, *given: Any) -> bool:
 def _joined(text: WatchedText, other: Any, join: Callable[[str, str], str]) -> WatchedText:
     if not isinstance(other, str):
         raise NotPlainError
-    return WatchedText.of(join(str.__str__(text), str.__str__(other)), _own(text)[0], None)
+    return WatchedText.watching(join(str.__str__(text), str.__str__(other)), _own(text)[0], None)
 
 
 def _checked(given: tuple[Any, ...]) -> tuple[Any, ...]:

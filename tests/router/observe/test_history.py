@@ -23,7 +23,7 @@ def test_every_request_is_in_exactly_one_interval(steps: list[tuple[float, int]]
         now, total = now + wait_s, total + count
         due_s = log.add(now, {"a": Counts(requests=total)}, GAUGES)
         assert 0 < due_s <= EVERY_S
-    shown = log.at(now, {"a": Counts(requests=total)}, GAUGES, unix_s=5e8)
+    shown = log.recent_history(now, {"a": Counts(requests=total)}, GAUGES, unix_s=5e8)
     slots = [interval.slot for interval in shown.intervals]
     assert slots == sorted(set(slots))
     assert slots[-1] == now // EVERY_S or not steps or shown.intervals[-1].seconds < EVERY_S
@@ -37,11 +37,11 @@ def test_it_shows_five_minutes_and_no_more() -> None:
     for number in range(1, 200):
         now = number * EVERY_S + 0.001
         log.add(now, {"a": Counts(requests=number)}, GAUGES)
-    shown = log.at(now + 1, {"a": Counts(requests=199)}, GAUGES, unix_s=1.0)
+    shown = log.recent_history(now + 1, {"a": Counts(requests=199)}, GAUGES, unix_s=1.0)
     assert requests(shown) == [1] * INTERVALS_MAX + [0]
     assert (shown.intervals[-1].engines, shown.intervals[-1].engines_up) == (3, 1)
     # A process that stood still for long shows nothing of before.
-    assert requests(log.at(now + 3600, {"a": Counts(requests=199)}, GAUGES, unix_s=1.0)) == [0]
+    assert requests(log.recent_history(now + 3600, {"a": Counts(requests=199)}, GAUGES, unix_s=1.0)) == [0]
 
 
 def test_an_engine_that_leaves_takes_nothing_back_and_counts_from_zero_when_it_returns() -> None:
@@ -50,7 +50,7 @@ def test_an_engine_that_leaves_takes_nothing_back_and_counts_from_zero_when_it_r
     log.add(10.1, {"b": Counts(requests=9)}, GAUGES)
     log.add(15.1, {"a": Counts(requests=4), "b": Counts(requests=9)}, GAUGES)
     log.add(20.1, {"a": Counts(requests=3), "b": Counts(requests=9)}, GAUGES)  # left and came back within 5 s
-    shown = log.at(20.2, {"a": Counts(requests=3), "b": Counts(requests=9)}, GAUGES, unix_s=1.0)
+    shown = log.recent_history(20.2, {"a": Counts(requests=3), "b": Counts(requests=9)}, GAUGES, unix_s=1.0)
     assert requests(shown) == [17, 2, 4, 3, 0]
 
 
@@ -68,7 +68,7 @@ def test_several_workers_add_up_interval_by_interval(parts: list[tuple[int, Coun
                 total = {name: total[name] + getattr(part, name) for name in FIELDS}
             log.add(5.0 * number + 0.01, {"e": Counts(**total)}, GAUGES)
         now = 5.0 * (worker + len(parts)) + 0.02
-        shown.append(log.at(now, {"e": Counts(**total)}, GAUGES, unix_s=float(worker)))
+        shown.append(log.recent_history(now, {"e": Counts(**total)}, GAUGES, unix_s=float(worker)))
     whole = shown[first].joined(shown[:first] + shown[first + 1 :])
     assert whole.at_s == float(first)
     slots = [interval.slot for interval in whole.intervals]

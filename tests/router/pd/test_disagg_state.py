@@ -15,7 +15,7 @@ SETTINGS = PdSettings(lease_s=30.0, lease_margin_s=10.0, prefills_max=3)
 
 
 def handoff(held_since_s: float, *, answered_s: float | None = None) -> Handoff:
-    return Handoff.of(
+    return Handoff.from_answer(
         b"{}",
         source="p",
         version="0.32.0",

@@ -38,7 +38,7 @@ def replay(path: Path, shared: SharedIndex) -> tuple[int, int]:
             apply_line(fleet, path, number, line)
         elif line.probe is not None and line.hit_tokens is not None:
             probes += 1
-            exact += predict(fleet, shared, ProbePrompt.of(line.probe)) == line.hit_tokens
+            exact += predict(fleet, shared, ProbePrompt.from_probe(line.probe)) == line.hit_tokens
     return probes, exact
 
 

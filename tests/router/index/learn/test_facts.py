@@ -218,7 +218,7 @@ def replayed(path: Path, evidence: SetupEvidence, *, receipts: bool) -> list[int
         if line.events is not None:
             apply_line(fleet, path, number, line)
         elif line.probe is not None and line.hit_tokens is not None:
-            found = fleet.predict(ProbePrompt.of(line.probe), [RECORDED])[RECORDED].hit_tokens
+            found = fleet.predict(ProbePrompt.from_probe(line.probe), [RECORDED])[RECORDED].hit_tokens
             errors.append(found - line.hit_tokens)
             if receipts:
                 fleet.engine(RECORDED).learn_receipt(found, line.hit_tokens)
