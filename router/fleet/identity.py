@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from router.http.sockets import split_address
-
 Role = Literal["prefill", "decode", "both"]
 EngineKind = Literal["vllm", "sglang"]
 # Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
@@ -64,15 +62,6 @@ class EngineAddress(msgspec.Struct, frozen=True):
     def engine_id(self) -> EngineId:
         """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
         return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
-
-
-def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
-    """Return host and port of the engine's `p2p` tier; ``port`` is the default. Ranks have ports in a row
-    (vllm/v1/kv_offload/tiering/p2p/manager.py, 0.32: base + data-parallel index)."""
-    host = urlsplit(engine.base_url).hostname or ""
-    if engine.kv_source is not None:
-        host, port = split_address(engine.kv_source)
-    return host, port + (engine.dp_rank or 0)
 
 
 @lru_cache(maxsize=4096)

@@ -23,11 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
 from router.feeds.base import FeedState
-from router.fleet.identity import EngineId, kv_source_of
+from router.fleet.identity import EngineAddress, EngineId
+from router.http.sockets import split_address
 from router.observe.receipts import Receipt
 from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import InboundRequest
@@ -40,6 +42,15 @@ from router.prompts.prompt import Prompt
 
 LATENCY_S: Final = 0.002
 """Latency of one pull: the handshake's and the probe's messages."""
+
+
+def kv_source_of(engine: EngineAddress, port: int) -> tuple[str, int]:
+    """Return host and port of the engine's `p2p` tier; ``port`` is the default. Ranks have ports in a row
+    (vllm/v1/kv_offload/tiering/p2p/manager.py, 0.32: base + data-parallel index)."""
+    host = urlsplit(engine.base_url).hostname or ""
+    if engine.kv_source is not None:
+        host, port = split_address(engine.kv_source)
+    return host, port + (engine.dp_rank or 0)
 
 
 class PullSources(msgspec.Struct, frozen=True, gc=False):

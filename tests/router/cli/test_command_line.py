@@ -71,6 +71,14 @@ def test_a_router_loads_nothing_that_only_some_need() -> None:
     )
 
 
+@pytest.mark.process
+def test_the_index_loads_only_what_vllm_has_too() -> None:
+    """tests/vllm/drive_random.py predicts inside vLLM's environment, which has not all of the router's."""
+    loads_none_of(
+        {"structlog", "aiohttp"}, "import router.index.model\nimport router.tools.trace_verification"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.identity import EngineAddress, kv_source_of
+from router.fleet.identity import EngineAddress
 from router.fleet.kubernetes.objects import ClusterView, EndpointSlice, Pod, read_cluster
 from router.fleet.settings import KubernetesSettings
+from router.placement.pull import kv_source_of
 from tests.support.kube_objects import Json, endpoint, endpoint_slice, pod
 
 PODS = KubernetesSettings(selector="app=vllm")
