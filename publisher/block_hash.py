@@ -33,8 +33,14 @@ ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 """Algorithms that a router can reproduce if it knows the seed. The xxhash ones need a PYTHONHASHSEED in the
 engine's environment; without it they are seeded at random.
 
-There is one more name, ``learned``: our own chain (xxh3-128 over msgpack), for engines whose hashes cannot be
-reproduced and are looked up by token prefix instead."""
+There are two more names: ``SGLANG``, and ``learned``: our own chain (xxh3-128 over msgpack), for engines
+whose hashes cannot be reproduced and are looked up by token prefix instead."""
+
+SGLANG = "sglang"
+"""SGLang's page hashes: SHA-256 over the digest before and the page's tokens as little-endian 32-bit words.
+Events carry its first eight bytes (``get_hash_str``, srt/mem_cache/utils.py of SGLang 0.5.23)."""
+_U32 = (1 << 32) - 1
+_SGLANG_SALT = b"sglang-cache-salt-v1\0"
 
 
 class HashScheme(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
@@ -210,7 +216,9 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         Raises ``ValueError`` for an unknown algorithm.
         """
         done, total = len(self.hashes), num_hash_blocks(len(token_ids), self.scheme)
-        if done < total:
+        if done < total and self.scheme.algo == SGLANG:
+            self._extend_pages(token_ids, done, total)
+        elif done < total:
             plain = self._first_plain_block(done, total)
             if done < plain:
                 self._extend_each(token_ids, done, plain)
@@ -218,8 +226,26 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
                 self._extend_plain(token_ids, plain, total)
         return self.hashes
 
+    def _extend_pages(self, token_ids: Sequence[int], first: int, end: int) -> None:
+        """Hash pages as SGLang does."""
+        size = self.scheme.hash_block_size
+        page_bytes = 4 * size
+        # No tokenizer has ids of more bits; what an event or a client calls a token may have any.
+        words = array("I", [token & _U32 for token in token_ids[first * size : end * size]])
+        if sys.byteorder == "big":
+            words.byteswap()
+        new, parent, made = words.tobytes(), self._last(), []
+        for at in range(0, len(new), page_bytes):
+            parent = _new_sha256(parent + new[at : at + page_bytes]).digest()
+            made.append(parent)
+        whole = b"".join(made)
+        self._whole += whole
+        self.hashes.extend(_words_of(whole, len(parent), 0))
+
     def _last(self) -> bytes:
         """The full hash that the next block's hash covers."""
+        if not self.hashes and self.scheme.algo == SGLANG:
+            return _page_root(self.extras)
         if not self.hashes:
             return self.parent or hash_function(self.scheme.algo)(self.scheme.seed)
         return bytes(self._whole[-self._digest_bytes() :])
@@ -253,7 +279,7 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
                 made.append(parent)
         whole = b"".join(made)
         self._whole += whole
-        self.hashes.extend(_last_words(whole, len(parent)))
+        self.hashes.extend(_words_of(whole, len(parent), -1))
 
     def _extend_plain(self, token_ids: Sequence[int], first: int, end: int) -> None:
         from publisher import block_bytes  # noqa: PLC0415  # imports numpy
@@ -275,13 +301,26 @@ def _blocks(token_ids: Sequence[int], size: int) -> Iterable[tuple[int, ...]]:
     return zip(*[iter(token_ids)] * size, strict=True)
 
 
-def _last_words(whole: bytes, digest_bytes: int) -> array[int]:
-    """The last eight bytes of each of these hashes, as big-endian numbers."""
+def _page_root(extras: PromptExtras) -> bytes:
+    """Return the bytes that SGLang hashes before the first page.
+
+    The hashes of an adapter's pages cover an id that only SGLang's process knows
+    (``kv_event_namespace_seed``): its name leads to hashes that no engine has.
+    """
+    if extras.lora_name is not None:
+        return sha256(extras.lora_name.encode())
+    return sha256(_SGLANG_SALT + extras.cache_salt.encode()) if extras.cache_salt else b""
+
+
+def _words_of(whole: bytes, digest_bytes: int, position: int) -> array[int]:
+    """The eight bytes at ``position`` (0: the first, -1: the last) of each of these hashes, as big-endian
+    numbers.
+    """
     words = array("Q", whole)
     if sys.byteorder == "little":
         words.byteswap()
     per_hash = digest_bytes // words.itemsize
-    return words[per_hash - 1 :: per_hash]
+    return words[position % per_hash :: per_hash]
 
 
 def hashed_parts(

@@ -18,7 +18,7 @@ from publisher.events import BlockHash
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence
@@ -178,7 +178,7 @@ class EngineLifecycle:
         model = engine.base_model
         configured, facts = self._config.model(model).facts(), self._facts(model)
         file = self._files.get(model, ModelConfigFile())
-        evidence = setup_evidence((engine.server_info, engine.stated), file, configured, facts)
+        evidence = setup_evidence(engine.kind, (engine.server_info, engine.stated), file, configured, facts)
         engine.residency.writer.learn_setup(evidence)
 
     def _make_engine(self, address: EngineAddress, *, fleet_changed: Callable[[], None]) -> Engine:
@@ -313,6 +313,7 @@ def complete(facts: ModelFacts, file: ModelConfigFile, kinds: tuple[str, ...] = 
 
 
 def setup_evidence(
+    kind: EngineKind,
     statements: Iterable[EngineStatement | None],
     file: ModelConfigFile,
     configured: ModelFacts,
@@ -321,6 +322,7 @@ def setup_evidence(
     """Statements of an engine in order of precedence, with hints of its model's file; ``facts`` are the
     configured ones, completed by the file."""
     return SetupEvidence(
+        kind=kind,
         statements=tuple(one for one in statements if one is not None),
         drafter=file.drafter_kind,
         replay_tokens=file.replay_window or 0,

@@ -64,6 +64,8 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Whether windows may be rebuilt by replay, for models that support it."""
     version: str = ""
     """SGLang's release; vLLM states its own elsewhere."""
+    namespaced: bool = False
+    """SGLang's hashes cover more than its events tell: adapters' ids, or salts in Dynamo's format."""
     other_attention: bool = False
     """SGLang has pools for sliding windows or Mamba states, of which its events say nothing."""
     reports_cached_tokens: bool = True
@@ -135,6 +137,7 @@ def _sglang_statement(info: dict[str, Any]) -> EngineStatement:
         keeps_last_block=True,  # its lookup knows no drop (srt/mem_cache/radix_cache.py)
         attention_block_size=_tokens(ports.block_size if ports else info.get("page_size")),
         version=version if isinstance(version, str) else "",
+        namespaced=bool(info.get("enable_lora")) or '"dynamo"' in str(info.get("kv_events_config")),
         other_attention=any(_tokens(state.get("token_capacity_swa")) for state in states),
         reports_cached_tokens=info.get("enable_cache_report") is not False,
         event_ports=ports,

@@ -313,11 +313,12 @@ class FleetResidency:
         scheme, layout = engine.scheme, engine.layout
         mode: Mode = "native" if engine.learned is None else "learned"
         doubted = engine.doubted and self._remembered_mode == "assumed"
-        if self._remembered is not None and engine.unproven and not doubted:
+        remembered = self._remembered is not None and engine.fits(self._remembered[0])
+        if self._remembered is not None and remembered and engine.unproven and not doubted:
             scheme, layout = _assumed(*self._remembered, layout)
             mode = self._remembered_mode
         elif layout is None and self.facts.shared_stores:
-            scheme, layout = self._alike()
+            scheme, layout = self._alike(engine)
         if scheme is None and engine.assumed is not None:
             scheme, layout, mode = engine.assumed, engine.layout, "assumed"
         if scheme is None or layout is None:
@@ -331,7 +332,7 @@ class FleetResidency:
             engine.engine_id, scheme, layout, place, engine.learned, engine.stores, mode, proven=proven
         )
 
-    def _alike(self) -> tuple[HashScheme | None, CacheLayout | None]:
+    def _alike(self, new: EngineResidency) -> tuple[HashScheme | None, CacheLayout | None]:
         """Return scheme and layout of another engine of the model, expected for a new one that loads from
         the same store.
 
@@ -339,7 +340,7 @@ class FleetResidency:
         """
         for engine in self._engines.values():
             writer = engine.writer
-            if writer.detection is Detection.NATIVE and writer.layout is not None:
+            if writer.detection is Detection.NATIVE and writer.layout is not None and new.fits(writer.scheme):
                 return writer.scheme, writer.layout
         return None, None
 

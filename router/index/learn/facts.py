@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from publisher.events import Family, GroupSpec, spec_classes
+from router.fleet.identity import EngineKind
 from router.fleet.statement import EngineStatement
 from router.index.learn.layout import ModelFacts
 
@@ -51,6 +52,7 @@ class SetupEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """Statements of the engine, by rank, and hints of its model's ``config.json``."""
 
     statements: tuple[EngineStatement, ...] = ()
+    kind: EngineKind = "vllm"
     drafter: Literal["", "mtp", "eagle"] = ""
     """Kind of drafter that ``config.json`` implies."""
     replay_tokens: int = 0

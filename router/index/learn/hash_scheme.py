@@ -8,7 +8,8 @@ root span with the parents named by its children, and published blocks that occu
 place (``published_blocks.py``). Seeds are tried in three rounds: those configured or already used in the
 fleet, vLLM's fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long,
 so ``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is
-*unknown* and the engine is used in learned mode.
+*unknown* and the engine is used in learned mode. SGLang's only scheme has no seed (``expect_pages``): the
+first root event proves it, or the engine is in learned mode at once.
 
 Only a *plain* root event (every block listed, no extra keys) contains everything its hashes cover, so only
 such an event can disprove a scheme, or end a search. Engines without plain events are searched with the best
@@ -37,6 +38,7 @@ from publisher.block_hash import (
     ALGORITHMS,
     DEFAULT_SEED,
     NO_EXTRAS,
+    SGLANG,
     HashScheme,
     PromptExtras,
     canonical_cbor,
@@ -272,9 +274,21 @@ class SchemeDetector:
         self._doubts = 0
         self._since_check = 0
         self._mismatches_in_row = 0
+        # For SGLang, whether its hashes can be computed; None: vLLM, or not known.
+        self._pages: bool | None = None
         self.state = Detection.WAITING
         self.scheme: HashScheme | None = None
         self.mismatches = 0
+
+    def expect_pages(self, *, computable: bool) -> None:
+        """The engine is SGLang. Not ``computable``: its hashes cover more than its events tell."""
+        self._pages = computable
+        if self._search is not None or not computable:
+            self._search, self.scheme, self.state = None, None, Detection.LEARNED
+
+    def fits(self, scheme: HashScheme | None) -> bool:
+        """Whether the engine may have this scheme, by its software."""
+        return scheme is not None and (scheme.algo == SGLANG) == (self._pages is not None)
 
     def wants(self, *, root: bool) -> bool:
         """Whether the next event should be examined; ``root``: it starts at token 0. Called for every
@@ -294,6 +308,8 @@ class SchemeDetector:
         None if it is too early, or receipts contradicted it. ``hidden``: events of this layout may never be
         conclusive, so do not wait for any.
         """
+        if self._pages is not None:
+            return HashScheme(SGLANG, "", unit, tagged=False) if self.unproven else None
         early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
         if not self.unproven or early or self.doubted:
             return None
@@ -390,9 +406,12 @@ class SchemeDetector:
             self.advance()
 
     def _settle(self, root: RootEvent | None, unit: int) -> None:
+        if root is not None and root.hashes and self._try_known(root):
+            return
+        if self._pages is not None:
+            self.state = Detection.LEARNED
+            return
         if root is not None:
-            if root.hashes and self._try_known(root):
-                return
             if root.full and root.first_block.plain:
                 self._start_search(root.first_block, unit, Detection.LEARNED)
                 return
@@ -411,6 +430,8 @@ class SchemeDetector:
 
     def _search_weak(self, unit: int) -> bool:
         """Search with the best inconclusive evidence; False if it is too early."""
+        if self._pages is not None:
+            return False
         evidence = self._evidence.take(self._pending, self._unmatched)
         if evidence is None:
             return False
@@ -445,6 +466,10 @@ class SchemeDetector:
         yield from search(root, finer, algos, SEEDS_MAX)
 
     def _candidates(self, root: RootEvent) -> Iterator[HashScheme]:
+        if self._pages is not False and not root.lookahead:
+            yield HashScheme(SGLANG, "", root.block_size, tagged=False)
+        if self._pages is not None:
+            return
         yield from self._known
         sizes = _hash_block_sizes(root.block_size, root.cost)
         keyed = root.extras != NO_EXTRAS

@@ -53,6 +53,7 @@ class EngineKnowledge:
         """Reset all knowledge except the expected groups, and whether hits end inside a block of them."""
         self._groups = GroupLearner(self.facts, expected, inside_seen=inside_seen)
         self._detector = SchemeDetector(self.facts.hash_seeds, self._known_schemes())
+        self._note_kind()
         self._detected: tuple[Detection, HashScheme | None] = Detection.WAITING, None
         self.assumed: HashScheme | None = None
         self._learned: LearnedKeys | None = LearnedKeys()
@@ -78,7 +79,18 @@ class EngineKnowledge:
         if evidence != self._setup:
             self._setup = evidence
             self._drop_receipts.restart()
+            self._note_kind()
             self._relayout()
+            self._after_detection()
+
+    def _note_kind(self) -> None:
+        if self._setup.kind == "sglang":
+            namespaced = any(stated.namespaced for stated in self._setup.statements)
+            self._detector.expect_pages(computable=not namespaced)
+
+    def fits(self, scheme: HashScheme | None) -> bool:
+        """Whether the engine may have this scheme, by its software."""
+        return self._detector.fits(scheme)
 
     def learn_receipt(self, predicted: int, actual: int) -> None:
         """Learn from a receipt: the engine took ``actual`` tokens from its GPU cache, ``predicted`` were

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.identity import EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement
-from router.fleet.status import Frontend, ModelCard
+from router.fleet.status import Frontend, ModelCard, kind_of
 from router.index.engine import EngineResidency
 from router.prompts.hub import TokenizerProblem
 from router.prompts.model_config import ModelConfigFile
@@ -263,7 +263,14 @@ class EngineEvidence(msgspec.Struct):
         return next((card.id for card in self.server.models if card.parent is None), None)
 
     @property
+    def kind(self) -> EngineKind:
+        """Its software."""
+        return kind_of(self.engine, self.server.server_info, self.server.models)
+
+    @property
     def frontend(self) -> Frontend:
+        if self.kind == "sglang":
+            return "sglang"
         return self.server.models[0].frontend if self.server.models else "python"
 
 

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from router.config.schema import Config
 from router.engine_lifecycle import complete, setup_evidence
 from router.fleet.identity import EngineAddress
-from router.fleet.statement import SERVER_INFO, event_sources, metrics_statement, server_info_statement
+from router.fleet.statement import SERVER_INFO, event_sources, read_statement, server_info_statement
 from router.fleet.status import ModelCard
 from router.http.sockets import describe_error
 from router.index.base import GPU
@@ -214,10 +214,10 @@ def _engine_seen(
 
 def _setup(engine: EngineEvidence) -> SetupEvidence:
     """Collect the setup evidence that the router would use."""
-    configured, gauges = engine.model_config.facts(), engine.gauges
-    stated = metrics_statement(gauges.cache_config, drafts=gauges.speculates)
+    configured, server = engine.model_config.facts(), engine.server
+    stated = read_statement(server.metrics_answer.body, engine.engine.dp_rank)
     facts = complete(configured, engine.model_file)
-    return setup_evidence((engine.server.server_info, stated), engine.model_file, configured, facts)
+    return setup_evidence(engine.kind, (server.server_info, stated), engine.model_file, configured, facts)
 
 
 class _Examination:

@@ -168,6 +168,23 @@ def test_an_sglang_server_states_its_ranks_and_page() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "namespaced"),
+    [
+        ({}, False),
+        ({"enable_lora": False, "kv_events_config": '{"publisher": "zmq", "format": "default"}'}, False),
+        ({"enable_lora": True}, True),
+        ({"kv_events_config": '{"publisher": "zmq", "format": "dynamo"}'}, True),
+    ],
+)
+def test_whether_hashes_of_an_sglang_server_cover_what_no_event_tells(
+    arguments: dict[str, object], namespaced: bool
+) -> None:
+    stated = server_info_statement(msgspec.json.encode(SGLANG_INFO | arguments))
+    assert stated is not None
+    assert stated.namespaced is namespaced
+
+
+@pytest.mark.parametrize(
     "ports", [{"endpoint_port_base": 0}, {"endpoint_port_base": 65535, "dp_size": 2}, [], 1]
 )
 def test_ports_of_an_sglang_server_that_cannot_be_used(ports: object) -> None:

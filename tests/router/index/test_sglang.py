@@ -1,4 +1,5 @@
-"""An SGLang engine's events, as they stand on the wire: read in learned mode, exact for full attention.
+"""An SGLang engine's events, as they stand on the wire: its page hashes are computed, or learned where they
+cover more than events tell.
 
 Facts: srt/disaggregation/kv_events.py and srt/mem_cache/events.py of SGLang 0.5.23.
 """
@@ -11,22 +12,21 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from publisher.block_hash import NO_EXTRAS, PromptExtras
+from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes
 from publisher.event_decoder import decode_batch
-from publisher.events import UNKNOWN_TYPES_MAX
-from router.index.learn import hash_scheme
+from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
+from router.fleet.statement import EngineStatement
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
-from tests.support.event_writer import Prompt, tokens
+from router.index.query_plan import EngineQuery
+from tests.support.event_writer import Prompt, Writer, tokens
 
 PAGE = 16
-
-
-@pytest.fixture(autouse=True)
-def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hash_scheme, "SEEDS_MAX", 4)
 
 
 class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
@@ -50,9 +50,10 @@ class Cleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True):
     pass
 
 
-def page_hashes(prompt: Sequence[int], namespace: bytes = b"") -> list[int]:
+def page_hashes(prompt: Sequence[int], salt: str | None = None, namespace: bytes = b"") -> list[int]:
     """One per whole page: SHA-256 over the digest before and the tokens, its first 8 bytes signed."""
-    digest, found = b"", []
+    digest = hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest() if salt else b""
+    found = []
     for start in range(0, len(prompt) - len(prompt) % PAGE, PAGE):
         words = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + PAGE])
         digest = hashlib.sha256(digest + words).digest()
@@ -65,7 +66,7 @@ def stored(
     prompt: Sequence[int], *, namespace: bytes = b"", medium: str = "GPU", **fields: Any
 ) -> list[Stored]:
     """One event per page, each naming the page before as its parent."""
-    hashes = page_hashes(prompt, namespace)
+    hashes = page_hashes(prompt, fields.get("cache_salt"), namespace)
     parents = [None, *hashes[:-1]]
     return [
         Stored([block], parent, list(prompt[n * PAGE : (n + 1) * PAGE]), PAGE, None, medium, **fields)
@@ -73,8 +74,12 @@ def stored(
     ]
 
 
+def batch(*events: Any) -> DecodedBatch:
+    return decode_batch(msgspec.msgpack.encode([1.0, list(events), 0]))
+
+
 def tell(fleet: FleetResidency, *events: Any) -> None:
-    fleet.apply("a", decode_batch(msgspec.msgpack.encode([1.0, list(events), 0])))
+    fleet.apply("a", batch(*events))
     fleet.engine("a").finish_detection()
 
 
@@ -82,17 +87,101 @@ def hit(fleet: FleetResidency, prompt: Sequence[int], extras: PromptExtras = NO_
     return fleet.predict(Prompt(prompt, extras), ["a"])["a"].hit_tokens
 
 
-def test_prompts_are_predicted_and_nothing_is_rejected() -> None:
-    fleet, prompts = FleetResidency(ModelFacts()), [tokens(200, seed=n) for n in range(20)]
+SGLANG = SetupEvidence(kind="sglang")
+ADAPTERS = SetupEvidence(
+    kind="sglang",
+    statements=(EngineStatement(source="server_info", kind="sglang", namespaced=True),),
+)
+
+
+def fleet_of(setup: SetupEvidence | None) -> FleetResidency:
+    """An engine of this set-up; None: its software is not known."""
+    fleet = FleetResidency(ModelFacts())
+    if setup is not None:
+        fleet.engine("a").learn_setup(setup)
+    return fleet
+
+
+def test_the_hashes_are_those_of_sglang() -> None:
+    prompt = tokens(3 * PAGE, seed=1)
+    for salt in (None, "tenant"):
+        scheme = HashScheme(algo="sglang", seed="", hash_block_size=PAGE, tagged=False)
+        signed = [
+            block - (block >> 63 << 64)
+            for block in block_hashes(prompt, scheme, PromptExtras(cache_salt=salt))
+        ]
+        assert signed == page_hashes(prompt, salt)
+
+
+@given(
+    st.lists(st.integers(0, (1 << 31) - 1), max_size=200), st.integers(0, 200), st.sampled_from([1, 4, 16])
+)
+def test_a_chain_grows_as_if_hashed_at_once(prompt: list[int], first: int, page: int) -> None:
+    scheme = HashScheme(algo="sglang", seed="", hash_block_size=page, tagged=False)
+    chain = HashChain(scheme)
+    chain.extend(prompt[:first])
+    assert chain.extend(prompt) == block_hashes(prompt, scheme)
+
+
+@pytest.mark.parametrize(
+    ("setup", "mode"),
+    [(None, Detection.NATIVE), (SGLANG, Detection.NATIVE), (ADAPTERS, Detection.LEARNED)],
+    ids=["unknown", "sglang", "adapters"],
+)
+def test_prompts_are_predicted_and_nothing_is_rejected(setup: SetupEvidence | None, mode: Detection) -> None:
+    fleet, prompts = fleet_of(setup), [tokens(200, seed=n) for n in range(20)]
     for prompt in prompts:
         tell(fleet, *stored(prompt))
-    assert fleet.engine("a").detection is Detection.LEARNED
+    assert fleet.engine("a").detection is mode
     assert not fleet.engine("a").rejected
     assert [hit(fleet, prompt) for prompt in prompts] == [192] * 20
     assert hit(fleet, prompts[0][:100] + tokens(100, seed=99)) == 96
     assert hit(fleet, prompts[0][:96]) == 80, "the last token is always computed"
     tell(fleet, Removed(page_hashes(prompts[0])[3:], "GPU"))
     assert hit(fleet, prompts[0]) == 48
+
+
+def test_hashes_of_another_form_are_learned_at_once() -> None:
+    """No seed of vLLM's schemes is searched for an engine known to be SGLang."""
+    fleet, prompt = fleet_of(SGLANG), tokens(200)
+    fleet.apply("a", batch(*stored(prompt, namespace=b"n")))
+    assert fleet.engine("a").detection is Detection.LEARNED
+    assert hit(fleet, prompt) == 192
+
+
+def test_a_running_search_ends_when_the_engine_is_known_to_be_sglang() -> None:
+    fleet, prompt = fleet_of(None), tokens(200)
+    fleet.apply("a", batch(*stored(prompt, namespace=b"n")))
+    assert fleet.engine("a").detection is Detection.SEARCHING
+    fleet.engine("a").learn_setup(SGLANG)
+    assert fleet.engine("a").detection is Detection.LEARNED
+    assert hit(fleet, prompt) == 192
+
+
+def test_pages_without_their_beginning_are_predicted() -> None:
+    """A router that starts late sees no event of the first page; each page's hash covers all before it."""
+    fleet, prompt = fleet_of(SGLANG), tokens(200)
+    tell(fleet, *stored(prompt)[1:])
+    tell(fleet, *stored(prompt)[:1])
+    assert hit(fleet, prompt) == 192
+
+
+def test_a_mixed_fleet_assumes_no_scheme_of_the_other_software() -> None:
+    fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
+    fleet.engine("a").learn_setup(SGLANG)
+    tell(fleet, *stored(prompt))
+    writer = Writer(HashScheme())
+    fleet.apply("v", DecodedBatch(1.0, [writer.stored(prompt)], 0, None, []))
+    assert fleet.engine("v").detection is Detection.NATIVE
+    fleet.forget("a")
+    fleet.forget("v")
+    tell(fleet, *stored(prompt)[6:])
+    query = fleet.find_query(fleet.engine("a"))
+    assert isinstance(query, EngineQuery)
+    assert (query.scheme.algo, query.mode) == ("sglang", "assumed")
+    assert fleet.predict(Prompt(prompt), ["a"])["a"].mode == "native", "its pages are in the prompt"
+    tell(fleet, *stored(prompt)[:6])
+    assert hit(fleet, prompt) == 192
 
 
 def test_the_host_cache_counts_and_goes_with_a_clear() -> None:
@@ -115,11 +204,20 @@ def test_the_host_cache_counts_and_goes_with_a_clear() -> None:
     ids=["salt", "lora", "both"],
 )
 def test_salts_and_adapters_keep_prompts_apart(fields: dict[str, str], extras: PromptExtras) -> None:
-    fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
+    fleet, prompt = fleet_of(ADAPTERS), tokens(200)
     tell(fleet, *stored(tokens(50, seed=1)), *stored(prompt, namespace=b"n", **fields))
     assert hit(fleet, prompt, extras) == 192
     assert hit(fleet, prompt) == 0
     assert hit(fleet, prompt, PromptExtras(cache_salt="other")) == 0
+
+
+def test_a_salt_is_computed() -> None:
+    fleet, prompt = fleet_of(SGLANG), tokens(200)
+    tell(fleet, *stored(prompt, cache_salt="tenant"))
+    assert fleet.engine("a").detection is Detection.NATIVE
+    assert hit(fleet, prompt, PromptExtras(cache_salt="tenant")) == 192
+    assert hit(fleet, prompt) == hit(fleet, prompt, PromptExtras(cache_salt="other")) == 0
+    assert hit(fleet, prompt, PromptExtras("sql", "/adapters/sql", "tenant")) == 0
 
 
 def test_an_engine_none_of_whose_events_can_be_used() -> None:
