@@ -8,7 +8,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from fastapi import Response
+from starlette.responses import Response
 
 
 @cache
