@@ -285,9 +285,7 @@ class Router:
             works += [work() for work in self.works]
             works += self.peers.works()
             if self.config.prompts.renderers:
-                works.append(
-                    self.reader.renderers.watch(self.calls.healthy, self.config.prompts.renderer_check_s)
-                )
+                works.append(self.reader.renderers.watch(self.calls.healthy))
             background = [tasks.create_task(work) for work in works]
             if self.usage is not None:
                 self.usage.start()

@@ -42,8 +42,6 @@ _MAY_BE_ZERO = frozenset(
         "drain_s_max",
         "fallbacks",
         "idle_connections_max",
-        "inline_blocks_max",
-        "inline_chars_max",
         "lease_margin_s",
         "leg_overhead_s",
         "min_remote_tokens",
@@ -55,7 +53,6 @@ _MAY_BE_ZERO = frozenset(
         "retry_time_s_max",
         "transfer_s_per_token",
         "warm_up_s_max",
-        "worker_queue_len_max",
     }
 )
 

@@ -7,7 +7,7 @@ whole text (cheap), compares it with the earlier text up to the last common cut,
 Cost: benchmarks/results/prompts.md.
 
 Invariant: the result is what the engine computes, or ``NotLocalError`` is raised. Work on more than
-``inline_chars_max`` new characters runs in a worker thread.
+``INLINE_CHARS_MAX`` new characters runs in a worker thread.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ from router.prompts.settings import ModelPrompts, PromptSettings
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
 
+INLINE_CHARS_MAX = 4096
+"""More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop."""
+CONTEXT_CACHE_BYTES_MAX = 16 << 20
+"""Of the tool lists of earlier chats, per model: some 1,000 lists of 16 KB."""
 _INLINE_MESSAGES: Final = 128
 """New messages take about 15 us each to decode, check and render: 2 ms for this many."""
 _MESSAGES_MAX: Final = 8192
@@ -95,7 +99,7 @@ class LocalModel:
         self._settings = settings
         self._directory = directory
         self._others: dict[Frontend, LocalModel] = {}
-        self.renderer = ChatRenderer(config, directory, stats, settings.context_cache_bytes_max, frontend)
+        self.renderer = ChatRenderer(config, directory, stats, CONTEXT_CACHE_BYTES_MAX, frontend)
         self.tokenizer = tokenizer or self._load_tokenizer(directory)
         self._serial = b"%d" % next(_SERIALS)
         self._bare: dict[bytes, _Kind] = {}
@@ -295,8 +299,7 @@ class LocalModel:
 
     def _is_long(self, chars: int) -> bool:
         """Whether tokenizing this many characters would block the event loop."""
-        inline_max = self._settings.inline_chars_max
-        return chars > inline_max and chars > inline_max * (_FASTER if self.tokenizer.is_fast else 1)
+        return chars > INLINE_CHARS_MAX * (_FASTER if self.tokenizer.is_fast else 1)
 
     def _frame(self, *, special: bool) -> tuple[Ids, Ids]:
         """Tokens before and after a text's own ids. Raises ``NotLocalError`` if that is no plain frame."""

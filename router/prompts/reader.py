@@ -80,6 +80,12 @@ __all__ = [
     "TextAffinity",
 ]
 
+INLINE_BLOCKS_MAX = 1024
+"""More new blocks than this are hashed in a worker thread; fewer take under 3 ms of the event loop."""
+WORKER_QUEUE_LEN_MAX = 64
+"""Prompts that wait for a worker thread; further ones are placed by text affinity, which beats waiting."""
+MEDIA_CACHE_BYTES_MAX = 16 << 20
+"""Of image tokens learned from engines and render servers, all models together; about 4 KB per image."""
 _HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "earlier_response"})
 """Reasons for which asking an engine cannot help, or would only load it."""
 _ENCODER = msgspec.json.Encoder()
@@ -132,11 +138,11 @@ class PromptReader:
         )
         self._asking = Asking(self.renderers, EngineSide(post, settings, self.stats, clock), engine_url)
         self._workers = Workers(
-            self.stats, threads=settings.worker_threads, queue_len_max=settings.worker_queue_len_max
+            self.stats, threads=settings.worker_threads, queue_len_max=WORKER_QUEUE_LEN_MAX
         )
         self._cache = PrefixCache(self.stats, settings.prefix_cache_bytes_max)
         self._conversions = Conversions()
-        self._media = MediaMemory(self.stats, settings.media_cache_bytes_max)
+        self._media = MediaMemory(self.stats, MEDIA_CACHE_BYTES_MAX)
         self._frontends = frontends
         self._is_adapter = is_adapter
         self._names = ModelNames(models, is_adapter)
@@ -299,7 +305,7 @@ class PromptReader:
 
     async def hashes(self, prompt: Prompt, scheme: HashScheme) -> Sequence[BlockHash]:
         """``prompt.hashes(scheme)``, in a worker thread if many blocks are new."""
-        if prompt.num_new_blocks(scheme) > self._settings.inline_blocks_max:
+        if prompt.num_new_blocks(scheme) > INLINE_BLOCKS_MAX:
             try:
                 chain = prompt.forked_chain(scheme)
                 await self._workers.run(lambda: chain.extend(prompt.token_ids))

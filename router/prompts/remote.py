@@ -6,7 +6,7 @@ their places. ``/tokenize`` is always available and takes text chats and single 
 fields; it is used only if those are absent. SGLang has ``/tokenize`` alone, which renders chats as its
 generation does (0.5.23).
 
-Invariants: at most ``engine_calls_max`` calls at once; each ends within ``engine_timeout_s``; an endpoint
+Invariants: at most ``CALLS_MAX`` calls at once; each ends within ``engine_timeout_s``; an endpoint
 that is absent or failing is not called for a while. No sockets here: ``post`` is injected.
 """
 
@@ -39,6 +39,13 @@ Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
 It adds no credentials: what an engine computes for a client, it computes in the client's name."""
 
 RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
+CALLS_MAX = 32
+"""Calls at once to all engines, and to all render servers: further prompts are placed by text affinity, so
+that tokenizing does not take the engines' API processes from clients."""
+FAILED_S = 5.0
+"""How long an endpoint rests after a time-out, a broken connection, a 5xx or a useless answer."""
+HEALTH_CHECK_S = 5.0
+"""Interval between checks of a render server's ``/health``."""
 _ABSENT: Final = frozenset({403, 404, 405, 501})
 """Statuses of an endpoint that the engine does not serve."""
 _ABSENT_S: Final = 60.0
@@ -140,7 +147,7 @@ class EngineSide:
         if found is not None and found.ids:
             return found
         self._count("failures")
-        self._rest(url, 0, self._settings.engine_failed_s)
+        self._rest(url, 0, FAILED_S)
         return None
 
     async def _ask(self, url: str, body: bytes, headers: Headers) -> tuple[int, bytes]:
@@ -148,7 +155,7 @@ class EngineSide:
         status."""
         rests_until, last_status = self._resting.get(url, (0.0, 0))
         resting = url in self._resting and self._clock() < rests_until
-        if resting or self._calls >= self._settings.engine_calls_max:
+        if resting or self._calls >= CALLS_MAX:
             self._count("skipped")
             return (last_status if resting else 0), b""
         self._calls += 1
@@ -167,7 +174,7 @@ class EngineSide:
         if status in _ABSENT:
             self._rest(url, status, _ABSENT_S)
         elif status == 0 or status >= 500:
-            self._rest(url, status, self._settings.engine_failed_s)
+            self._rest(url, status, FAILED_S)
         return status, answer
 
     def _count(self, what: str) -> None:
@@ -243,7 +250,7 @@ def _items(features: _Features | None) -> tuple[MultimodalItem, ...]:
 # Render servers (``vllm launch render``): asked for tokens before any engine.
 #
 # They answer like an engine's render endpoint, without a GPU. The one with the fewest open calls is asked,
-# then, if it gives nothing, one other. A server that fails rests for ``engine_failed_s``; one whose ``GET
+# then, if it gives nothing, one other. A server that fails rests for ``FAILED_S``; one whose ``GET
 # /health`` does not answer 200 is skipped until it does.
 #
 # Invariants: at most ``ASKED_MAX`` servers per prompt, each within ``engine_timeout_s``; no sockets here.
@@ -289,12 +296,12 @@ class Renderers:
                 return found, url
         return None
 
-    async def watch(self, healthy: Healthy, every_s: float) -> None:
+    async def watch(self, healthy: Healthy) -> None:
         """Check all servers periodically, until cancelled."""
         while True:
             found = await asyncio.gather(*(healthy(url) for url in self._up))
             self._up = dict(zip(self._up, found, strict=True))
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(HEALTH_CHECK_S)
 
 
 # Tokens of a prompt that is not computed here: from a render server, else from an engine.

@@ -37,26 +37,14 @@ class PromptSettings(msgspec.Struct, frozen=True):
 
     prefix_cache_bytes_max: int = 256 << 20
     """Cache of tokens and block hashes of earlier prompts, shared by all models."""
-    context_cache_bytes_max: int = 16 << 20
-    """Cache of the tool lists of earlier chats, per model."""
-    media_cache_bytes_max: int = 16 << 20
-    """Cache of image tokens learned from an engine or a render server, shared by all models; some 4 KB
-    each."""
     fast_tokenizer: Literal["auto", "off"] = "auto"
     """``auto``: tokenize with fastokens if it gives the tokens of ``tokenizers`` for all probe texts, and
     compare again on a running sample; ``off``: always ``tokenizers``."""
-    inline_chars_max: int = 4096
-    """More new text than this (four times as much with fastokens) is tokenized in a worker thread; less takes
-    under 4 ms."""
-    inline_blocks_max: int = 1024
-    """More new blocks than this are hashed in a worker thread; fewer take under 3 ms."""
     prompt_bytes_max: int = 1 << 20
     """Larger bodies are placed by text affinity, without tokens (the default is about 260,000 tokens of
     English). Raising it keeps predictions exact, but each megabyte blocks the event loop for up to 10 ms."""
     worker_threads: int = 2
     """Threads for tokenizing and hashing."""
-    worker_queue_len_max: int = 64
-    """Maximum number of prompts waiting for a worker thread; further ones are placed by text affinity."""
     hub_downloads: bool = True
     """Whether tokenizers that are known by name are fetched from the model hub: only the files needed for
     rendering, never weights or code. ``false``: only its cache on this machine and directories."""
@@ -66,19 +54,11 @@ class PromptSettings(msgspec.Struct, frozen=True):
     """Maximum size of one repository's tokenizer, templates and configuration."""
     hub_timeout_s: float = 120.0
     """Time-out of fetching them, in seconds; engines are asked for tokens meanwhile."""
-    hub_retry_s: float = 30.0
-    """Seconds after which a failed fetch is retried; doubled each time, up to ten minutes."""
     renderers: tuple[str, ...] = ()
     """Render servers (``vllm launch render``), each ``http://host:port``: asked before any engine for prompts
     that are not tokenized here. They need the engines' model and options."""
-    renderer_check_s: float = 5.0
-    """Interval between checks of their ``/health``, in seconds."""
     engine_timeout_s: float = 1.0
     """Time-out of one call to an engine's or a render server's endpoint, in seconds."""
-    engine_calls_max: int = 32
-    """Maximum number of such calls at once; further prompts are placed by text affinity."""
-    engine_failed_s: float = 5.0
-    """How long an endpoint is not called again after a time-out, a broken connection or a 5xx, in seconds."""
 
 
 # The engines' local time, which some prompts contain.

@@ -44,6 +44,8 @@ _log = structlog.get_logger()
 
 _LOOK_S: Final = 0.25
 """Interval between checks of the fleet; each costs a few microseconds while nothing changed."""
+RETRY_S = 30.0
+"""After a failed fetch; doubled each time, up to ``_RETRY_S_MAX``."""
 _RETRY_S_MAX: Final = 600.0
 _COMPARED_AT_ONCE: Final = 8
 _COMPARE_TIMEOUT_S: Final = 10.0
@@ -356,7 +358,7 @@ class TokenizerFinder:
             "engine", reason=problem.reason, problem=str(problem), remedy=problem.remedy
         )
         if problem.may_pass:
-            wait = self._settings.hub_retry_s * 2**model.tries
+            wait = RETRY_S * 2**model.tries
             model.tries = min(model.tries + 1, 16)
             model.retry_at = self._clock() + min(wait, _RETRY_S_MAX)
         if model.logged != str(problem):

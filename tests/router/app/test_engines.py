@@ -112,10 +112,12 @@ def test_without_a_tokenizer_the_engine_is_asked_for_tokens(scale_out: bool) -> 
     run(main())
 
 
-def test_a_render_server_spares_the_engines_the_call() -> None:
+def test_a_render_server_spares_the_engines_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
+
     async def main() -> None:
         async with running({"enable_scale_out": True}) as servers, running({}) as engines:
-            settings = PromptSettings(renderers=(servers[0].base_url,), renderer_check_s=0.05)
+            settings = PromptSettings(renderers=(servers[0].base_url,))
             async with routing(configure(*engines, models={}, prompts=settings)) as rig:
                 assert await check_exact(rig, engines, TEXT * 20, TEXT * 9 + "or not") > 100
                 stats = rig.router.reader.stats

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from router.config.schema import ModelConfig
@@ -48,7 +49,10 @@ class RenderServer:
             await runner.cleanup()
 
 
-def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(tmp_path: Path) -> None:
+def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.prompts.remote.HEALTH_CHECK_S", 0.05)
     model = ModelConfig(tokenizer=str(model_dir(tmp_path, None)), chat_template=TEMPLATE)
     asked = [shows("What is this? " * 20, "AAAA")]
     later = [*asked, say("assistant", "A cat."), say("user", "Sure?")]
@@ -61,7 +65,7 @@ def test_images_are_asked_for_once_by_turns_at_servers_that_are_well(tmp_path: P
 
     async def main() -> None:
         async with running({}) as engines, servers[0].running(), servers[1].running():
-            prompts = PromptSettings(renderers=tuple(s.url for s in servers), renderer_check_s=0.05)
+            prompts = PromptSettings(renderers=tuple(s.url for s in servers))
             config = configure(*engines, models={ANY_MODEL: model}, prompts=prompts)
             async with routing(config) as rig:
 

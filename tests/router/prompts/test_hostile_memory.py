@@ -16,13 +16,18 @@ from router.prompts.reader import Prompt, PromptReader
 from router.prompts.settings import PromptSettings
 from tests.support.prompts.readers import chat, local_reader, model_dir, read, request, say
 
-BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20, context_cache_bytes_max=1 << 18)
+BOUNDS = PromptSettings(prefix_cache_bytes_max=1 << 20)
 BOUND = (1 << 20) + 2 * (1 << 18)
 SLACK = 1 << 19
 """What is no cache: the shapes of messages, the interpreter's own."""
 REQUESTS = 20
 LONG = "word " * 8_000
 EMPTY = ", ".join(["[]"] * 3_000)
+
+
+@pytest.fixture(autouse=True)
+def small_context_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.local_model.CONTEXT_CACHE_BYTES_MAX", 1 << 18)
 
 
 def tool(number: int, parameters: Any) -> dict[str, Any]:

@@ -113,9 +113,10 @@ def test_known_images_are_compared_now_and_then_and_a_difference_ends_their_use(
     side.close()
 
 
-def test_what_is_remembered_of_images_is_bounded(folder: Path) -> None:
+def test_what_is_remembered_of_images_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.reader.MEDIA_CACHE_BYTES_MAX", 10_000)
     engine = Engine()
-    side = make(folder, engine, media_cache_bytes_max=10_000)
+    side = make(folder, engine)
     for number in range(40):
         exact(side, engine, chat(shows("x", f"A{number}")))
     assert side.stats.media_bytes <= 10_000

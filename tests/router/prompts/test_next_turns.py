@@ -354,14 +354,18 @@ def test_completions_of_a_growing_text_compute_only_what_is_new(folder: Path) ->
     reader.close()
 
 
-def test_long_prompts_take_the_worker_and_give_the_same(folder: Path, tmp_path: Path) -> None:
+def test_long_prompts_take_the_worker_and_give_the_same(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = conversation(random.Random(2), 3)
     messages[1]["content"] = "A long text, 日本. " * 20000
     body = chat(*messages[:-1])
-    small = PromptSettings(inline_chars_max=10**9, inline_blocks_max=10**9)
     for directory in (folder, model_dir(tmp_path, "chatml", tokenizer=metaspace_tokenizer())):
-        inline, threaded = local_reader(directory, small), fresh(directory)
-        expected = read_exact(inline, body)
+        inline, threaded = fresh(directory), fresh(directory)
+        with monkeypatch.context() as unbounded:
+            unbounded.setattr("router.prompts.local_model.INLINE_CHARS_MAX", 10**9)
+            unbounded.setattr("router.prompts.reader.INLINE_BLOCKS_MAX", 10**9)
+            expected = read_exact(inline, body)
 
         async def run(reader: PromptReader = threaded) -> tuple[Prompt, list[int]]:
             prompt = await reader.read(request(body))

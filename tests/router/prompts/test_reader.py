@@ -21,7 +21,7 @@ from router.prompts.reader import (
     PromptSettings,
     TextAffinity,
 )
-from router.prompts.remote import without_tensors
+from router.prompts.remote import FAILED_S, without_tensors
 from router.prompts.stats import REASONS
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
@@ -160,9 +160,10 @@ def test_a_slow_engine_is_given_up_within_the_budget() -> None:
     assert isinstance(found, TextAffinity)
 
 
-def test_engine_calls_are_bounded() -> None:
+def test_engine_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.prompts.remote.CALLS_MAX", 3)
     engine = Engine({}, wait=True)
-    side = engine_reader(engine, PromptSettings(engine_timeout_s=0.05, engine_calls_max=3))
+    side = engine_reader(engine, PromptSettings(engine_timeout_s=0.05))
 
     async def burst() -> list[Prompt | TextAffinity]:
         return await asyncio.gather(*(side.read(request(HELLO)) for _ in range(10)))
@@ -329,14 +330,18 @@ def test_prompt_log_probabilities_skip_the_cache(tmp_path: Path) -> None:
     side.close()
 
 
-def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(tmp_path: Path) -> None:
+def test_bodies_over_the_limit_and_a_full_queue_go_by_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.prompts.reader.WORKER_QUEUE_LEN_MAX", 1)
+    monkeypatch.setattr("router.prompts.local_model.INLINE_CHARS_MAX", 0)
     folder = model_dir(tmp_path, "chatml")
     side = local_reader(folder, PromptSettings(prompt_bytes_max=1000))
     found = read(side, chat(say("user", "x" * 2000)))
     assert isinstance(found, TextAffinity)
     assert found.reason == "too_large"
     side.close()
-    side = local_reader(folder, PromptSettings(worker_queue_len_max=1, inline_chars_max=0))
+    side = local_reader(folder)
 
     async def burst() -> list[Prompt | TextAffinity]:
         return await asyncio.gather(*(side.read(request(chat(say("user", f"{n} " * 500)))) for n in range(8)))
@@ -427,7 +432,7 @@ def test_a_tokenize_endpoint_that_answers_something_useless_rests(useless: Any) 
         assert isinstance(read(side, HELLO), TextAffinity)
     assert engine.paths == [RENDER, "/tokenize"]
     assert side.stats.engine_skipped == 2 * 4
-    now[0] += PromptSettings().engine_failed_s + 0.1
+    now[0] += FAILED_S + 0.1
     engine.answers["/tokenize"] = {"tokens": [5]}
     assert isinstance(read(side, HELLO), Prompt)
 

@@ -33,13 +33,14 @@ LOCAL = {"root": str(DEMO_TOKENIZER_DIR)}
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("router.prompts.tokenizer_finder.RETRY_S", 0.2)
     with stand_in_hub() as served:
         served.repositories[NAME] = repository_of(Path(DEMO_TOKENIZER_DIR))
         yield served
 
 
 def settings(hub: StandInHub | None) -> PromptSettings:
-    return PromptSettings(hub_endpoint="http://127.0.0.1:9" if hub is None else hub.url, hub_retry_s=0.2)
+    return PromptSettings(hub_endpoint="http://127.0.0.1:9" if hub is None else hub.url)
 
 
 def auto(
