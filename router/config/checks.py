@@ -29,9 +29,8 @@ from router.proxy.aliases import Aliases
 
 # Three years: longer times overflow timers of event loops and of ZMQ.
 _SECONDS_MAX = 1e8
-_COUNT_MAX = (1 << 31) - 1  # a C int, as ZMQ's limits and HTTP/2's settings are
+_COUNT_MAX = (1 << 31) - 1  # a C int, as ZMQ's limits are
 _SIZE_MAX = 1 << 48
-_WINDOW_MAX = (1 << 31) - 1  # RFC 9113, section 6.9.1
 
 _MAY_BE_ZERO = frozenset(
     {
@@ -296,7 +295,6 @@ def _check_numbers(section: str, settings: msgspec.Struct) -> None:
             wanted = "0 or more" if name in _MAY_BE_ZERO else "more than 0"
             raise ConfigError(f"{section}.{name} = {value}: expected a finite number, {wanted}")
         most = _SECONDS_MAX if isinstance(value, float) else _SIZE_MAX if "bytes" in name else _COUNT_MAX
-        most = _WINDOW_MAX if name == "stream_window_bytes" else most
         if value > most:
             raise ConfigError(f"{section}.{name} = {value}: expected at most {most:g}")
 

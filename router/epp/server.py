@@ -26,7 +26,7 @@ from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen
 from router.http.h2_codec import Field, encode_literal
-from router.http.h2_connection import H2Connection, StreamOpener
+from router.http.h2_connection import HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, H2Connection, StreamOpener
 from router.http.h2_streams import Stream, StreamHandler
 from router.http.listener import Capacity, Handshakes
 from router.http.server import address_url
@@ -183,7 +183,7 @@ class PickerServer:
         self._drains_from = self._drains_until = 0.0
         self._members: set[H2Connection] = set()
         self._handshakes: Handshakes | None = None
-        times_s = (settings.handshake_timeout_s, settings.stall_timeout_s, settings.request_timeout_s)
+        times_s = (HANDSHAKE_TIMEOUT_S, STALL_TIMEOUT_S, settings.request_timeout_s)
         self._context = PickerContext(
             app,
             settings,
@@ -258,18 +258,16 @@ class PickerServer:
         settings = self._settings
         if tls is not None:
             room = Capacity(ListenSettings(connections_max=settings.connections_max, client_share_max=1.0))
-            self._handshakes = Handshakes(
-                tls, room, self._context.stats, lambda: settings.handshake_timeout_s
-            )
+            self._handshakes = Handshakes(tls, room, self._context.stats, lambda: HANDSHAKE_TIMEOUT_S)
 
         def accepted() -> asyncio.Protocol:
             inner = H2Connection(
                 opens,
-                settings,
                 stats=self._context.stats,
                 clock=self._clock,
                 sweeper=self._context.sweeper,
                 connections=self._members,
+                connections_max=settings.connections_max,
             )
             return inner if tls is None or self._handshakes is None else self._handshakes.wrap(inner)
 

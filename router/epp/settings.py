@@ -6,11 +6,11 @@ from typing import Annotated
 
 import msgspec
 
-from router.http.h2_connection import H2Settings, H2Stats
+from router.http.h2_connection import H2Stats
 from router.http.sockets import TlsFiles, check_tls_files
 
 
-class EppSettings(H2Settings, frozen=True):
+class EppSettings(msgspec.Struct, frozen=True):
     """The endpoint picker that gateways call by ext_proc ([gateway.md](gateway.md)). Limits of bodies and
     heads are those of `proxy` and `listen`, time-outs of engines those of `proxy`."""
 
@@ -52,6 +52,9 @@ class EppSettings(H2Settings, frozen=True):
     fail. Requests that arrive meanwhile are answered."""
     drain_s_max: float = 30.0
     """Seconds after that during which running requests may finish before they are cut."""
+    connections_max: int = 256
+    """Most connections of gateways; further ones are closed at once. A gateway holds one for each of its
+    threads."""
 
     def __post_init__(self) -> None:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)

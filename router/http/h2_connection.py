@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Annotated, cast
 
-import msgspec
-
 from router.http import h2_codec as h2
 from router.http.h2_codec import Field, FrameReader, H2Error, H2Frame, HeaderBlockAssembler, HeaderDecoder
 from router.http.h2_streams import STREAM_HALF_CLOSED, STREAM_OPEN, SendScheduler, Stream, StreamHandler
@@ -47,28 +45,23 @@ class ControlFrameBudget:
         self._left = self._per_s
 
 
-# Settings and counters of HTTP/2 connections. Names carry units; all defaults live here.
+# Limits and counters of HTTP/2 connections.
 
 
-class H2Settings(msgspec.Struct, frozen=True):
-    """Limits of the connections of a gateway."""
-
-    handshake_timeout_s: float = 10.0
-    """Time-out of a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are
-    there, in seconds."""
-    stall_timeout_s: float = 60.0
-    """A connection that takes nothing of what waits to be sent to it for this long is cut, in seconds."""
-    connections_max: int = 256
-    """Most connections; further ones are closed at once. A gateway holds one for each of its threads."""
-    streams_max: int = 4096
-    """Most requests at one time on one connection; further ones are refused."""
-    stream_window_bytes: int = 1024 * 1024
-    """Bytes of one stream that may be under way to here and not taken yet."""
-    header_bytes_max: int = 32 * 1024
-    """Largest head of a stream; a larger one ends its connection."""
-    control_frames_per_s_max: int = 20_000
-    """Most frames without content (pings, settings, window updates) that a connection may send per second; a
-    reset of a running stream counts as ten. One that sends more is ended."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are there."""
+STALL_TIMEOUT_S = 60.0
+"""A connection that takes nothing of what waits to be sent to it for this long is cut."""
+STREAMS_MAX = 4096
+"""Requests at one time on one connection; further ones are refused. Envoy's circuit breaker allows 1,024 by
+default."""
+STREAM_WINDOW_BYTES = 1 << 20
+"""Of one stream that may be under way to here and not taken yet: a request of 1 MB in one round trip."""
+HEADER_BYTES_MAX = 32 * 1024
+"""Of a stream's head; a larger one ends its connection."""
+CONTROL_FRAMES_PER_S_MAX = 20_000
+"""Frames without content (pings, settings, window updates) of a connection; a reset of a running stream
+counts as ten. A connection that sends more is ended (CVE-2023-44487)."""
 
 
 class H2Stats(HandshakeStats):
@@ -146,17 +139,17 @@ class H2Connection(asyncio.Protocol):
     def __init__(
         self,
         open_handler: StreamOpener,
-        settings: H2Settings,
         *,
         stats: H2Stats,
         clock: Callable[[], float],
         sweeper: Sweeper,
         connections: set[H2Connection],
+        connections_max: int,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadline = NEVER
         self._open_handler = open_handler
-        self._settings = settings
+        self._connections_max = connections_max
         self._stats = stats
         self._clock = clock
         self._sweeper = sweeper
@@ -170,11 +163,11 @@ class H2Connection(asyncio.Protocol):
         self._unread: deque[bytes] = deque()  # reads after it
         self._work = 0
         self._process_scheduled = False  # in a later turn of the loop
-        self._decoder = HeaderDecoder(settings.header_bytes_max)
+        self._decoder = HeaderDecoder(HEADER_BYTES_MAX)
         self._streams: dict[int, Stream] = {}
         self._last_id = 0
-        self._header_blocks = HeaderBlockAssembler(settings.header_bytes_max)
-        self._budget = ControlFrameBudget(settings.control_frames_per_s_max, clock)
+        self._header_blocks = HeaderBlockAssembler(HEADER_BYTES_MAX)
+        self._budget = ControlFrameBudget(CONTROL_FRAMES_PER_S_MAX, clock)
         self._unacknowledged_bytes = 0
 
     # asyncio.Protocol
@@ -182,7 +175,7 @@ class H2Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._scheduler = SendScheduler(self._transport, lambda stream: self.close_stream(stream, None))
-        if len(self._connections) >= self._settings.connections_max:
+        if len(self._connections) >= self._connections_max:
             self._stats.connections_refused += 1
             self._transport.abort()
             return
@@ -190,12 +183,12 @@ class H2Connection(asyncio.Protocol):
         self._stats.connections += 1
         self._stats.connections_open += 1
         self._sweeper.add(self)
-        self.deadline = self._clock() + self._settings.handshake_timeout_s
+        self.deadline = self._clock() + HANDSHAKE_TIMEOUT_S
         ours = {
-            h2.SETTINGS_MAX_CONCURRENT_STREAMS: self._settings.streams_max,
-            h2.SETTINGS_INITIAL_WINDOW_SIZE: self._settings.stream_window_bytes,
+            h2.SETTINGS_MAX_CONCURRENT_STREAMS: STREAMS_MAX,
+            h2.SETTINGS_INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
             h2.SETTINGS_MAX_FRAME_SIZE: _FRAME_BYTES,
-            h2.SETTINGS_MAX_HEADER_LIST_SIZE: self._settings.header_bytes_max,
+            h2.SETTINGS_MAX_HEADER_LIST_SIZE: HEADER_BYTES_MAX,
         }
         self._scheduler.write_control(
             h2.settings_frame(ours) + h2.window_update_frame(0, _WINDOW_BYTES - h2.WINDOW_DEFAULT)
@@ -265,7 +258,7 @@ class H2Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._scheduler.paused = True
-        self.deadline = self._clock() + self._settings.stall_timeout_s
+        self.deadline = self._clock() + STALL_TIMEOUT_S
 
     def resume_writing(self) -> None:
         self._scheduler.paused = False
@@ -431,11 +424,11 @@ class H2Connection(asyncio.Protocol):
             self._peer_ended(stream)
 
     def _open(self, stream_id: int, fields: list[Field], *, ends: bool) -> None:
-        if self._state is _LAST_STREAMS or len(self._streams) >= self._settings.streams_max:
+        if self._state is _LAST_STREAMS or len(self._streams) >= STREAMS_MAX:
             self._stats.streams_refused += 1
             self._scheduler.write_control(h2.rst_stream_frame(stream_id, h2.REFUSED_STREAM))
             return
-        stream = Stream(self, stream_id, receive_window=self._settings.stream_window_bytes)
+        stream = Stream(self, stream_id, receive_window=STREAM_WINDOW_BYTES)
         self._streams[stream_id] = stream
         self._stats.streams += 1
         self._stats.streams_open += 1
@@ -525,8 +518,8 @@ class H2Connection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        """Close once the written bytes have been sent, at the latest after ``stall_timeout_s``."""
+        """Close once the written bytes have been sent, at the latest after ``STALL_TIMEOUT_S``."""
         self._state = _CLOSED
         self._scheduler.write_pending()
-        self.deadline = self._clock() + self._settings.stall_timeout_s
+        self.deadline = self._clock() + STALL_TIMEOUT_S
         self._transport.close()

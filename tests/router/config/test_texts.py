@@ -200,7 +200,7 @@ def test_times_that_no_clock_can_wait_are_refused(key: str) -> None:
         load(environ={}, flags={key: "1e300"})
 
 
-@pytest.mark.parametrize("key", ["epp.stream_window_bytes", "epp.streams_max", "feeds.receive_queue_max"])
+@pytest.mark.parametrize("key", ["listen.connections_max", "epp.connections_max", "feeds.receive_queue_max"])
 def test_counts_that_no_protocol_can_carry_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         load(environ={}, flags={key: str(1 << 40)})

@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from router.http import h2_codec as h2
 from router.http.h2_codec import Field, FrameReader, H2Frame, encode_literal, frame, settings_frame
-from router.http.h2_connection import H2Connection, H2Settings, H2Stats
+from router.http.h2_connection import HANDSHAKE_TIMEOUT_S, H2Connection, H2Stats
 from router.http.h2_streams import Stream
 from router.http.sockets import Sweeper
 from tests.support.h2_peer import h2_peer
@@ -45,8 +44,8 @@ class Echo:
 class Echoing:
     """A server of ``Echo``."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = H2Settings(**settings)
+    def __init__(self, connections_max: int = 256) -> None:
+        self.connections_max = connections_max
         self.stats = H2Stats()
         self.members: set[H2Connection] = set()
         self.heads: list[list[Field]] = []
@@ -62,17 +61,17 @@ class Echoing:
     def protocol(self) -> H2Connection:
         return H2Connection(
             self.opens,
-            self.settings,
             stats=self.stats,
             clock=lambda: self.now,
             sweeper=self.sweeper,
             connections=self.members,
+            connections_max=self.connections_max,
         )
 
 
 @asynccontextmanager
-async def echoing(**settings: Any) -> AsyncIterator[Echoing]:
-    echo = Echoing(**settings)
+async def echoing(connections_max: int = 256) -> AsyncIterator[Echoing]:
+    echo = Echoing(connections_max)
     server = await asyncio.get_running_loop().create_server(echo.protocol, "127.0.0.1", 0)
     echo.port = server.sockets[0].getsockname()[1]
     try:
@@ -101,9 +100,11 @@ async def answer_to(echo: Echoing, data: bytes) -> list[H2Frame]:
     return frames
 
 
-def test_bodies_come_back_under_small_windows() -> None:
+def test_bodies_come_back_under_small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.h2_connection.STREAM_WINDOW_BYTES", 1000)
+
     async def main() -> None:
-        async with echoing(stream_window_bytes=1000) as echo, h2_peer(echo.port, window=500) as peer:
+        async with echoing() as echo, h2_peer(echo.port, window=500) as peer:
             data = bytes(range(256)) * 400
             numbers = [peer.open("/") for _ in range(5)]
             await asyncio.gather(*(peer.send(number, data, end=True) for number in numbers))
@@ -217,9 +218,11 @@ def test_a_reset_is_told_and_nothing_more_is_sent() -> None:
     run(main())
 
 
-def test_too_many_streams_are_refused_one_by_one() -> None:
+def test_too_many_streams_are_refused_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.h2_connection.STREAMS_MAX", 2)
+
     async def main() -> None:
-        async with echoing(streams_max=2) as echo:
+        async with echoing() as echo:
             heads = b"".join(frame(h2.HEADERS, h2.END_HEADERS, number, HEAD) for number in (1, 3, 5))
             reader, writer = await asyncio.open_connection("127.0.0.1", echo.port)
             writer.write(HELLO + heads)
@@ -276,13 +279,18 @@ OPEN = frame(h2.HEADERS, h2.END_HEADERS, 1, HEAD)
         (HELLO + OPEN + frame(h2.DATA, 0, 1, bytes(60_000)) * 20, h2.FLOW_CONTROL_ERROR),
     ],
 )
-def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(sent: bytes, code: int) -> None:
+def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(
+    sent: bytes, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
+    monkeypatch.setattr("router.http.h2_connection.HEADER_BYTES_MAX", 16_384)
+
     class Deaf(Echo):
         def on_data(self, data: bytes) -> None:  # takes nothing, so that the window gets full
             pass
 
     async def main() -> None:
-        async with echoing(control_frames_per_s_max=100, header_bytes_max=16_384) as echo:
+        async with echoing() as echo:
             echo.opens = lambda stream, head: Deaf(echo, stream)  # type: ignore[method-assign]
             frames = await answer_to(echo, sent)
             last = [each for each in frames if each.kind == h2.GOAWAY][-1]
@@ -292,11 +300,12 @@ def test_what_breaks_the_protocol_or_a_limit_ends_the_connection(sent: bytes, co
     run(main())
 
 
-def test_resets_of_streams_that_are_over_are_no_attack() -> None:
+def test_resets_of_streams_that_are_over_are_no_attack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Envoy ends each of its calls so: it may have as many as control frames are allowed."""
+    monkeypatch.setattr("router.http.h2_connection.CONTROL_FRAMES_PER_S_MAX", 100)
 
     async def main() -> None:
-        async with echoing(control_frames_per_s_max=100) as echo, h2_peer(echo.port) as peer:
+        async with echoing() as echo, h2_peer(echo.port) as peer:
             for _ in range(60):
                 number = peer.open("/")
                 await peer.send(number, b"x", end=True)
@@ -325,7 +334,7 @@ def test_who_says_nothing_is_cut() -> None:
         async with echoing() as echo:
             _, writer = await asyncio.open_connection("127.0.0.1", echo.port)
             await until(lambda: len(echo.members) == 1, "it is connected")
-            echo.now += echo.settings.handshake_timeout_s + 1
+            echo.now += HANDSHAKE_TIMEOUT_S + 1
             await until(lambda: not echo.members, "it is cut")
             assert echo.stats.handshake_timeouts == 1
             writer.close()

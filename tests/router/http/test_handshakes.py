@@ -108,9 +108,11 @@ def test_the_end_of_the_router_does_not_wait_for_them(pki: Path) -> None:
     run(main())
 
 
-def test_those_of_gateways_are_bounded_too() -> None:
+def test_those_of_gateways_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.epp.server.HANDSHAKE_TIMEOUT_S", 1.0)
+
     async def main() -> None:
-        epp = EppSettings(listen="127.0.0.1:0", connections_max=2, handshake_timeout_s=1.0, drain_s_max=0.1)
+        epp = EppSettings(listen="127.0.0.1:0", connections_max=2, drain_s_max=0.1)
         async with running({}) as engines, routing(configure(*engines, epp=epp)) as rig:
             assert rig.router.picker is not None
             stats = rig.router.picker.stats
