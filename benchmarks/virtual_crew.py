@@ -172,7 +172,7 @@ class VirtualFleet:
         pool = self.engines[0].pool
         hashes = pool.request(tokens).known_hashes()
         candidates = self._candidates(worker, tokens, hashes)
-        question = placement_request(len(tokens), hashes, prefix_blocks=_POLICY.prefix_blocks)
+        question = placement_request(len(tokens), hashes)
         choice = choose(candidates, len(tokens), _POLICY, prompt_key=question.prompt_key)
         place, chosen = choice.index, candidates[choice.index]
         ticket = worker.loads[place].admit(

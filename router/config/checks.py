@@ -40,7 +40,6 @@ _MAY_BE_ZERO = frozenset(
         "decode_delay_weight",
         "drain_s_max",
         "fallbacks",
-        "idle_connections_max",
         "lease_margin_s",
         "leg_overhead_s",
         "min_remote_tokens",

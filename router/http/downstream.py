@@ -18,7 +18,7 @@ from typing import Any, cast
 import httptools
 from uvicorn.server import ServerState
 
-from router.http.listener import LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
+from router.http.listener import BODY_GRACE_S, LINGER_S_MAX, PROBE_PATHS, ListenConfig, client_key
 from router.http.request_cycle import (
     RequestCycle,
     connection_scope,
@@ -40,6 +40,8 @@ from router.openai.errors import (
 
 _LINGER_BYTES_MAX = 64 * 1024 * 1024
 PIPELINED_MAX = 16
+BODY_AHEAD_BYTES_MAX = 256 * 1024
+"""Of a body held for the application; beyond it, reading from the client pauses."""
 """Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""
 
 
@@ -206,8 +208,8 @@ class DownstreamConnection(asyncio.Protocol):
         if not last and cycle is self._current:
             received_s = self._reader.received_s
             earned_s = len(data) / self.settings.body_bytes_per_s_min
-            self._body_deadline = min(self._body_deadline + earned_s, received_s + self.settings.body_grace_s)
-        if waiting > self.settings.body_ahead_bytes_max:
+            self._body_deadline = min(self._body_deadline + earned_s, received_s + BODY_GRACE_S)
+        if waiting > BODY_AHEAD_BYTES_MAX:
             self.pause_reading()
 
     def on_trailer_start(self) -> None:
@@ -220,7 +222,7 @@ class DownstreamConnection(asyncio.Protocol):
 
     def _start_cycle(self, cycle: RequestCycle, now: float) -> None:
         self._current = cycle
-        self._body_deadline = now + self.settings.body_grace_s
+        self._body_deadline = now + BODY_GRACE_S
         self.stats.requests += 1
         tasks = self._server_state.tasks
         # Not by ``create_task``: a name of its own costs more than the rest of a task.
@@ -290,7 +292,7 @@ class DownstreamConnection(asyncio.Protocol):
         if self.read_paused and room and not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
-            self._body_deadline = self.clock() + self.settings.body_grace_s
+            self._body_deadline = self.clock() + BODY_GRACE_S
             self._set_deadline()
 
     def _reject(self, error: ApiError) -> None:

@@ -238,6 +238,8 @@ class Handshake(asyncio.Protocol):
 # Configuration of one HTTP server, and what its connections share.
 
 
+BODY_GRACE_S = 30.0
+"""How far a body may fall behind ``body_bytes_per_s_min``, at its start too."""
 LINGER_S_MAX = 2.0
 """Seconds for which the rest of a request is discarded after an early response such as 413, before the close.
 A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6)."""
@@ -309,7 +311,7 @@ def _sweep_interval_s(listen: ListenSettings) -> float:
     return sweep_interval_s(
         listen.header_timeout_s,
         listen.body_timeout_s,
-        listen.body_grace_s,
+        BODY_GRACE_S,
         listen.keepalive_timeout_s,
         listen.stall_timeout_s,
         LINGER_S_MAX,

@@ -19,11 +19,8 @@ class ListenSettings(msgspec.Struct, frozen=True):
     body_timeout_s: float = 30.0
     """Longest pause between two pieces of a request body, in seconds."""
     body_bytes_per_s_min: int = 4096
-    """Slowest request body, in bytes per second; one that falls ``body_grace_s`` behind is answered with
+    """Slowest request body, in bytes per second; one that falls 30 s behind is answered with
     408."""
-    body_grace_s: float = 30.0
-    """How far a request body may fall behind ``body_bytes_per_s_min``, in seconds: a small body may take so
-    long as a whole."""
     keepalive_timeout_s: float = 75.0
     """How long an idle client connection is kept, in seconds; more than the 60 s that load balancers
     usually keep theirs."""
@@ -36,9 +33,6 @@ class ListenSettings(msgspec.Struct, frozen=True):
     """Seconds from then on that running answers may take before they are cut."""
     header_bytes_max: int = 64 * 1024
     """Largest request head, and trailer; a larger one is answered with 431."""
-    body_ahead_bytes_max: int = 256 * 1024
-    """Bytes of a request body received before they are asked for; beyond it, reading from the client
-    pauses."""
     connections_max: int = 10_000
     """Most client connections, TLS handshakes included; further ones are answered with 503 and closed."""
     client_share_max: float = 0.5
@@ -122,15 +116,9 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """Longest pause between two pieces of an answer that has begun, in seconds."""
     engine_connections_max: int = 4096
     """Most open connections to one server; requests beyond it try another engine, or get 503."""
-    idle_connections_max: int = 256
-    """Most idle connections kept open to one server."""
     keepalive_s: float = 4.0
     """How long an idle connection to an engine is kept. Less than the 5 s after which vLLM closes it, so
     that reuse rarely meets a closing connection."""
-    head_bytes_max: int = 64 * 1024
-    """Largest answer head of an engine."""
-    read_ahead_bytes_max: int = 256 * 1024
-    """Bytes of an answer held for a slow client; beyond it, reading from the engine pauses."""
 
 
 class ClientStats(msgspec.Struct):

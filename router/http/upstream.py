@@ -22,6 +22,12 @@ import msgspec
 from router.http.settings import ClientSettings, ClientStats
 from router.http.sockets import NEVER, Sweeper, is_out_of_descriptors, sweep_interval_s
 
+IDLE_CONNECTIONS_MAX = 256
+"""Kept open to one server: about as many requests as one engine runs at once."""
+HEAD_BYTES_MAX = 64 * 1024
+"""Of a response's head, and of its trailer."""
+READ_AHEAD_BYTES_MAX = 256 * 1024
+"""Of a response held for a slow client; beyond it, reading from the engine pauses."""
 _FIELD_OVERHEAD_BYTES = 4
 """Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5)."""
 
@@ -331,13 +337,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes += sum(
             [len(name) + len(value) for name, value in new], _FIELD_OVERHEAD_BYTES * len(new)
         )
-        return self._head_bytes + self._unparsed_bytes > self._settings.head_bytes_max
+        return self._head_bytes + self._unparsed_bytes > HEAD_BYTES_MAX
 
     def _buffer(self, size: int) -> None:
         self._buffered_bytes += size
         if self._paused:
             return
-        if self._buffered_bytes > self._settings.read_ahead_bytes_max and self._transport is not None:
+        if self._buffered_bytes > READ_AHEAD_BYTES_MAX and self._transport is not None:
             self._transport.pause_reading()
             self._paused = True
             self._stats.read_pauses += 1
@@ -378,7 +384,7 @@ class UpstreamConnection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._response not in _WITHOUT_HEAD:
             return  # the head of a second, unsolicited response
-        if self._head_fed_bytes > self._settings.head_bytes_max and self._exceeds_head_limit():
+        if self._head_fed_bytes > HEAD_BYTES_MAX and self._exceeds_head_limit():
             raise OverflowError  # stops the parser
         status = self._parser.get_status_code()
         if status < 200:
@@ -541,7 +547,7 @@ class UpstreamClient:
         """Return the connection to the pool if it can be used again; otherwise close it."""
         if connection.make_idle():
             idle = self._owner[connection].idle
-            if len(idle) < self._settings.idle_connections_max:
+            if len(idle) < IDLE_CONNECTIONS_MAX:
                 idle.append(connection)
             else:
                 connection.abort()

@@ -163,8 +163,12 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     prefix_key: int = 0
 
 
+PREFIX_BLOCKS = 64
+"""Leading blocks that the policy `hash` hashes: 1,024 tokens at vLLM's default block size."""
+
+
 def placement_request(
-    prompt_tokens: int, hashes: Sequence[int], *, prefix_blocks: int, fallback_key: int = 0
+    prompt_tokens: int, hashes: Sequence[int], *, fallback_key: int = 0
 ) -> PlacementRequest:
     """Make the keys of a prompt from its block hashes (each covers the whole prefix before it).
 
@@ -173,7 +177,7 @@ def placement_request(
     count = len(hashes)
     if not count:
         return PlacementRequest(prompt_tokens, fallback_key, fallback_key)
-    first = prefix_blocks if prefix_blocks < count else count  # noqa: FURB136
+    first = PREFIX_BLOCKS if count > PREFIX_BLOCKS else count  # noqa: FURB136
     return PlacementRequest(prompt_tokens, hashes[-1], hashes[first - 1])
 
 
@@ -235,22 +239,9 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     saving_factor: float = 1.0
     """Seconds of extra queue accepted per second saved, above 0 and at most 1; lower values prefer even
     queues over hits."""
-    tie_s: float = 0.001
-    """Costs that differ by at most this many seconds are equal (the jitter of one scheduler step)."""
-    tie_fraction: float = 0.02
-    """Costs are also equal within this share of the prompt's whole prefill cost (the error of a learned
-    rate)."""
-    cold_fraction: float = 0.1
-    """A prompt is cold if no engine's shared prefix covers more than this share of it; only cold prompts are
-    used as probes."""
     probe_interval_s: float = 30.0
     """An engine that got no request for this long is preferred for the next cold prompt, so that its rates
     are learned."""
-    probe_cost_max_s: float = 1.0
-    """A probe may cost at most this many seconds more than the cheapest engine."""
-    prefix_blocks: int = 64
-    """Policy `hash`: number of leading blocks that are hashed (64 are 1,024 tokens at vLLM's default block
-    size)."""
     bounded_load_factor: float = 1.25
     """Policy `hash`: maximum requests of an engine, as a multiple of the mean; above 1."""
 
@@ -275,8 +266,6 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"saving_factor must lie in (0, 1], got {self.saving_factor}")
         if self.bounded_load_factor <= 1:
             raise ValueError(f"bounded_load_factor must exceed 1, got {self.bounded_load_factor}")
-        if self.prefix_blocks < 1:
-            raise ValueError(f"prefix_blocks must be at least 1, got {self.prefix_blocks}")
         for name in _NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -313,5 +302,5 @@ _SHARES = {
 }
 _NOT_NEGATIVE = (
     *("load_s_per_token", "storage_load_s_per_token", "sequence_s", "spread", "crowding", "engine_priority"),
-    *("queue_gap_s", "tie_s", "tie_fraction", "cold_fraction"),
+    "queue_gap_s",
 )

@@ -52,7 +52,7 @@ The bound: against the engine with the shortest queue, the chosen engine's queue
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
 cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference
 of the load and decode parts. Hence no engine is flooded for its cache; and a cold prompt goes first to
-engines without work for ``probe_interval_s`` (at most ``probe_cost_max_s`` more expensive), so none starves.
+engines without work for ``probe_interval_s`` (at most ``PROBE_COST_MAX_S`` more expensive), so none starves.
 
 Invariant: the result depends on the arguments alone, not on the order of the candidates."""
 
@@ -67,6 +67,14 @@ import xxhash
 
 from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Pull, Reason
 
+TIE_S = 0.001
+"""Costs that differ by at most this much are equal: the jitter of one scheduler step."""
+TIE_FRACTION = 0.02
+"""Costs are also equal within this share of the prompt's whole prefill cost: the error of a learned rate."""
+COLD_FRACTION = 0.1
+"""A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes."""
+PROBE_COST_MAX_S = 1.0
+"""A probe may cost this much more than the cheapest engine: it pays for a rate that later requests use."""
 _SCARCE_AT_S: Final = 5.0
 """Mean lateness of first tokens at which pages have their full price."""
 
@@ -303,7 +311,7 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
         elif total_s < second:
             second = total_s
     cheapest = totals.index(best)
-    cold = scored.longest_shared_prefix <= settings.cold_fraction * scored.prompt_tokens
+    cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
     queue_s, gap_s = queues[cheapest], settings.queue_gap_s
     if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
         own_rate = scored.candidates[cheapest].prefill_s_per_token
@@ -314,8 +322,8 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
 
 def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
     """Largest difference of equal costs, if the fastest engine has this rate."""
-    share_s = settings.tie_fraction * (1 + settings.eviction_premium) * prompt_tokens * rate
-    return share_s if share_s > settings.tie_s else settings.tie_s  # noqa: FURB136
+    share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
+    return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
 
 
 def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bool) -> tuple[int, Reason]:
@@ -335,7 +343,7 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
     if cold:
         # Engines without work for long. A warm prompt is no probe: its saving is not given up.
         due = [i for i, candidate in enumerate(candidates) if candidate.idle_s >= settings.probe_interval_s]
-        dearest = best + settings.probe_cost_max_s
+        dearest = best + PROBE_COST_MAX_S
         due = [i for i in due if totals[i] <= dearest and bound.allows(queues[i], totals[i])]
         if due:
             return _settle(scored, due, key), "probe"

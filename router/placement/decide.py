@@ -531,9 +531,7 @@ class Planner:
     def _question(self, prompt: Prompt, scheme: HashScheme) -> PlacementRequest:
         hashes = prompt.hashes(scheme)
         fallback = 0 if hashes else xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(list(prompt.token_ids)))
-        return placement_request(
-            prompt.num_tokens, hashes, prefix_blocks=self._settings.prefix_blocks, fallback_key=fallback
-        )
+        return placement_request(prompt.num_tokens, hashes, fallback_key=fallback)
 
     def _client_headers(self, request: InboundRequest, decision: Decision) -> Fields:
         """Fields that expose the decision to the client, if configured."""

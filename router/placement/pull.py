@@ -36,7 +36,7 @@ from router.openai.request import InboundRequest
 from router.pd.bodies import SplitBody, split_body
 from router.pd.transfer import KvSource
 from router.placement.candidate import Cost, Hit, Pull, PullSettings
-from router.placement.cost import Choice, ScoredCandidates, within_bound
+from router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
 from router.placement.engine import Engine
 from router.prompts.prompt import Prompt
 
@@ -92,7 +92,7 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
     settings = scored.settings
     if choice.reason == "probe" or len(scored.totals) < 2:
         return choice
-    best_s = min(scored.totals) - settings.tie_s
+    best_s = min(scored.totals) - TIE_S
     shortest = min(range(len(scored.totals)), key=lambda i: (scored.queues[i], scored.totals[i]))
     least, found = scored.cost(shortest), choice
     for target in range(len(scored.totals)):

@@ -60,6 +60,8 @@ from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
+USAGE_BYTES_MAX = 4 << 20
+"""Of an answer that is searched for its `usage`; longer ones give receipts without reported tokens."""
 _BREAKS_MAX = 2
 """A request that broke this many engines is not given to another: it may be the request."""
 _KEPT_ANSWER_BYTES_MAX = 256 * 1024
@@ -330,7 +332,7 @@ class Forwarder:
                 head,
                 out.own if out.own is not None and send == out.own.send else AsgiSink(send),
                 self._stats,
-                self._settings.usage_bytes_max,
+                USAGE_BYTES_MAX,
                 carrier is self._own,
             )
             if (rest := relay.run()) is not None:

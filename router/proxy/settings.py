@@ -65,6 +65,3 @@ class ProxySettings(ClientSettings, frozen=True):
     """No further engine is tried later than this many seconds after the first attempt."""
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
-
-    usage_bytes_max: int = 4 * 1024 * 1024
-    """Largest answer that is searched for its `usage`; longer ones give receipts without reported tokens."""

@@ -82,7 +82,7 @@ def select_engine(
         for e in engines
     ]
     hashes = prompt.hashes(scheme) if scheme is not None else ()
-    request = placement_request(prompt.num_tokens, hashes, prefix_blocks=settings.prefix_blocks)
+    request = placement_request(prompt.num_tokens, hashes)
     made = policy(settings.policy)(candidates, request, settings, ArmState())
     return Selection(made.engine_id, made.reason, engines[made.index].hit_tokens, made.uncached_tokens)
 

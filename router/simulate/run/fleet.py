@@ -419,9 +419,7 @@ class FleetSim:
         self._note(place)
 
     def _ask(self, request: Request, hashes: Sequence[BlockHash]) -> PlacementRequest:
-        question = placement_request(
-            request.input_tokens, hashes, prefix_blocks=self._knobs.prefix_blocks, fallback_key=request.ids[0]
-        )
+        question = placement_request(request.input_tokens, hashes, fallback_key=request.ids[0])
         if self._variant.by_session:
             question = msgspec.structs.replace(question, prefix_key=request.session)
         return question

@@ -88,21 +88,21 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, "[policy]\nbeta = 0.1\ntie_s = 0.1\nqueue_gap_s = 0.1\n")
-    environ = {"KVATLAS_POLICY_TIE_S": "0.2", "KVATLAS_POLICY_QUEUE_GAP_S": "0.2"}
+    path = write(tmp_path, "[policy]\nbeta = 0.1\nspread = 0.1\nqueue_gap_s = 0.1\n")
+    environ = {"KVATLAS_POLICY_SPREAD": "0.2", "KVATLAS_POLICY_QUEUE_GAP_S": "0.2"}
     loaded = load(path, environ=environ, flags={"policy.queue_gap_s": "0.3"})
     policy = loaded.config.policy
-    assert (policy.cold_fraction, policy.beta, policy.tie_s, policy.queue_gap_s) == (0.1, 0.1, 0.2, 0.3)
+    assert (policy.saving_factor, policy.beta, policy.spread, policy.queue_gap_s) == (1.0, 0.1, 0.2, 0.3)
     assert loaded.sources == {
         "policy.beta": f"file {path}",
-        "policy.tie_s": "environment KVATLAS_POLICY_TIE_S",
+        "policy.spread": "environment KVATLAS_POLICY_SPREAD",
         "policy.queue_gap_s": "flag",
     }
     told = describe(loaded).splitlines()
     assert f"policy.beta = 0.1  # file {path}" in told
-    assert "policy.tie_s = 0.2  # environment KVATLAS_POLICY_TIE_S" in told
+    assert "policy.spread = 0.2  # environment KVATLAS_POLICY_SPREAD" in told
     assert "policy.queue_gap_s = 0.3  # flag" in told
-    assert "policy.cold_fraction = 0.1  # default" in told
+    assert "policy.saving_factor = 1.0  # default" in told
 
 
 def test_engines_by_flag_take_the_place_of_those_in_the_file(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_every_value_that_is_described_can_be_set(tmp_path: Path) -> None:
         ("[queue]\nwait_target_s = 0", "queue.wait_target_s = 0.0: expected seconds, more than 0"),
         ("[queue]\nwait_target_low_s = inf", "queue.wait_target_low_s = inf: expected a finite number"),
         ("[queue]\nwait_target_s = 'soon'", "queue.wait_target_s = 'soon'"),
-        ("[usage]\nqueue_len_max = 0", "usage.queue_len_max = 0: expected a finite number"),
+        ("[usage]\nfiles_max = 0", "usage.files_max = 0: expected a finite number"),
         (
             "[polcy]\nbeta = 1",
             "unknown key polcy; did you mean policy? known: admin, aliases, cors, engines,",

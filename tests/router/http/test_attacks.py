@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from router.http.settings import ListenSettings
-from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import (
     CHAT,
     SSE_HEAD,
@@ -168,7 +167,9 @@ def test_chunk_extensions_are_bounded_between_bodies_bytes() -> None:
 
 
 @pytest.mark.parametrize("piece", [b"a: bcdef\r\n" * 1000, b"a: " + b"x" * 10_000], ids=["fields", "one"])
-def test_endless_trailer_of_an_engine_is_bounded(piece: bytes) -> None:
+def test_endless_trailer_of_an_engine_is_bounded(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.upstream.HEAD_BYTES_MAX", 4096)
+
     async def main() -> None:
         sent = 0
 
@@ -180,8 +181,7 @@ def test_endless_trailer_of_an_engine_is_bounded(piece: bytes) -> None:
                 await writer.drain()
                 sent += len(piece)
 
-        settings = ProxySettings(head_bytes_max=4096)
-        async with Engine(script) as engine, routing(engine.url, settings=settings) as rig:
+        async with Engine(script) as engine, routing(engine.url) as rig:
             got = await ask(rig, request(STREAM))
             assert b"engine_stream_broken" in got.body
             await asyncio.wait_for(engine.calls[0].closed.wait(), WAIT_S)
@@ -278,11 +278,13 @@ def test_bytes_after_a_refused_request_are_discarded() -> None:
     run(main())
 
 
-def test_body_below_the_least_rate_is_given_up() -> None:
+def test_body_below_the_least_rate_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then keeps ``body_timeout_s`` from passing."""
+    monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.3)
+    monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.3)
 
     async def main() -> None:
-        listen = ListenSettings(body_grace_s=0.3, body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
+        listen = ListenSettings(body_bytes_per_s_min=1_000_000, drain_s_max=0.5)
         async with routing(listen=listen) as rig:
             reader, writer = await rig.connect()
             head = request(b"x" * 1_000_000)
@@ -297,9 +299,12 @@ def test_body_below_the_least_rate_is_given_up() -> None:
     run(main())
 
 
-def test_body_above_the_least_rate_may_take_longer_than_the_grace() -> None:
+def test_body_above_the_least_rate_may_take_longer_than_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.downstream.BODY_GRACE_S", 0.5)
+    monkeypatch.setattr("router.http.listener.BODY_GRACE_S", 0.5)
+
     async def main() -> None:
-        listen = ListenSettings(body_grace_s=0.5, body_bytes_per_s_min=1, drain_s_max=0.5)
+        listen = ListenSettings(body_bytes_per_s_min=1, drain_s_max=0.5)
         async with Engine(GOOD) as engine, routing(engine.url, listen=listen) as rig:
             reader, writer = await rig.connect()
             loop = asyncio.get_running_loop()

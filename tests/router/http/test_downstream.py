@@ -258,7 +258,10 @@ def test_scope_is_asgis() -> None:
     }
 
 
-def test_body_is_given_in_pieces_and_reading_waits_for_the_application() -> None:
+def test_body_is_given_in_pieces_and_reading_waits_for_the_application(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.http.downstream.BODY_AHEAD_BYTES_MAX", 100_000)
     sizes = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -272,7 +275,7 @@ def test_body_is_given_in_pieces_and_reading_waits_for_the_application() -> None
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def main() -> None:
-        listen = ListenSettings(body_ahead_bytes_max=100_000, drain_s_max=0.5)
+        listen = ListenSettings(drain_s_max=0.5)
         async with routing(wrap=lambda _: app, listen=listen) as rig:
             assert (await ask(rig, request(b"x" * 5_000_000))).status == 200
             assert sum(sizes) == 5_000_000

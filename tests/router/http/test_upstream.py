@@ -103,9 +103,13 @@ def test_unasked_bytes_close_an_idle_connection() -> None:
     run(main())
 
 
-def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile() -> None:
+def test_reading_pauses_at_the_limit_and_the_engine_is_not_timed_out_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.http.upstream.READ_AHEAD_BYTES_MAX", 1000)
+
     async def main() -> None:
-        connection, transport = _made(ProxySettings(read_ahead_bytes_max=1000))
+        connection, transport = _made()
         connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 3000\r\n\r\n")
         connection.data_received(b"x" * 900)
         assert transport.reading

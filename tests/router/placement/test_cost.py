@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.candidate import EVICTION_PREMIUM_MAX, Candidate, PolicySettings, placement_request
-from router.placement.cost import choose, cost, score, within_bound, within_level
+from router.placement.cost import (
+    PROBE_COST_MAX_S,
+    TIE_FRACTION,
+    TIE_S,
+    choose,
+    cost,
+    score,
+    within_bound,
+    within_level,
+)
 from tests.router.placement.candidates import changed, make_candidate
 from tests.support.examples import examples
 
@@ -316,7 +325,7 @@ def test_no_candidates_is_an_error_and_one_needs_no_cost() -> None:
         {"beta": 1.5},
         {"beta": -0.1},
         {"saving_factor": 0},
-        {"tie_s": -1},
+        {"queue_gap_s": -1},
         {"bounded_load_factor": 1.0},
     ],
 )
@@ -325,11 +334,12 @@ def test_settings_that_void_the_bound_are_refused(bad: dict[str, float]) -> None
         PolicySettings(**bad)
 
 
-def test_placement_request_takes_its_keys_from_the_hashes() -> None:
-    keys = placement_request(100, [1, 2, 3], prefix_blocks=2)
-    assert keys == placement_request(100, [9, 2, 3], prefix_blocks=2)
-    assert placement_request(100, [1, 2, 3], prefix_blocks=64).prefix_key == 3
-    assert placement_request(10, [], prefix_blocks=64, fallback_key=5).prompt_key == 5
+def test_placement_request_takes_its_keys_from_the_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement_request(100, [1, 2, 3]).prefix_key == 3
+    monkeypatch.setattr("router.placement.candidate.PREFIX_BLOCKS", 2)
+    keys = placement_request(100, [1, 2, 3])
+    assert keys == placement_request(100, [9, 2, 3])
+    assert placement_request(10, [], fallback_key=5).prompt_key == 5
 
 
 def candidates_of(num: int) -> st.SearchStrategy[list[Candidate]]:
@@ -369,8 +379,8 @@ def test_no_choice_is_beyond_the_bound_or_dearer_than_a_probe(
     inside = [c for c in choice.costs if within_bound(c, least, knobs)]
     cheapest = min(c.total_s for c in inside)
     whole_s = (1 + premium) * prompt_tokens * min(e.prefill_s_per_token for e in engines)
-    band = max(knobs.tie_s, knobs.tie_fraction * whole_s)
-    slack = knobs.probe_cost_max_s if choice.reason == "probe" else band
+    band = max(TIE_S, TIE_FRACTION * whole_s)
+    slack = PROBE_COST_MAX_S if choice.reason == "probe" else band
     assert choice.cost.total_s <= cheapest + slack + 1e-9
     assert all(1 <= c.uncached_tokens <= prompt_tokens for c in choice.costs)
     assert choose(engines[::-1], prompt_tokens, knobs, prompt_key=key).engine_id == choice.engine_id

@@ -103,7 +103,7 @@ def test_a_server_that_fails_its_health_check_is_left_alone_until_it_passes() ->
 
     async def main() -> None:
         async def checked() -> None:
-            watch = asyncio.ensure_future(side.renderers.watch(servers.healthy, 60.0))
+            watch = asyncio.ensure_future(side.renderers.watch(servers.healthy))
             up = side.renderers.up
             for _ in range(20):
                 await asyncio.sleep(0)

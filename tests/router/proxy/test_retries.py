@@ -278,9 +278,11 @@ def test_connection_closed_while_idle_is_not_used() -> None:
     run(main())
 
 
-def test_connections_are_kept_and_bounded() -> None:
+def test_connections_are_kept_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.http.upstream.IDLE_CONNECTIONS_MAX", 2)
+
     async def main() -> None:
-        settings = ProxySettings(idle_connections_max=2, engine_connections_max=4)
+        settings = ProxySettings(engine_connections_max=4)
 
         async def script(engine: Engine, call: Call, writer: asyncio.StreamWriter) -> None:
             await engine.go.wait()

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.request import Usage
-from router.proxy.settings import ProxySettings
 from router.proxy.sse import SseRelay
 from tests.support.proxy_rig import (
     DONE,
@@ -77,11 +76,12 @@ def test_unreadable_usage_is_counted_and_passed(body: bytes) -> None:
     run(main())
 
 
-def test_too_long_an_answer_is_not_searched() -> None:
+def test_too_long_an_answer_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.proxy.forward.USAGE_BYTES_MAX", 1000)
+
     async def main() -> None:
         body = b'{"usage":{"prompt_tokens":5}, "x":"%b"}' % (b"x" * 5000)
-        settings = ProxySettings(usage_bytes_max=1000)
-        async with Engine(says(200, body)) as engine, routing(engine.url, settings=settings) as rig:
+        async with Engine(says(200, body)) as engine, routing(engine.url) as rig:
             assert (await ask(rig)).body == body
             await until(lambda: rig.planner.placements[0].over, "told")
             assert rig.planner.placements[0].usage is None
