@@ -1,7 +1,7 @@
 """What memory behind the GPUs brings at real bandwidths, and which policy uses it: simulated fleets.
 
     python -m benchmarks.tiers [--trace TRACE.jsonl.gz] [--seeds 2] [--requests 1500] [--out FILE]
-        [--models gpt-oss-like,mamba-hybrid] [--pulls]
+        [--models gpt-oss-like,mamba-hybrid] [--pulls | --hints]
 
 Eight engines, a pool of 25 % of what the workload fills, 100 KiB of KV per token,
 arrivals so fast that round robin without any memory behind the GPUs is busy for 85 % of the time. All tiers
@@ -11,6 +11,10 @@ and a trace where one is given, each with every layout. The report is written an
 
 ``--pulls`` writes the second half of the report instead: host memory of 400 %, without and with engines that
 pull prefixes from each other's host memory, against one cache of that size that all share.
+
+``--hints`` writes the third part: host memory that obeys the router's retention hints (policy ``hinted``)
+against ``lru``, on two engines with a pool of 5 %, so that sessions compete for host memory. The hints are
+made by the router's own code from arrivals alone.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -55,6 +60,11 @@ PULLS: dict[str, float | None] = {NONE: None, "25 Gbit/s": 25.0, "100 Gbit/s": 1
 """Links between the engines."""
 PULL_WORKLOADS = ("documents", "agents", "tenants", "shared")
 PULL_TITLE = "# Pulling prefixes from other engines' host memory: simulated fleets"
+
+HINT_ENGINES, HINT_POOL, HINT_S_PER_REQUEST = 2, 0.05, 0.5
+HINT_HOSTS = ("100%", "200%", "400%")
+HINT_WORKLOADS = ("pauses", "agents", "tenants", "chat", "documents")
+HINT_TITLE = "# Retention hints: simulated fleets"
 
 Found = dict[tuple[str, str], list[Outcome]]
 """By tier and arm, over the seeds."""
@@ -128,10 +138,81 @@ def pull_intro(seeds: range, count: int) -> str:
     )
 
 
-def _base(requests: list[Request], model: str, seed: int) -> FleetSetup:
+class Hinted(msgspec.Struct, frozen=True):
+    """One run with or without hints, and seconds to the first token of turns of sessions, and of requests
+    that come once."""
+
+    outcome: Outcome
+    turns_s: float
+    single_s: float
+
+
+def run_hints(name: str, model: str, seeds: range, count: int) -> dict[tuple[str, bool], list[Hinted]]:
+    """Every size of host memory of one workload and layout, without and with hints, over the seeds."""
+    source = WorkloadSource(name=name, requests_max=count, seconds=HINT_S_PER_REQUEST * count)
+    arm = variants_of(ARMS[:1])[ARMS[0]]
+    found: dict[tuple[str, bool], list[Hinted]] = {}
+    for seed, requests in source.draws(seeds).items():
+        base = _base(requests, model, seed, HINT_ENGINES, HINT_POOL)
+        turns = Counter(request.session for request in requests)
+        for host in HINT_HOSTS:
+            for hints in (False, True):
+                tiers = msgspec.structs.replace(_tiers(base, host, None), hints=hints)
+                setup = msgspec.structs.replace(base, tiers=tiers)
+                run = run_one(Job(name=ARMS[0], variant=arm, setup=setup), requests)
+                result = result_of(run)
+                times: dict[bool, list[float]] = {False: [], True: []}
+                for row in run.rows[len(run.rows) - len(result.ttft_s) :]:
+                    if row.ttft_s >= 0:
+                        times[turns[requests[row.index].session] > 1].append(row.ttft_s)
+                means = [statistics.fmean(times[several] or [0.0]) for several in (True, False)]
+                found.setdefault((host, hints), []).append(Hinted(result.outcome, *means))
+                print(
+                    f"{name} {model} seed {seed}, {host}, hints {hints}: {result.outcome.ttft_mean_s:.3f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return found
+
+
+def hint_rows(name: str, found: dict[tuple[str, bool], list[Hinted]]) -> list[str]:
+    """One workload and layout, a row per size of host memory."""
+    rows = []
+    for host in HINT_HOSTS:
+        lru, hinted = found[host, False], found[host, True]
+        change = _mean([one.outcome for one in hinted], "ttft_mean_s")
+        change /= _mean([one.outcome for one in lru], "ttft_mean_s")
+        rows.append(f"| {name} | {host} | {_hint_cell(lru)} | {_hint_cell(hinted)} | {change - 1:+.0%} |")
+    return rows
+
+
+def _hint_cell(runs: list[Hinted]) -> str:
+    outcomes = [one.outcome for one in runs]
+    turns_s = statistics.fmean(one.turns_s for one in runs)
+    single_s = statistics.fmean(one.single_s for one in runs)
+    hits = f"{_mean(outcomes, 'hit_share'):.1%} {_mean(outcomes, 'host_share'):.1%}"
+    return f"{hits}, {turns_s:.3f} {single_s:.3f} {_mean(outcomes, 'ttft_p99_s'):.1f}"
+
+
+def hint_intro(seeds: range, count: int) -> str:
+    """What was run, and how to read it."""
+    return (
+        f"`python -m benchmarks.tiers --hints --seeds {len(seeds)} --requests {count}`: {HINT_ENGINES} "
+        f"engines, pool {HINT_POOL:.0%}, host memory in shares of the pool, PCIe 5, seeds {seeds.start} to "
+        f"{seeds[-1]}. Cells: hit %, part of it loaded from host memory, mean seconds to the first token of "
+        "turns of sessions and of requests that come once, p99 of all. `change`: of the mean of all. "
+        "`pauses` has agents that pause between turns, and floods of single prompts in the pauses; the "
+        "others are as above. Hints are made by the router's code from arrivals alone; all are of one "
+        "tenant, whose share is half of the host memory."
+    )
+
+
+def _base(
+    requests: list[Request], model: str, seed: int, engines: int = ENGINES, pool: float = POOL
+) -> FleetSetup:
     groups = groups_of(model)
-    blocks = pool_blocks(requests, groups, ENGINES, POOL)
-    setup = FleetSetup(groups=groups, num_blocks=blocks, engines=ENGINES, seed=seed)
+    blocks = pool_blocks(requests, groups, engines, pool)
+    setup = FleetSetup(groups=groups, num_blocks=blocks, engines=engines, seed=seed)
     even = result_of(run_one(round_robin(setup), requests))
     return msgspec.structs.replace(setup, speed=speed_for(LOAD, requests, even))
 
@@ -141,7 +222,7 @@ def _tiers(setup: FleetSetup, host: str | None, store: str | None) -> TierSetup:
     return TierSetup(
         block_bytes=size,
         host=None if host is None else read_host(host, setup.num_blocks, size),
-        store=None if store is None else read_store(store, setup.num_blocks * ENGINES, size),
+        store=None if store is None else read_store(store, setup.num_blocks * setup.engines, size),
     )
 
 
@@ -198,12 +279,24 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--pulls", action="store_true", help="the second half: pulling prefixes")
+    parser.add_argument("--hints", action="store_true", help="the third part: retention hints")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/tiers.md"))
     options = parser.parse_args()
     if options.seeds < 1 or options.requests < 1:
         parser.error("--seeds and --requests: expected 1 or more")
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    before, title, after = _read(options.out).partition(PULL_TITLE)
+    whole, _, hinted = _read(options.out).partition(HINT_TITLE)
+    before, title, after = whole.partition(PULL_TITLE)
+    hinted = f"{HINT_TITLE}{hinted}" if hinted else ""
+    if options.hints:
+        lines = [HINT_TITLE, "", hint_intro(seeds, options.requests), ""]
+        lines += ["| workload | host memory | lru | hinted | change |", "|---|---|---|---|---|"]
+        for name in [*HINT_WORKLOADS, *([options.trace] if options.trace else [])]:
+            for model in options.models.split(","):
+                hint_runs = run_hints(name, model, seeds, options.requests)
+                lines += hint_rows(f"{Path(name).name}, {model}", hint_runs)
+                options.out.write_text(whole.rstrip() + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+        return 0
     if options.pulls:
         lines = [PULL_TITLE, "", pull_intro(seeds, options.requests), ""]
         lines += ["| workload | " + " | ".join([*PULLS, POOLED]) + " |", "|---|" + "---|" * (len(PULLS) + 1)]
@@ -211,14 +304,14 @@ def main() -> int:
             for model in options.models.split(","):
                 pulls = run_pulls(name, model, seeds, options.requests)
                 lines.append(pull_row(f"{Path(name).name}, {model}", pulls))
-                options.out.write_text(before + "\n".join(lines) + "\n", encoding="utf-8")
+                options.out.write_text(before + "\n".join(lines) + "\n\n" + hinted, encoding="utf-8")
         return 0
     lines = ["# Memory behind the GPUs: simulated fleets", "", intro(seeds, options.requests), ""]
     for name in ["agents", "tenants", *([options.trace] if options.trace else [])]:
         for model in options.models.split(","):
             lines += table(f"{Path(name).name}, {model}", run_workload(name, model, seeds, options.requests))
             # Finished tables stay if a later one fails.
-            options.out.write_text("\n".join(lines) + "\n" + title + after, encoding="utf-8")
+            options.out.write_text("\n".join(lines) + "\n" + title + after + hinted, encoding="utf-8")
     return 0
 
 

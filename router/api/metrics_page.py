@@ -138,6 +138,7 @@ class RouterCollector:
         yield from of_stats(s.accounts.load_stats)
         yield from of_stats(s.accounts.admission_stats)
         yield from of_stats(s.accounts.slo_stats)
+        yield from of_stats(s.accounts.retention.stats)
         yield from of_stats(s.proxy)
         listen = s.listen()
         if listen is not None:

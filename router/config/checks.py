@@ -124,6 +124,7 @@ def check_config(config: Config) -> None:
         raise ConfigError(f"fleet.kubernetes.kubeconfig: there is no file {path}")
     _check_roles(config)
     _check_pull(config)
+    _check_hints(config)
     _check_server(config.server)
     _check_ops(config)
     _check_usage(config.usage)
@@ -191,6 +192,15 @@ def _check_pull(config: Config) -> None:
                 f"pull.enabled: {engine.engine_id} has role={engine.role}, and engines with roles do not "
                 "pull; leave one of the two out"
             )
+
+
+def _check_hints(config: Config) -> None:
+    """Check that clients cannot claim a share of the engines' memory."""
+    if config.policy.retention_hints and config.proxy.trust_client_kv_transfer_params:
+        raise ConfigError(
+            "policy.retention_hints: with proxy.trust_client_kv_transfer_params, clients could set retention "
+            "hints of their own; leave one of the two out"
+        )
 
 
 def _check_by_making(section: str, make: Callable[[], object]) -> None:

@@ -259,7 +259,8 @@ class GatewayCarrier:
         self._own, self._request_id = (*attempt.client_headers, *limits), out.head.request_id
         self._chosen = endpoint_of(attempt.base_url)
         buffered = body.expected and writer.buffers
-        changed = None if not buffered or out.request.body is body.latest else out.request.body
+        sent = out.request.body if attempt.sent_body is None else attempt.sent_body
+        changed = None if not buffered or sent is body.latest else sent
         length = None if changed is None or out.head.content_length is None else len(changed)
         fallbacks = context.settings.fallbacks
         target = None if out.target == self._target else out.target
@@ -272,7 +273,7 @@ class GatewayCarrier:
         else:
             writer.choose(headers, metadata)
             if body.expected:
-                writer.send_body("request_body", out.request.body, ends=not body.trailers)
+                writer.send_body("request_body", sent, ends=not body.trailers)
         if body.trailers:
             writer.resume("request_trailers")
 

@@ -31,6 +31,7 @@ from router.fleet.statement import (
     read_asleep,
     read_emptied,
     read_gauges,
+    read_obeys_hints,
     read_pool_blocks,
     read_started,
     read_statement,
@@ -385,6 +386,7 @@ class FleetPoller(Generic[E]):
             status.kv_usage = gauges.get("kv_cache_usage_perc")
             status.pool_blocks = read_pool_blocks(body, status.engine.dp_rank)
             status.stated = read_statement(body, status.engine.dp_rank)
+            status.obeys_hints = read_obeys_hints(body, status.engine.dp_rank)
             if status.engine.role is not None:
                 status.transfers = read_transfers(body, status.engine.dp_rank)
             self._note_sleep(

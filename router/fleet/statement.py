@@ -267,6 +267,8 @@ _TRANSFERS = re.compile(
     rb"num_notifications_after_expiry)(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S+)"
 )
 _POOL = re.compile(rb"vllm:cache_config_info\{([^}\n]*)\}")
+# connectors/offload.py shows these rows with the policy ``hinted`` only.
+_HINTED = re.compile(rb'kvatlas_offload_rows\{([^}\n]*state="hinted"[^}\n]*)\}')
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _DRAFTS = re.compile(rb"vllm:spec_decode_num_drafts(?:_total)?(?:\{([^}\n]*)\})?[ \t]+(\S*)")
 _ZEROS = frozenset({b"0", b"0.0"})
@@ -330,6 +332,11 @@ def read_asleep(text: bytes, dp_rank: int | None) -> bool:
             except ValueError:
                 continue
     return False
+
+
+def read_obeys_hints(text: bytes, dp_rank: int | None) -> bool:
+    """Whether this rank, or any rank, has a connector with the eviction policy ``hinted``."""
+    return any(_is_of(match[1], dp_rank) for match in _samples_of(_HINTED, text))
 
 
 def read_started(text: bytes) -> float | None:

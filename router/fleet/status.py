@@ -63,7 +63,7 @@ class EngineStatus:
     __slots__ = (
         *("_asleep", "_fleet_changed", "_held", "_models", "_server_info", "_silent", "_up", "answers"),
         *("base_model", "engine", "engine_id"),
-        *("emptied", "kv_usage", "pool_blocks", "problem", "started", "stated", "transfers"),
+        *("emptied", "kv_usage", "obeys_hints", "pool_blocks", "problem", "started", "stated", "transfers"),
         "version",
     )
 
@@ -76,6 +76,8 @@ class EngineStatus:
         self.kv_usage: float | None = None
         # Number of blocks of its KV pool, from its metrics.
         self.pool_blocks: int | None = None
+        # Whether its connector obeys retention hints, according to its metrics.
+        self.obeys_hints = False
         # Its set-up according to its metrics.
         self.stated: EngineStatement | None = None
         self._server_info: EngineStatement | None = None

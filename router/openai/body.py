@@ -324,6 +324,26 @@ def _plain_text(value: Any) -> str | None:
     return value.encode(errors="replace").decode() if isinstance(value, str) else None
 
 
+_CACHE_CONTROL: Final = re.compile(rb'"cache_control"[ \t\r\n]*:[ \t\r\n]*\{([^{}]{0,256})\}')
+_HOUR: Final = re.compile(rb'"ttl"[ \t\r\n]*:[ \t\r\n]*"1h"')
+
+
+def cache_control_s(body: bytes) -> float:
+    """Seconds for which a request of the Messages API asks to keep its prompt; 0: it does not.
+
+    The longest of its ``cache_control`` members: 5 minutes, or 1 hour with ``"ttl": "1h"`` (Anthropic's
+    prompt caching). Quotes within texts are escaped, so that no text looks like a member. A large body is not
+    searched.
+    """
+    found = 0.0
+    if len(body) <= _INLINE_BYTES_MAX:
+        for match in _CACHE_CONTROL.finditer(body):
+            if _HOUR.search(match[1]):
+                return 3600.0
+            found = 300.0
+    return found
+
+
 def named_session(session_id: bytes, cache_key: bytes, metadata: bytes = b"") -> Session | None:
     """The session named by the raw values of these members. A value that cannot be read names none: engines
     judge it."""

@@ -244,6 +244,21 @@ def with_value(
     return (yield from joined((view[: start + 1], b'"%b":%b%b' % (name, text, comma), view[start + 1 :])))
 
 
+_FIRST_MEMBER = re.compile(rb'(?:\xef\xbb\xbf)?[ \t\n\r]*+\{(?=[ \t\n\r]*+")')
+
+
+def with_first(body: bytes, name: bytes, value: bytes) -> Generator[None, None, bytes]:
+    """Steps to the body with a member, which it must not have, before its others; ``value`` is JSON.
+
+    Returns the same object where the text is no JSON object with members.
+    """
+    start = _FIRST_MEMBER.match(body, 0, _RUN_BYTES_MAX)
+    if start is None:
+        return body
+    view, at = memoryview(body), start.end()
+    return (yield from joined((view[:at], b'"%b":%b,' % (name, value), view[at:])))
+
+
 def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]:
     """Steps to all pieces in one; a large one is a bytearray."""
     if sum(map(len, pieces)) <= _COPIED_BYTES:

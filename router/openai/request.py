@@ -87,6 +87,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """When its last byte was read (monotonic seconds); None where it did not come over HTTP."""
     claim: QueueTicketRequest = NO_CLAIM
     """Read only where requests may have to wait."""
+    retention: tuple[str, bytes] | None = None
+    """Its retention hint as JSON, behind what that rests on; set when it is placed."""
     prompt: Any = None
     """Parts of its prompt, decoded from this body; the reader takes them away."""
 

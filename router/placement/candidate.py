@@ -219,6 +219,10 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Above 0, for engines that schedule by priority (vLLM's `--scheduling-policy priority`): a prompt's
     priority is its arrival plus this many times its predicted uncached work, in ms, within its client's class
     ([tenants.md](tenants.md#engine-order)). 2 is the measured value; 0: engines get no priority."""
+    retention_hints: bool = False
+    """Send retention hints to engines whose connector obeys them
+    ([connectors.md](connectors.md#retention-hints)): how long, and with what probability, a prompt's blocks
+    are used again."""
     service_levels: bool = False
     """Requests have targets for the time to first token ([tenants.md](tenants.md#service-levels)): by
     `x-slo-ttft-ms`, else by their tenant's `slo_ttft_ms` in the key file, else by their class. Engines that

@@ -21,9 +21,11 @@ from router.admission.fair_queue import Priority
 from router.admission.settings import QueueSettings
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
+from router.observe.history import hint_json
 from router.observe.requests import LogThrottle
+from router.openai.body import cache_control_s
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
-from router.openai.request import PROMPT_APIS, InboundRequest
+from router.openai.request import BATCH, MESSAGES, PROMPT_APIS, InboundRequest
 from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
 from router.pd.settings import PdSettings, PdStats
@@ -71,6 +73,8 @@ _NO_PULL = PullSettings()
 _LOG_EVERY_S = 1.0
 _NO_CONNECTOR_S = 60.0
 """How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
+_HINTED_APIS = PROMPT_APIS.keys() - {BATCH}
+"""A batch has one value for prompts that have nothing in common."""
 _NONE_SKIPPED: Sequence[Candidate] = ()
 
 
@@ -156,6 +160,8 @@ class Planner:
         waits = gate is not None and gate.must_queue(request, decision)
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
+        if self._settings.retention_hints and request.method == "POST" and request.path in _HINTED_APIS:
+            self._expect_reuse(request, decision)
         if gate is None or not waits:
             return self._placed(request, decision, 0.0)
         if request.trace is not None:
@@ -187,7 +193,7 @@ class Planner:
                 client_headers=headers,
                 waited_s=waited_s,
             )
-        return Placement(
+        placement = Placement(
             request,
             decision,
             self._accounts,
@@ -195,6 +201,33 @@ class Planner:
             client_headers=headers,
             waited_s=waited_s,
         )
+        placement.retention = self._sent_hint(request, decision.engine)
+        return placement
+
+    def _expect_reuse(self, request: InboundRequest, decision: Decision) -> None:
+        """Set the request's retention hint and count it as a turn of its session."""
+        accounts, read, session = self._accounts, decision.read, request.session
+        now, prefix = accounts.now(), None
+        if isinstance(read, Prompt):
+            scheme = decision.engine.scheme
+            prefix = accounts.hot.reuse(read.hashes(scheme), scheme.hash_block_size, now)
+        found = accounts.retention.predict(
+            now,
+            session=None if session is None else (request.tenant, request.model, session),
+            prefix=prefix,
+            cache_s=cache_control_s(request.body) if request.path == MESSAGES else 0.0,
+        )
+        if found is not None:
+            request.retention = found[0], hint_json(found[1], request.tenant)
+
+    def _sent_hint(self, request: InboundRequest, engine: Engine) -> bytes:
+        """The hint that the engine gets; empty: none."""
+        # A sidecar removes transfer parameters like a router.
+        if request.retention is None or not engine.obeys_hints or request.carried == "sidecar":
+            return b""
+        source, hint = request.retention
+        self._accounts.retention.stats.sent[source] += 1
+        return hint
 
     def _placed_apart(
         self, request: InboundRequest, decision: Decision, split: Split, waited_s: float

@@ -29,7 +29,7 @@ from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.query_plan import EngineHit
-from router.observe.history import HotPrefixes
+from router.observe.history import HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Candidate, Confidence, Hit
@@ -156,6 +156,7 @@ class Accounts:
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
         self.hot = HotPrefixes()
+        self.retention = RetentionHints()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()

@@ -48,6 +48,7 @@ class Attempt:
             "engine_headers",
         ),
         *("engine_id", "expected_s", "handoff", "kv_source", "now", "prefill", "request"),
+        *("retention", "sent_body"),
         *("uncached_tokens", "version"),
         *("waited_s", "watched"),
     )
@@ -84,6 +85,10 @@ class Attempt:
         self._open = True
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
+        self.retention = b""
+        """Retention hint for the engine's connector, as JSON; empty: none."""
+        self.sent_body: bytes | None = None
+        """Body for this engine instead of the client's."""
         self.handoff: Handoff | None = None
         """Request that the engine has received."""
         self.kv_source: KvSource | None = None
@@ -323,7 +328,7 @@ class OwnConnections:
         client's."""
         request = out.request
         if body is None:
-            body = request.body
+            body = request.body if attempt.sent_body is None else attempt.sent_body
         origin = self._client.origin(attempt.base_url)
         has_body = body or out.head.content_length is not None or request.method == "POST"
         head = request_head(

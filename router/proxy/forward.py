@@ -31,7 +31,7 @@ from router.openai.errors import (
     no_ready_engine,
     retry_after_s,
 )
-from router.openai.members import run_cooperatively, with_value
+from router.openai.members import run_cooperatively, with_first, with_value
 from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
@@ -387,6 +387,11 @@ class Forwarder:
     ) -> Answer | None:
         """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
         before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
+        if placement.retention:
+            hinted = with_first(
+                out.request.body, b"kv_transfer_params", b'{"retention_hint":%b}' % placement.retention
+            )
+            placement.sent_body = await run_cooperatively(hinted)
         answer = await self._ask(placement, out, carrier, disagg)
         if answer is None or answer.status != _BAD_REQUEST or carrier is not self._own:
             return answer

@@ -14,7 +14,7 @@ def simulate(
         Parameter(
             help="A trace in Mooncake's or AIPerf's format or a router's usage record (.jsonl, .jsonl.gz), "
             "session files (.json, .json.gz; a folder, or several separated by commas), or `chat`, "
-            "`tenants`, `agents`, `documents`, `shared`."
+            "`tenants`, `agents`, `documents`, `pauses`, `shared`."
         ),
     ],
     *,

@@ -22,6 +22,7 @@ class Front:
         self.engines = engines
         self.overrides: dict[str, Override] = {}
         self.seen: list[tuple[str, dict[str, str]]] = []
+        self.bodies: list[tuple[str, bytes]] = []
         self.base_url = ""
         self._session = session
 
@@ -36,6 +37,9 @@ class Front:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.seen.append((request.path, headers))
+        data = await request.read()
+        if data:
+            self.bodies.append((request.path, data))
         if request.path in self.overrides:
             status, body = self.overrides[request.path]()
             if not status and request.transport is not None:
@@ -44,7 +48,6 @@ class Front:
                 return web.Response(body=body, status=status or 500)
             return web.json_response(body, status=status or 500)
         engine = self.engines[int(headers.get("x-data-parallel-rank", "0"))]
-        data = await request.read()
         kept = {"content-type": headers["content-type"]} if data else {}
         url = engine.base_url + request.path_qs
         async with self._session.request(request.method, url, data=data, headers=kept) as answer:

@@ -183,9 +183,9 @@ class SimEngine:
             self._load_until(now + run.fetch.fixed_s + run.fetch.s_per_token * missing, run)
         elif request.loading_to and medium is not None and tiers is not None:
             if medium == "PEER" and run.source is not None:
-                ends_s, owed_s = tiers.pull(request, run.source, now)
+                ends_s, owed_s = tiers.pull(request, run.source, now, run.hint)
             else:
-                ends_s, owed_s = tiers.load(request, medium, now)
+                ends_s, owed_s = tiers.load(request, medium, now, run.hint)
             self._owed_s += owed_s
             self._load_until(ends_s, run)
         else:
@@ -239,7 +239,7 @@ class SimEngine:
 
     def _store(self, run: RequestRun, now: float) -> None:
         if self._tiers is not None:
-            self._tiers.store(run.due, now)
+            self._tiers.store(run.due, now, run.hint)
 
     def _next_chunk(self, run: RequestRun, now: float) -> None:
         tokens = self.pool.next_chunk(run.pool_request, self.timing.chunk_tokens)

@@ -16,7 +16,9 @@ import msgspec
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash, Family
+from publisher.pool.host_tier import RetentionHint
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
+from router.observe.history import RetentionHints
 from router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
 from router.placement.cost import Choice, make_choice, score, within_level
 from router.placement.engine import EngineOrder, order_of
@@ -160,6 +162,7 @@ class FleetSim:
         if setup.tiers is not None and setup.tiers.pull_bytes_per_s and variant.pulls:
             self._pull_s_per_token = setup.tiers.load_s_per_token("PEER", setup.groups)
         self._links = PullLinks()
+        self._hints = RetentionHints()
         self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
         pools = [self._pool() for _ in self._names]
@@ -297,9 +300,24 @@ class FleetSim:
                 self._links.charge(choice.engine_id, choice.pull, now)
                 source = self._tiers[choice.pull.source]
             run = RequestRun(
-                index, pool_request, tokens, request.output_tokens, now, rank_s=rank_s, source=source
+                index,
+                pool_request,
+                tokens,
+                request.output_tokens,
+                now,
+                rank_s=rank_s,
+                source=source,
+                hint=self._hint(request),
             )
             self._send(place, run)
+
+    def _hint(self, request: Request) -> RetentionHint | None:
+        """Return the retention hint that the router sends with a request."""
+        tiers = self._setup.tiers
+        if tiers is None or not tiers.hints:
+            return None
+        found = self._hints.predict(self._now, session=request.session)
+        return None if found is None else RetentionHint(found[1].ttl_s, found[1].value, request.tenant)
 
     def _waits_too_long(
         self,

@@ -9,7 +9,7 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.block_pool import PoolRequest
 from publisher.events import GroupSpec, hash_unit
-from publisher.pool.host_tier import HeldKey
+from publisher.pool.host_tier import HeldKey, RetentionHint
 from router.pd.settings import PdSettings
 from router.placement.candidate import PolicySettings
 from router.simulate.run.tiers import EngineTiers, Medium, TierSetup
@@ -164,6 +164,7 @@ class RequestRun:
         "fetch",
         "first_token_s",
         "generated",
+        "hint",
         "hit",
         "index",
         "input_tokens",
@@ -193,6 +194,7 @@ class RequestRun:
         fetch: Fetch | None = None,
         rank_s: float = 0.0,
         source: EngineTiers | None = None,
+        hint: RetentionHint | None = None,
     ) -> None:
         self.index = index
         self.pool_request = pool_request
@@ -214,5 +216,6 @@ class RequestRun:
         self.kept: list[int] = []
         self.fetch = fetch
         self.source = source  # engine to pull from
+        self.hint = hint  # sent with the request, for its engine's host memory
         self.pulled = 0  # tokens that only that engine had
         self.rank_s = rank_s  # its key in the engine's order; 0 for all: order of arrival

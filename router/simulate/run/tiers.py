@@ -25,7 +25,7 @@ import msgspec
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Family, GroupSpec
-from publisher.pool.host_tier import HeldKey, HostTier
+from publisher.pool.host_tier import HeldKey, HostTier, RetentionHint
 from publisher.pool.layout import PoolLayout
 
 # Settings of memory outside the GPUs: its size, its speed, its cost for the engine; also parsed from flags.
@@ -75,6 +75,9 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Rate of each engine's link to the others; 0: engines do not pull. Needs ``host``."""
     pull_latency_s: float = 0.002
     """Latency of one pull: the lookup and its answer."""
+    hints: bool = False
+    """Whether the router sends retention hints, and host memory obeys them (policy ``hinted`` instead of
+    ``lru``)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pull_bytes_per_s < math.inf:
@@ -266,7 +269,9 @@ class EngineTiers:
             return Reached(found, "PEER", found - end)
         return Reached(end, medium)
 
-    def load(self, request: PoolRequest, medium: Medium, now: float) -> tuple[float, float]:
+    def load(
+        self, request: PoolRequest, medium: Medium, now: float, hint: RetentionHint | None = None
+    ) -> tuple[float, float]:
         """Start the load of a request that the pool has started. Returns when it ends, and the lost compute
         time in seconds."""
         spec, tier = (
@@ -277,7 +282,7 @@ class EngineTiers:
         if spec is None or tier is None:
             raise ValueError(f"there is no {medium} to load from")
         keys = tier.load_keys(request, request.hit, request.loading_to)
-        tier.use([key for key in keys if key in tier])
+        tier.use([key for key in keys if key in tier], hint if medium == "CPU" else None, now)
         size = len(keys) * self._setup.block_bytes
         self.moved_bytes += size
         if medium == "CPU":
@@ -286,7 +291,9 @@ class EngineTiers:
             ends_s = max(self._reads.send(size, now), self._store.reads.send(size, now))
         return ends_s + spec.latency_s, spec.busy_share * size / spec.bytes_per_s
 
-    def pull(self, request: PoolRequest, source: EngineTiers, now: float) -> tuple[float, float]:
+    def pull(
+        self, request: PoolRequest, source: EngineTiers, now: float, hint: RetentionHint | None = None
+    ) -> tuple[float, float]:
         """Start to pull the missing part of a load into this host memory, and to load from there, like
         ``load``.
 
@@ -296,19 +303,19 @@ class EngineTiers:
             raise ValueError("there is no host memory to pull from, or into")
         keys = self.host.load_keys(request, request.hit, request.loading_to)
         missing = [key for key in keys if key not in self.host]
-        source.host.use([key for key in missing if key in source.host])
+        source.host.use([key for key in missing if key in source.host], now=now)
         size = len(missing) * self._setup.block_bytes
         begins_s = max(now, self.peers.free_s, source.peers.free_s)
         arrived_s = self.peers.send(size, begins_s)
         source.peers.send(size, begins_s)
-        self.host.store(keys)
-        ends_s, owed_s = self.load(request, "CPU", now)
+        self.host.store(keys, hint, now)
+        ends_s, owed_s = self.load(request, "CPU", now, hint)
         return max(ends_s, arrived_s + self._setup.pull_latency_s), owed_s
 
-    def store(self, chain: Sequence[HeldKey], now: float) -> None:
+    def store(self, chain: Sequence[HeldKey], now: float, hint: RetentionHint | None = None) -> None:
         """Store blocks that were filled in a step that ends now."""
         if self.host is not None:
-            self.host.store(chain)
+            self.host.store(chain, hint, now)
         if self._store is not None and chain:
             size = self._setup.block_bytes
             self.left_out_blocks += self._store.write(self._writes, chain, size, now)

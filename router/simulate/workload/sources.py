@@ -147,6 +147,37 @@ def documents(count: int, seconds: float, seed: int) -> list[Asked]:
     return _cut(draw.asked, count)
 
 
+PAUSED_FIRST_TOKENS, PAUSED_TURN_TOKENS, PAUSED_ANSWER_TOKENS = (4096, 16_384), (200, 1500), 150
+FLOOD_EVERY_S, FLOOD_S, FLOOD_TOKENS = 240.0, 120.0, (2048, 10_240)
+
+
+def pauses(count: int, seconds: float, seed: int) -> list[Asked]:
+    """Draw agents that pause between turns, and floods of single prompts in the pauses.
+
+    Half of the requests are turns of agents of 8 to 32 turns, whose tool calls take 2 to 15 s, or one in six
+    60 to 240 s. The others come once and share nothing, in the first ``FLOOD_S`` of every ``FLOOD_EVERY_S``.
+    """
+    draw, turns = _Draw(random.Random(seed)), 0
+    uniform = draw.rng.uniform
+    while turns < count // 2:
+        draw.sessions += 1
+        at_s, tokens = uniform(-0.15 * seconds, seconds), int(uniform(*PAUSED_FIRST_TOKENS))
+        chain: list[int] = []
+        for _ in range(draw.rng.randint(8, 32)):
+            if at_s > seconds:
+                break
+            chain = draw.ask(at_s, tokens, PAUSED_ANSWER_TOKENS, chain)
+            turns += at_s >= 0
+            tokens += PAUSED_ANSWER_TOKENS + int(uniform(*PAUSED_TURN_TOKENS))
+            at_s += uniform(60, 240) if draw.rng.random() < 1 / 6 else uniform(2, 15)
+    for _ in range(count - turns):
+        draw.sessions += 1
+        begin_s = FLOOD_EVERY_S * draw.rng.randrange(max(1, round(seconds / FLOOD_EVERY_S)))
+        tokens = int(uniform(*FLOOD_TOKENS))
+        draw.ask(begin_s + uniform(0, FLOOD_S), tokens, draw.answer_tokens(), [])
+    return _cut(draw.asked, count)
+
+
 SHARED_PROMPTS, SHARED_TOKENS, SHARED_QUESTION_TOKENS, SHARED_UNIT = 150, 6000, 1200, 16
 SHARED_BURST_CV = 2.0
 
@@ -188,6 +219,7 @@ GENERATORS: dict[str, Callable[[int, float, int], list[Asked]]] = {
     "tenants": tenants,
     "agents": agents,
     "documents": documents,
+    "pauses": pauses,
     "shared": shared,
 }
 

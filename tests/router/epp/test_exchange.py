@@ -180,6 +180,47 @@ def test_a_gateway_is_told_the_priority_of_the_prompt(asked: dict[bytes, bytes],
     run(main())
 
 
+@pytest.mark.parametrize("mode", [m.FULL_DUPLEX, m.BUFFERED])
+def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
+    mode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.poller.read_obeys_hints", lambda *_: True)
+    claim = {"retention_hint": {"ttl_s": 86_400, "owner": "mine"}}
+
+    async def main() -> None:
+        async with gateway(policy=PolicySettings(retention_hints=True)) as (rig, peer, _engine):
+            (engine,) = rig.router.fleet
+            await until(lambda: engine.obeys_hints, "metrics read")
+            sent = chat(kv_transfer_params=claim)
+            number = peer.open(PROCESS)
+            fields = {
+                b":method": b"POST",
+                b":path": CHAT,
+                b":authority": b"a",
+                b"content-type": b"application/json",
+                b"content-length": b"%d" % len(sent),
+                b"x-session-id": b"s",
+            }
+            whole = body(REQUEST_BODY, sent, ends=mode == m.BUFFERED)
+            end = b"" if mode == m.BUFFERED else body(REQUEST_BODY, b"", ends=True)
+            await peer.send(number, head(REQUEST_HEADERS, fields, mode=mode) + whole + end)
+            await until(lambda: len(messages(peer, number)) == 2, "the body is given back")
+            told = messages(peer, number)
+            given = told[1].request_body.response
+            mutation = given.body_mutation
+            text = mutation.body if mode == m.BUFFERED else mutation.streamed_response.body
+            choice = given if mode == m.BUFFERED else told[0].request_headers.response
+            sets = {each.header.key: each.header.raw_value for each in choice.header_mutation.set_headers}
+            hint = json.loads(text)["kv_transfer_params"]["retention_hint"]
+            assert (hint.keys(), hint["value"]) == ({"ttl_s", "value"}, 0.5)
+            assert sets.get("content-length", b"").decode() in ("", str(len(text)))
+            assert json.loads(text) == json.loads(chat(kv_transfer_params={"retention_hint": hint}))
+            await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
+            await peer.until_over(number)
+
+    run(main())
+
+
 def test_a_gateways_requests_have_a_line_of_the_usage_record_each(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
 
