@@ -85,17 +85,24 @@ def kept_prefixes(
     hash_block_size: int,
     retention_interval: int | None = 0,
     every_block: bool = False,
+    unproven_tokens: int = 0,
 ) -> tuple[int, ...]:
     """Return the prefixes of a prompt, in hash blocks, that an engine can hit once it has computed it.
 
     vLLM keeps the windows and states at the last aligned boundary of the prompt, at the junction that the
     visit finds (the end of ``shared_prefix_tokens``) and at multiples of the retention interval; all
-    boundaries if that is None, or if every group is full attention (``every_block``). Sizes in tokens.
+    boundaries if that is None, or if every group is full attention (``every_block``): there the last
+    ``unproven_tokens`` of the prompt prove no boundary. Sizes in tokens.
     """
+    if every_block:
+        # Its own look-up spares the last token, but all full blocks are stored
+        # (``KVCacheManager.allocate_slots``, vLLM 0.32): a longer prompt hits the whole of it.
+        step = alignment // hash_block_size
+        return tuple(range(step, (prompt_tokens - unproven_tokens) // hash_block_size + 1, step))
     last = prompt_tokens - 1
     whole = last // alignment * alignment
     junction = shared_prefix_tokens // alignment * alignment if shared_prefix_tokens < last else whole
-    step = alignment if every_block or retention_interval is None else retention_interval
+    step = alignment if retention_interval is None else retention_interval
     if not step:
         if not whole:
             return ()

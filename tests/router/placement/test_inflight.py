@@ -162,6 +162,8 @@ def test_keeps_follows_the_retention_rule() -> None:
     assert kept_prefixes(163, 0, retention_interval=64, **sizes) == (4, 8, 10)
     assert kept_prefixes(163, 0, retention_interval=None, **sizes) == (2, 4, 6, 8, 10)
     assert kept_prefixes(163, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)
+    assert kept_prefixes(160, 0, every_block=True, **sizes) == (2, 4, 6, 8, 10)  # stored whole
+    assert kept_prefixes(160, 0, every_block=True, unproven_tokens=1, **sizes) == (2, 4, 6, 8)
     assert kept_prefixes(16, 500, **sizes) == ()
 
 

@@ -1,0 +1,125 @@
+"""Predictions before real engines whose pools hold two or three prompts, with many requests at once.
+
+Prompts that this router has sent and that wait in an engine evict, until it looks a later prompt up, blocks
+that the index still shows (docs/decisions/016-evictions-ahead.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import openai
+import pytest
+
+from tests.vllm.observed_fleet import running
+from tests.vllm.vllm_engine import VllmEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+
+BLOCK = 32
+REQUESTS = 400
+ENGINE_ARGS = (
+    "--block-size", str(BLOCK), "--max-model-len", "2048", "--max-num-batched-tokens", "2048",
+    # One group, as the forecast needs: all six layers become full attention.
+    "--hf-overrides", json.dumps({"layer_types": ["full_attention"] * 6}),
+)  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """One request: cached tokens as the router predicted and as the engine reported them."""
+
+    engine: str
+    predicted: int
+    actual: int
+
+
+class Clients:
+    """Chats that go on from each other; each client sends its next prompt when its last answer is whole."""
+
+    def __init__(self, base_url: str, clients: int, seed: int) -> None:
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120
+        )
+        self._rng = random.Random(seed)
+        self._systems = [self._tokens(length) for length in (240, 400, 640)]
+        self._chats: list[list[int]] = [[] for _ in range(clients)]
+        self.outcomes: list[Outcome] = []
+
+    async def run(self, requests: int) -> list[Outcome]:
+        """Serve this number of requests."""
+        left = iter(range(requests))
+        async with self._client, asyncio.TaskGroup() as group:
+            for client in range(len(self._chats)):
+                group.create_task(self._chat(client, left))
+        return self.outcomes
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(10, 1000) for _ in range(count)]
+
+    def _prompt(self, client: int) -> list[int]:
+        rng, chat = self._rng, self._chats[client]
+        kind = rng.random()
+        if not chat or kind < 0.2 or len(chat) > 1280:
+            chat = list(rng.choice(self._systems))
+        elif kind < 0.3:
+            chat = list(rng.choice([other for other in self._chats if other]))
+        self._chats[client] = chat = chat + self._tokens(rng.randint(10, 240))
+        return chat
+
+    async def _chat(self, client: int, left: Iterator[int]) -> None:
+        for _ in left:
+            raw = await self._client.completions.with_raw_response.create(
+                model="tiny", prompt=self._prompt(client), max_tokens=self._rng.randint(2, 48), temperature=0,
+                stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            async for part in raw.parse():
+                if part.usage is not None and part.usage.prompt_tokens_details is not None:
+                    actual = part.usage.prompt_tokens_details.cached_tokens or 0
+                    predicted = int(raw.headers["x-kvatlas-hit-tokens"])
+                    self.outcomes.append(Outcome(raw.headers["x-kvatlas-engine"], predicted, actual))
+
+
+def shares(outcomes: list[Outcome]) -> dict[str, float]:
+    """The shares of exact, too high and too low predictions."""
+    kinds = Counter(
+        "exact" if one.predicted == one.actual else "over" if one.predicted > one.actual else "under"
+        for one in outcomes
+    )
+    return {kind: kinds[kind] / len(outcomes) for kind in ("exact", "over", "under")}
+
+
+@pytest.mark.parametrize(
+    ("pool_blocks", "clients", "exact_min"),
+    [
+        # Measured: 90 to 96 % (decision 016). The later a machine brings tokens and events to the router, the
+        # lower the share, and a test must pass on slow machines too.
+        pytest.param(110, 24, 0.8, id="110 blocks, 24 clients"),
+        pytest.param(80, 8, 0.8, id="80 blocks, 8 clients"),
+        pytest.param(4000, 8, 0.98, id="quiet"),
+    ],
+)
+def test_predictions_hold_when_prompts_evict_each_other(
+    vllm_python: str, tiny_model: Path, tmp_path: Path, pool_blocks: int, clients: int, exact_min: float
+) -> None:
+    engines = [
+        VllmEngine(
+            vllm_python,
+            tiny_model,
+            num_gpu_blocks=pool_blocks,
+            log=tmp_path / f"{n}.log",
+            extra_args=ENGINE_ARGS,
+        )
+        for n in range(2)
+    ]
+    with running(engines, tiny_model, log=tmp_path / "router.log") as fleet:
+        outcomes = asyncio.run(Clients(fleet.router.base_url, clients, seed=7).run(REQUESTS))
+    assert len(outcomes) == REQUESTS
+    measured = shares(outcomes)
+    print(f"{pool_blocks} blocks, {clients} clients: {measured}, {Counter(one.engine for one in outcomes)}")
+    assert measured["exact"] >= exact_min, [one for one in outcomes if one.predicted != one.actual]
