@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request, Response
 
+from router import __version__
 from router.api.admin_auth import PEER, AdminStats, Authenticator, TokenFile
 from router.api.admin_settings import AdminSettings
-from router.api.answers import DocumentedRoutes
-from router.api.app import json_answer, read_body, serving
+from router.api.app import add_errors, json_answer, read_body
 from router.fleet.desired import DesiredState, FleetFullError
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address
@@ -211,11 +209,19 @@ def create_admin(
     authenticator: Authenticator,
     stats: AdminStats,
     settled: Callable[[], Awaitable[None]] | None = None,
-) -> Starlette:
+) -> FastAPI:
     """Make the application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
-    routes = DocumentedRoutes()
-    _add_routes(routes, actions, _Audit(authenticator, stats), settled)
-    return serving(routes)
+    app = FastAPI(
+        title="kvatlas admin",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    add_errors(app)
+    _add_routes(app, actions, _Audit(authenticator, stats), settled)
+    return app
 
 
 class _Audit:
@@ -271,10 +277,7 @@ class _Audit:
 
 
 def _add_routes(
-    routes: DocumentedRoutes,
-    actions: FleetActions,
-    audit: _Audit,
-    settled: Callable[[], Awaitable[None]] | None,
+    app: FastAPI, actions: FleetActions, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
 ) -> None:
     async def changed(
         request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
@@ -291,11 +294,13 @@ def _add_routes(
             audit.malformed(request, action, who, error)
             raise
 
+    @app.get("/admin/engines")
     async def listing(request: Request) -> Response:
         """Every engine with its sources, every removed server, every source."""
         await audit.enter(request, "list")
         return json_answer(actions.listing())
 
+    @app.post("/admin/engines")
     async def add(request: Request) -> Response:
         """Add an engine: the keys of ``[[engines]]``."""
         who = await audit.enter(request, "add")
@@ -312,29 +317,26 @@ def _add_routes(
         outcome = await changed(request, "add", who, engine.engine_id, work)
         return json_answer(outcome, status)
 
+    @app.delete("/admin/engines")
     async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
         who = await audit.enter(request, "remove")
         name = request.query_params.get("engine", "").rstrip("/")
         return json_answer(await changed(request, "remove", who, name, lambda: actions.remove(name, who)))
 
+    @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
         """Stop new requests: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
 
+    @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
         """Allow new requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "undrain", who, name, lambda: actions.undrain(name)))
-
-    routes.add("/admin/engines", listing, "GET")
-    routes.add("/admin/engines", add, "POST")
-    routes.add("/admin/engines", remove, "DELETE")
-    routes.add("/admin/engines/drain", drain, "POST")
-    routes.add("/admin/engines/undrain", undrain, "POST")
 
 
 def _decode(raw: bytes, kind: type[_T]) -> _T:

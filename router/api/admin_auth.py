@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 import structlog
-from starlette.requests import Request
+from fastapi import Request
 
 from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, too_often, unauthorized

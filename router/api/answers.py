@@ -1,19 +1,15 @@
 """Response structs of the router's own endpoints, and their OpenAPI document.
 
-Invariant: responses and document are made of the same structs and routes, so they cannot differ.
+Invariant: responses and document are made of the same structs, so they cannot differ.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from fastapi import FastAPI
 
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedStats
@@ -339,82 +335,29 @@ _KINDS = (
 )
 
 
+def described(schema: dict[str, Any], text: str = "Success") -> dict[int | str, dict[str, Any]]:
+    """Return ``responses`` of a route that answers this struct as JSON."""
+    return {
+        200: {"description": text, "content": {"application/json": {"schema": schema}}},
+        "default": {
+            "description": "An error",
+            "content": {"application/json": {"schema": refer(ErrorAnswer)}},
+        },
+    }
+
+
 def refer(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """Return the reference to the schema of a struct of this module."""
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-_PATH_PARAMETER = re.compile(r"{(\w+)(?::\w+)?}")
+class DocumentedApi(FastAPI):
+    """API whose OpenAPI document contains the schemas of the structs."""
 
-
-class DocumentedRoutes:
-    """Routes of the router's own endpoints, and the OpenAPI document of those that have a description."""
-
-    def __init__(self) -> None:
-        self.routes: list[Route] = []
-        self._operations: dict[str, dict[str, Any]] = {}
-
-    def add(self, path: str, work: Endpoint, *methods: str) -> None:
-        """Add an undocumented route; GET includes HEAD, which probes use."""
-        self.routes.append(Route(path, work, methods=methods))
-
-    def get(
-        self, path: str, schema: dict[str, Any] | None = None, *, query: tuple[str, ...] = ()
-    ) -> Callable[[Endpoint], Endpoint]:
-        """Add a route for GET and HEAD. ``schema`` is that of its JSON response, ``query`` are its optional
-        parameters."""
-        return self._documented("GET", path, schema, query, {})
-
-    def post(
-        self, path: str, schema: dict[str, Any], *, query: tuple[str, ...] = ()
-    ) -> Callable[[Endpoint], Endpoint]:
-        """Add a route for POST of a JSON object."""
-        body = {"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}}
-        return self._documented("POST", path, schema, query, body)
-
-    def _documented(
-        self,
-        method: str,
-        path: str,
-        schema: dict[str, Any] | None,
-        query: tuple[str, ...],
-        more: dict[str, Any],
-    ) -> Callable[[Endpoint], Endpoint]:
-        def add(work: Endpoint) -> Endpoint:
-            self.add(path, work, method)
-            at = _PATH_PARAMETER.sub(r"{\1}", path)
-            named = [(name, "path") for name in _PATH_PARAMETER.findall(path)]
-            named += [(name, "query") for name in query]
-            self._operations.setdefault(at, {})[method.lower()] = {
-                "operationId": work.__name__,
-                "description": inspect.getdoc(work) or "",
-                "parameters": [
-                    {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
-                    for name, where in named
-                ],
-                "responses": _responses(schema),
-                **more,
-            }
-            return work
-
-        return add
-
-    def document(self, title: str, version: str) -> dict[str, Any]:
-        """Return the OpenAPI document."""
-        _, schemas = msgspec.json.schema_components(_KINDS, ref_template=_REF)
-        return {
-            "openapi": "3.1.0",
-            "info": {"title": title, "version": version},
-            "paths": self._operations,
-            "components": {"schemas": schemas},
-        }
-
-
-def _responses(schema: dict[str, Any] | None) -> dict[str, Any]:
-    """Return ``responses`` of an operation; without ``schema`` its response is not JSON."""
-    success: dict[str, Any] = {"description": "Success"}
-    if schema is not None:
-        success["content"] = {"application/json": {"schema": schema}}
-    error = {"application/json": {"schema": refer(ErrorAnswer)}}
-    return {"200": success, "default": {"description": "An error", "content": error}}
+    def openapi(self) -> dict[str, Any]:
+        """Return the document, which is made once."""
+        if self.openapi_schema is None:
+            _, schemas = msgspec.json.schema_components(_KINDS, ref_template=_REF)
+            document = super().openapi()
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        return super().openapi()

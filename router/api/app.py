@@ -1,7 +1,7 @@
 """The router's own endpoints: health, readiness, metrics, models, and explanations of routing decisions.
 
-They are rarely called, so Starlette serves them; all endpoints of engines go through the proxy instead.
-Errors have OpenAI's shape here too. There are two applications: ``create_control`` for every client,
+They are typed and rarely called, so FastAPI serves them; all endpoints of engines go through the proxy
+instead. Errors have OpenAI's shape here too. There are two applications: ``create_control`` for every client,
 without data of other clients, and ``create_ops`` with everything (``api/ops.py`` decides who gets access).
 """
 
@@ -13,17 +13,16 @@ from functools import partial
 from typing import Any, cast
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import ExceptionHandler
+from starlette.requests import ClientDisconnect
 
 from router import __version__
 from router.admission.admission_queue import read_claim
 from router.admission.tenants import Tenant
 from router.api.answers import (
-    DocumentedRoutes,
+    DocumentedApi,
     EndedRequest,
     EngineBrief,
     EngineProblem,
@@ -36,6 +35,7 @@ from router.api.answers import (
     Ready,
     ReceiptView,
     Version,
+    described,
     engine_problems,
     refer,
 )
@@ -87,18 +87,18 @@ def create_control(
     *,
     readiness: Callable[[], Readiness],
     refusal: Callable[[str], ApiError],
-) -> Starlette:
+) -> FastAPI:
     """Make the application for ``is_control`` paths of the public port; ``refusal`` is for unavailable
     ones."""
-    routes = _shared_routes(sources, readiness)
+    app = _create(sources, readiness)
 
+    @app.api_route("/metrics", methods=_METHODS)
+    @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
     async def elsewhere(request: Request) -> Response:
         """Return an error that names the ops port."""
         raise refusal(request.scope["path"])
 
-    routes.add("/metrics", elsewhere, *_METHODS)
-    routes.add(CONTROL_PREFIX + "{rest:path}", elsewhere, *_METHODS)
-    return serving(routes)
+    return app
 
 
 def create_ops(
@@ -108,69 +108,60 @@ def create_ops(
     readiness: Callable[[], Readiness],
     body_bytes_max: int,
     view: OpsView | None = None,
-) -> Starlette:
+) -> FastAPI:
     """Make the application with everything, for the ops port; ``view`` is what it shows, by default only this
     process."""
-    routes = _shared_routes(sources, readiness)
+    app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
     view = view or LocalView(sources)
-    _add_metrics(routes, view)
-    _add_insight(routes, planner, sources, view, body_bytes_max)
-    _add_requests(routes, view)
-    _add_page(routes)
-
-    async def document(_: Request) -> Response:
-        return json_answer(routes.document("kvatlas", __version__))
-
-    routes.add(CONTROL_PREFIX + "openapi.json", document, "GET")
-    return serving(routes)
-
-
-def _shared_routes(sources: Sources, readiness: Callable[[], Readiness]) -> DocumentedRoutes:
-    """Make the routes that both applications have."""
-    routes = DocumentedRoutes()
-    _add_health(routes, sources, readiness)
-    _add_models(routes, sources)
-    return routes
-
-
-def serving(routes: DocumentedRoutes) -> Starlette:
-    """Make the application of these routes; every error has OpenAI's shape."""
-    app = Starlette(routes=routes.routes, exception_handlers=_ERRORS)
-    app.router.redirect_slashes = False
+    _add_metrics(app, view)
+    _add_insight(app, planner, sources, view, body_bytes_max)
+    _add_requests(app, view)
+    _add_page(app)
     return app
 
 
-async def _api_error(_: Request, error: Exception) -> Response:
-    return error_answer(cast("ApiError", error))
+def _create(
+    sources: Sources, readiness: Callable[[], Readiness], *, openapi_url: str | None = None
+) -> FastAPI:
+    app = DocumentedApi(
+        title="kvatlas",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=openapi_url,
+        redirect_slashes=False,
+    )
+    add_errors(app)
+    _add_health(app, sources, readiness)
+    _add_models(app, sources)
+    return app
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Convert the framework's own errors: an unknown path, or an unsupported method."""
-    found = cast("HTTPException", error)
-    path = request.url.path
-    if found.status_code == 405:
-        return error_answer(
-            method_not_allowed(request.method, path, (found.headers or {}).get("Allow", "GET"))
-        )
-    return error_answer(unknown_path(path, found.status_code))
+def add_errors(app: FastAPI) -> None:
+    """Convert every error to OpenAI's shape."""
 
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error_answer(error)
 
-async def _fault(_: Request, error: Exception) -> Response:
-    """Handle a bug of the router; the server logs it."""
-    return error_answer(internal_error())
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        """Convert the framework's own errors: an unknown path, or an unsupported method."""
+        path = request.url.path
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("Allow", "GET")
+            return error_answer(method_not_allowed(request.method, path, allow))
+        return error_answer(unknown_path(path, error.status_code))
 
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        """Handle a bug of the router; the server logs it."""
+        return error_answer(internal_error())
 
-async def _gone(_: Request, error: Exception) -> Response:
-    """Handle a client that disconnected: no response is sent."""
-    return Response(status_code=400)
-
-
-_ERRORS: dict[Any, ExceptionHandler] = {
-    ApiError: _api_error,
-    HTTPException: _http_error,
-    Exception: _fault,
-    ClientDisconnect: _gone,
-}
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        """Handle a client that disconnected: no response is sent."""
+        return Response(status_code=400)
 
 
 def error_answer(error: ApiError) -> Response:
@@ -179,14 +170,25 @@ def error_answer(error: ApiError) -> Response:
     return Response(error.body(), error.status, headers, media_type="application/json")
 
 
-def _add_health(routes: DocumentedRoutes, sources: Sources, readiness: Callable[[], Readiness]) -> None:
-    @routes.get("/health", refer(Health))
-    async def health(_: Request) -> Response:
+def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Callable[[Any], Any]:
+    """Make a route for GET, and for HEAD, which probes use; ``schema`` is that of its JSON response."""
+
+    def add(work: Any) -> Any:
+        app.head(path, include_in_schema=False)(work)
+        responses = None if schema is None else described(schema)
+        return app.get(path, response_class=Response, responses=responses)(work)
+
+    return add
+
+
+def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readiness]) -> None:
+    @_get(app, "/health", refer(Health))
+    async def health() -> Response:
         """The process is alive."""
         return json_answer(Health())
 
-    @routes.get("/ready", refer(Ready))
-    async def ready(_: Request) -> Response:
+    @_get(app, "/ready", refer(Ready))
+    async def ready() -> Response:
         """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
         state = readiness()
         engines = {
@@ -200,29 +202,28 @@ def _add_health(routes: DocumentedRoutes, sources: Sources, readiness: Callable[
         ready = Ready(state.ready, state.reason, engines, prompts)
         return json_answer(ready, 200 if state.ready else 503)
 
-    @routes.get("/version", refer(Version))
-    async def version(_: Request) -> Response:
+    @_get(app, "/version", refer(Version))
+    async def version() -> Response:
         """Version of kvatlas and Python."""
         return json_answer(Version(__version__))
 
 
-def _add_metrics(routes: DocumentedRoutes, view: OpsView) -> None:
-    @routes.get("/metrics")
-    async def metrics(_: Request) -> Response:
+def _add_metrics(app: FastAPI, view: OpsView) -> None:
+    @_get(app, "/metrics")
+    async def metrics() -> Response:
         """Prometheus text format. Made in the event loop's thread, since it reads live objects."""
         return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _add_models(routes: DocumentedRoutes, sources: Sources) -> None:
-    @routes.get("/v1/models", refer(ModelList))
+def _add_models(app: FastAPI, sources: Sources) -> None:
+    @_get(app, "/v1/models", refer(ModelList))
     async def models(request: Request) -> Response:
         """Models of all engines that are up, and which the client's key may use."""
         return json_answer(ModelList(_cards(sources, request)))
 
-    @routes.get("/v1/models/{model:path}", refer(ModelCard))
-    async def model(request: Request) -> Response:
+    @_get(app, "/v1/models/{model:path}", refer(ModelCard))
+    async def model(model: str, request: Request) -> Response:
         """One model's card."""
-        model = request.path_params["model"]
         card = next((card for card in _cards(sources, request) if card.id == model), None)
         if card is None:
             raise model_not_found(model)
@@ -241,42 +242,48 @@ def _cards(sources: Sources, request: Request) -> list[ModelCard]:
 
 
 def _add_insight(
-    routes: DocumentedRoutes, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
+    app: FastAPI, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
 ) -> None:
-    @routes.get("/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
-    async def engines(_: Request) -> Response:
+    @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
+    async def engines() -> Response:
         """Every engine as seen by the router."""
         return json_answer(await view.engines())
 
-    @routes.get(
+    @_get(
+        app,
         "/kvatlas/problems",
         {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
     )
-    async def problems(_: Request) -> Response:
+    async def problems() -> Response:
         """Problems and remedies by engine; an engine without problems has an empty list."""
         views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
         return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
 
-    @routes.get("/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
-    async def prefixes(_: Request) -> Response:
+    @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
+    async def prefixes() -> Response:
         """Return the most common prompt prefixes, shorter ones first, and the engines that hold them."""
         return json_answer(await view.prefixes())
 
-    @routes.get("/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
-    async def fleet_sources(_: Request) -> Response:
+    @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
+    async def fleet_sources() -> Response:
         """State of the sources of engines."""
         known = {} if sources.origins is None else sources.origins.stats
         return json_answer(dict(known))
 
-    @routes.get("/kvatlas/usage")
-    async def usage(_: Request) -> Response:
+    @_get(app, "/kvatlas/usage")
+    async def usage() -> Response:
         """The usage record: a line for each request, for bills and `kvatlas advise --router`."""
         log = sources.usage
         if log is None:
             raise usage_off()
         return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
 
-    @routes.post("/kvatlas/explain", {"type": "object"}, query=("path", "tenant"))
+    @app.post(
+        "/kvatlas/explain",
+        response_class=Response,
+        responses=described({"type": "object"}),
+        openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
+    )
     async def explain_request(request: Request) -> Response:
         """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by default
         that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` the tenant of the
@@ -312,41 +319,40 @@ def _check_json(request: Request) -> None:
         raise not_json(kind)
 
 
-def _add_requests(routes: DocumentedRoutes, view: OpsView) -> None:
-    @routes.get("/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
-    async def requests(_: Request) -> Response:
+def _add_requests(app: FastAPI, view: OpsView) -> None:
+    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
+    async def requests() -> Response:
         """Requests in progress, oldest first, with their stage, engine and reasons."""
         return json_answer(await view.requests())
 
-    @routes.get("/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)}, query=("request_id",))
-    async def receipts(request: Request) -> Response:
+    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
+    async def receipts(request_id: str = "") -> Response:
         """The latest receipts, oldest first; with ``?request_id=`` all stored ones of one request."""
-        return json_answer(await view.receipts(request.query_params.get("request_id", "")))
+        return json_answer(await view.receipts(request_id))
 
-    @routes.get("/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)}, query=("request_id",))
-    async def answers(request: Request) -> Response:
+    @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
+    async def answers(request_id: str = "") -> Response:
         """The latest ended requests, oldest first. With ``?request_id=`` all stored ones that match: an id,
         its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
-        return json_answer(await view.answers(request.query_params.get("request_id", "")))
+        return json_answer(await view.answers(request_id))
 
-    @routes.get("/kvatlas/history", refer(RecentHistory))
-    async def history(_: Request) -> Response:
+    @_get(app, "/kvatlas/history", refer(RecentHistory))
+    async def history() -> Response:
         """Counts of the last five minutes, in intervals of a few seconds."""
         return json_answer(await view.history())
 
 
-def _add_page(routes: DocumentedRoutes) -> None:
-    async def status_page(_: Request) -> Response:
+def _add_page(app: FastAPI) -> None:
+    @app.api_route(CONTROL_PREFIX, methods=["GET", "HEAD"], include_in_schema=False)
+    async def status_page() -> Response:
         """The status page, for browsers."""
         return page()
 
-    async def to_status_page(_: Request) -> Response:
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route(CONTROL_PREFIX.rstrip("/"), methods=["GET", "HEAD"], include_in_schema=False)
+    async def to_status_page() -> Response:
         """Redirect to the status page. The address is relative, as a proxy in front may add a path prefix."""
         return Response(status_code=307, headers={"location": CONTROL_PREFIX.removeprefix("/")})
-
-    routes.add(CONTROL_PREFIX, status_page, "GET")
-    routes.add("/", to_status_page, "GET")
-    routes.add(CONTROL_PREFIX.rstrip("/"), to_status_page, "GET")
 
 
 def _likely_path(body: bytes) -> Generator[None, None, str]:

@@ -16,10 +16,9 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from fastapi import Request, Response
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 
 from router.admission.gate import KeyGate
 from router.api.admin_app import AdminApi

@@ -8,7 +8,7 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import Response
+from fastapi import Response
 
 
 @cache

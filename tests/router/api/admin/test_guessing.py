@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from starlette.requests import Request
+from fastapi import Request
 
 from router.api import admin_auth as limit
 from router.api.admin_auth import Authenticator, TokenFile
