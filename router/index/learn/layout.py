@@ -179,6 +179,10 @@ def _can_end_inside(groups: tuple[GroupSpec, ...], unit: int) -> bool:
     return all(g.family in {Family.FULL, Family.MAMBA} or g.block_size == unit for g in groups)
 
 
+def _drops_states(groups: tuple[GroupSpec, ...]) -> bool:
+    return any(group.is_eagle and group.family is Family.MAMBA for group in groups)
+
+
 class GroupLearner:
     """Learns the groups of one engine from its events.
 
@@ -225,8 +229,12 @@ class GroupLearner:
     def take_facts(self, facts: ModelFacts) -> None:
         """Replace the facts, and apply them to the groups known already."""
         self._facts = facts
+        flagged = _drops_states(self.known)
         for groups in (self._groups, self._expected):
             groups.update({idx: self._fitted(group) for idx, group in groups.items()})
+        if _drops_states(self.known) and not flagged:
+            # States one block behind a boundary may have been taken for proof of hits inside a block.
+            self._partial.inside_seen = False
 
     def expect(self, groups: tuple[GroupSpec, ...]) -> bool:
         """Expect groups of another engine of the same model; returns whether the groups changed."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
+from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size, spec_classes
 
 
 class PartialEvidence:
@@ -37,6 +37,10 @@ class PartialEvidence:
         self.inside_seen = inside_seen
         self._whole: set[int] = set()
         self._last: dict[int, int | bytes] = {}
+        # Last part of a full-attention block, and last state stored alone. The groups of a request publish
+        # one after another.
+        self._part: int | bytes | None = None
+        self._state: int | bytes | None = None
 
     def watches(self, groups: Iterable[GroupSpec], idx: int) -> bool:
         """Whether further events of this group may prove something."""
@@ -69,18 +73,25 @@ class PartialEvidence:
 
     def prove_inside(self, event: BlockStored, groups: tuple[GroupSpec, ...]) -> None:
         """Record whether ``event`` proves that hits may end inside a block."""
+        if self.inside_seen or not _is_open(groups):
+            return
         idx = event.group_idx or 0
-        group = next((g for g in groups if g.group_idx == idx), None)
-        if group is None or group.is_eagle or self.inside_seen or not _is_open(groups):
+        group = next((c.spec for c in spec_classes(groups) if idx in c.group_idxs), None)
+        if group is None or group.is_eagle:
             return
         ahead = event.num_lookahead()
         if group.family is Family.MAMBA and event.parent_block_hash is None:
             self.inside_seen = _ends_inside(event, groups, ahead)
         elif ahead:
             return
+        elif group.family is Family.MAMBA and event.block_hashes and event.num_tokens() == event.block_size:
+            self._state = event.block_hashes[0]
+            self.inside_seen = self._state == self._part
         elif group.family is Family.FULL and event.block_size < group.block_size:
+            self._part = event.block_hashes[0] if event.block_hashes else None
             parent = event.parent_block_hash
-            self.inside_seen = parent is not None and parent == self._last.get(idx)
+            behind = parent is not None and parent == self._last.get(idx)
+            self.inside_seen = behind or (self._part is not None and self._part == self._state)
         elif group.family is Family.FULL and event.block_hashes:
             self._last[idx] = event.block_hashes[-1]
 

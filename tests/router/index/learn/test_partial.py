@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
+from router.fleet.statement import EngineStatement
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
 from router.index.model import FleetResidency
 from tests.router.index.rules.layouts import full, hit, layout_of, mamba
@@ -96,6 +100,50 @@ def test_a_state_between_the_boundaries_proves_hits_inside_a_block() -> None:
     fleet = FleetResidency(ALIGN)
     fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[6])))
     assert layout_seen(fleet).alignment == 16
+
+
+OTHER_STATES = writer(2, "mamba")
+
+
+def test_a_state_of_a_class_with_a_flagged_group_proves_nothing() -> None:
+    """vLLM flags the whole class: it stores one block more in each of its groups."""
+    fleet = FleetResidency(ModelFacts(mamba_cache_mode="align", eagle_groups=(1, 2)))
+    states = [w.stored(PROMPT[:48], keep=[2]) for w in (STATES, OTHER_STATES)]
+    fleet.apply("a", batch(states[0], WHOLE.stored(PROMPT[:48]), states[1]))
+    fleet.apply("a", batch(states[0]))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (32, False)
+
+
+def test_flags_found_later_withdraw_what_states_proved() -> None:
+    fleet = FleetResidency(ModelFacts(mamba_cache_mode="align"))
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:96]), STATES.stored(PROMPT[:112], keep=[6])))
+    assert layout_seen(fleet).alignment == 16
+    drafter = EngineStatement(source="server_info", drafts=True, method="eagle")
+    fleet.engine("a").learn_setup(SetupEvidence(statements=(drafter,)))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (32, False)
+
+
+@pytest.mark.parametrize("part_first", [False, True])
+def test_a_state_at_the_end_of_a_part_proves_hits_inside_a_block(*, part_first: bool) -> None:
+    """Prompts shorter than a Mamba block: its parts look like blocks, at a position that no event shows."""
+    fleet = FleetResidency(ALIGN)
+    whole, other = writer(1, "full_attention", 64), tokens(64, seed=1)
+    fleet.apply("a", batch(STATES.stored(other, start=3, stop=4), whole.stored(other)))
+    fleet.apply("a", batch(STATES.stored(other, start=1, stop=2)))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (64, False)
+    inside = STATES.stored(PROMPT, start=1, stop=2), FULL.stored(PROMPT, start=1, stop=2)
+    fleet.apply("a", batch(*inside[:: -1 if part_first else 1]))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (16, True)
+    assert predicted(fleet, PROMPT[:33]) == 32
+
+
+def test_a_state_before_the_end_of_what_was_stored_proves_nothing() -> None:
+    """Without retention vLLM keeps the state of every step, also where no hit may end."""
+    fleet = FleetResidency(ALIGN)
+    fleet.apply("a", batch(STATES.stored(PROMPT[:32], keep=[1]), WHOLE.stored(PROMPT[:32])))
+    fleet.apply("a", batch(STATES.stored(PROMPT, start=2, stop=4, keep=[2])))
+    fleet.apply("a", batch(WHOLE.stored(PROMPT[:64], start=1), FULL.stored(PROMPT, start=2, stop=3)))
+    assert (layout_seen(fleet).alignment, layout_seen(fleet).inside_seen) == (32, False)
 
 
 AHEAD = HashScheme(hash_block_size=16, lookahead=1)
