@@ -7,8 +7,8 @@ traces of mixes that differ are kept there, for ``kvatlas verify``.
 
 Held against vLLM at every probe: what the index predicts (the trace is replayed by ``kvatlas verify``; live
 too, where it may know less but must never promise more), the hit of our block pool and, step by step, its
-schedule, events and free blocks (vLLM 0.32 only: that is what it copies), and what the connectors' resolver
-would load if the same blocks lay outside the GPU.
+schedule, events and free blocks (vLLM 0.32 without priorities or async scheduling: that is what it copies),
+and what the connectors' resolver would load if the same blocks lay outside the GPU.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Alone:
             if isinstance(manager, MambaManager):
                 manager.drop_eagle_checkpoint_block = scheduler.use_eagle_block_drop
         self.rng = rng
+        self._priorities = random.Random(f"priority/{mix.name}")
         self.live: dict[int, tuple[PlacementRequest, Any]] = {}
         self.texts: list[PlacementRequest] = []
         self.payloads: list[bytes] = []
@@ -78,7 +79,10 @@ class Alone:
 
     def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         self._arrived += 1
-        self.live[self._arrived] = ask, self.real.add(prompt_of(ask), max_tokens)
+        self.live[self._arrived] = (
+            ask,
+            self.real.add(prompt_of(ask), max_tokens, self._priorities.randint(0, 3)),
+        )
         return self._arrived
 
     def probe(self, ask: PlacementRequest) -> int:
@@ -222,7 +226,12 @@ def same(what: str, theirs: Any, ours: Any) -> None:
 
 
 def setup_of(mix: Mix) -> Setup:
-    return Setup(**dataclasses.asdict(mix.layout), lookahead_tokens=mix.lookahead)
+    return Setup(
+        **dataclasses.asdict(mix.layout),
+        lookahead_tokens=mix.lookahead,
+        policy="priority" if mix.by_priority else "fcfs",
+        async_scheduling=mix.async_scheduling,
+    )
 
 
 def prompt_of(ask: PlacementRequest) -> Prompt:
@@ -278,7 +287,7 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
     path = out / f"rnd{mix.name}.jsonl.gz"
     began, difference, judge = time.process_time(), None, None
     try:
-        pooled = not V033 and not mix.lookahead
+        pooled = not V033 and not mix.lookahead and mix.is_plain
         side = Pair(mix.layout, rng, model) if pooled else Alone(mix, rng, model)
         judge = Judge(mix, side.real, path)
         traffic(mix, side, judge)
@@ -294,7 +303,8 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
         path.unlink()
     groups = [" ".join(str(value) for value in group.values()) for group in mix.layout.groups]
     cpu_s = round(time.process_time() - began, 2)
-    return {"mix": mix.name, "groups": groups, **counts, "cpu_s": cpu_s, "difference": difference}
+    order = {"by_priority": mix.by_priority, "async": mix.async_scheduling}
+    return {"mix": mix.name, "groups": groups, **order, **counts, "cpu_s": cpu_s, "difference": difference}
 
 
 def main() -> None:

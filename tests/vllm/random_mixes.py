@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from publisher.block_hash import HashScheme
@@ -50,6 +50,14 @@ class Mix:
     probe: float = 0.4
     abort: float = 0.01
     reset: float = 0.01
+    by_priority: bool = False
+    """vLLM's ``--scheduling-policy priority``, requests with different priorities."""
+    async_scheduling: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is scheduled as our block pool's driver does: in order, output before the next step."""
+        return not (self.by_priority or self.async_scheduling)
 
 
 def random_mix(name: str, *, v033: bool = False) -> Mix:
@@ -61,7 +69,8 @@ def random_mix(name: str, *, v033: bool = False) -> Mix:
             _check(mix.layout)
         except ValueError:
             continue
-        return mix
+        order = random.Random(f"order/{name}")  # a source of its own: the rest of a mix stays what it was
+        return replace(mix, by_priority=order.random() < 0.2, async_scheduling=order.random() < 0.2)
 
 
 def _draw(rng: random.Random, name: str, *, v033: bool) -> Mix:

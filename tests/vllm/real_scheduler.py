@@ -8,6 +8,7 @@ the driver scripts beside it, never by the test process.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -84,6 +87,10 @@ class Setup:
     """Ranks of decode context parallelism: a block of full attention is so much longer than a rank's."""
     lookahead_tokens: int = 0
     """Tokens after a block that its hash covers, as with an EAGLE or MTP drafter (vLLM 0.33)."""
+    policy: str = "fcfs"
+    """Order of waiting requests: ``fcfs`` or ``priority``, which also chooses whom to preempt."""
+    async_scheduling: bool = False
+    """A step is scheduled before the output of the one before it is known."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class RealEngine:
         config = _vllm_config(setup, model)
         self.scheduler_block_size, self.hash_block_size = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = self.hash_block_size
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if setup.async_scheduling else Scheduler)(
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
@@ -158,6 +165,8 @@ class RealEngine:
         self._hasher = get_request_block_hasher(self.hash_block_size, self._hash, *ahead)
         self._count = 0
         self._idle_steps = 0
+        # Scheduled steps without output yet, each with the requests that sample a token in it.
+        self._scheduled: deque[tuple[SchedulerOutput, frozenset[str]]] = deque()
 
     def _drop_after_eagle(self) -> None:
         """What a drafter in the configuration would switch on: groups marked for it drop their last block,
@@ -200,9 +209,9 @@ class RealEngine:
             "report_mode": "incremental",
         }
 
-    def add(self, prompt: Prompt, max_tokens: int) -> Request:
+    def add(self, prompt: Prompt, max_tokens: int, priority: int = 0) -> Request:
         """Queue a request; returns vLLM's object, whose ``all_token_ids`` grows as it runs."""
-        request = self._request(prompt, max_tokens)
+        request = self._request(prompt, max_tokens, priority)
         self.scheduler.add_request(request)
         return request
 
@@ -211,16 +220,12 @@ class RealEngine:
 
         Raises ``RuntimeError`` when requests wait that can never run, being too large for the pool.
         """
-        output = self.scheduler.schedule()
-        self._idle_steps = 0 if output.num_scheduled_tokens else self._idle_steps + 1
-        if self.busy and self._idle_steps > _IDLE_STEPS_MAX:
-            raise RuntimeError(f"a request does not fit: {self.setup}")
+        while len(self._scheduled) <= self.setup.async_scheduling:
+            self._schedule()
+        output, samplers = self._scheduled.popleft()
         ids = list(output.num_scheduled_tokens)
-        requests = [self.scheduler.requests[request_id] for request_id in ids]
-        sampled = [
-            [_sample(request)] if request.num_computed_tokens >= request.num_tokens else []
-            for request in requests
-        ]
+        requests = self.scheduler.requests
+        sampled = [[_sample(requests[name])] if name in samplers & requests.keys() else [] for name in ids]
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -230,6 +235,15 @@ class RealEngine:
             ),
         )
         return self.take_payloads()
+
+    def _schedule(self) -> None:
+        output = self.scheduler.schedule()
+        self._idle_steps = 0 if output.num_scheduled_tokens else self._idle_steps + 1
+        if self.busy and self._idle_steps > _IDLE_STEPS_MAX:
+            raise RuntimeError(f"a request does not fit: {self.setup}")
+        requests = [self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens]
+        samplers = frozenset(request.request_id for request in requests if not request.is_prefill_chunk)
+        self._scheduled.append((output, samplers))
 
     def take_payloads(self) -> list[bytes]:
         """Payloads published since the last call."""
@@ -267,7 +281,7 @@ class RealEngine:
             counts[get_group_id(key)] += 1
         return counts
 
-    def _request(self, prompt: Prompt, max_tokens: int) -> Request:
+    def _request(self, prompt: Prompt, max_tokens: int, priority: int = 0) -> Request:
         self._count += 1
         return Request(
             request_id=f"r{self._count}",
@@ -278,6 +292,7 @@ class RealEngine:
             cache_salt=prompt.cache_salt,
             mm_features=[_feature(*item) for item in prompt.mm],
             block_hasher=self._hasher,
+            priority=priority,
         )
 
 
@@ -305,7 +320,8 @@ def _vllm_config(setup: Setup, model: str) -> VllmConfig:
             max_model_len=setup.max_model_len,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=False,
+            async_scheduling=False,  # the scheduler is chosen here, not by a worker
+            policy=setup.policy,
         ),
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
@@ -313,6 +329,7 @@ def _vllm_config(setup: Setup, model: str) -> VllmConfig:
     )
     if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # a property of the drafter's configuration
         VllmConfig.num_hash_lookahead_tokens = setup.lookahead_tokens
+    config.scheduler_config.async_scheduling = setup.async_scheduling
     modes = {group["mamba_cache_mode"] for group in setup.groups if group.get("mamba_cache_mode")}
     config.parallel_config.decode_context_parallel_size = setup.dcp  # no ranks are started here
     cache.num_gpu_blocks = setup.num_blocks
