@@ -355,6 +355,9 @@ class Engine(EngineStatus):
         """Hit of a prompt on this engine, discounted by missed events."""
         name = self.engine_id
         held, common, coming = asked.held.get(name), asked.common.get(name, 0), asked.coming.get(name, 0)
+        if coming and (layout := self.layout) is not None:
+            # The lookup of this prompt will drop a block of what the prompt ahead stores.
+            coming = max(0, coming - layout.dropped_tokens)
         if held is None:
             if self.shadow is None or asked.shadows is None:
                 return Hit(shared_prefix_tokens=common, common_tokens=common)

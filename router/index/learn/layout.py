@@ -104,6 +104,11 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
         return len(self.groups) == 1 and not self.hidden_groups
 
     @property
+    def dropped_tokens(self) -> int:
+        """Tokens at the end of a stored prefix that a lookup drops for EAGLE, where hits are aligned."""
+        return self.alignment if not self.lookahead and any(c.spec.is_eagle for c in self.classes) else 0
+
+    @property
     def missing_facts(self) -> tuple[str, ...]:
         """Settings without which no hit can be predicted; empty if the description is complete."""
         missing = []

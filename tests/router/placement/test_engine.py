@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -17,8 +18,10 @@ from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
 from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.engine import Accounts, Engine, PromptView, candidates
+from router.placement.inflight import InflightPrefixes, kept_prefixes
 from router.placement.load.others import OthersLoad
 from router.placement.load.rates import PrefillSample
+from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0
 
@@ -95,6 +98,30 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
     assert (hit.shared_prefix_tokens, hit.coming_tokens, hit.confidence) == (2000, 1500, "exact")
     assert (hit.soon_tokens, hit.near_tokens, hit.whole_tokens) == (1500, 1500, 1500)
     assert hit.by_medium == {"GPU": 1500, "CPU": 0, "STORAGE": 0}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("eagle_groups", [(), "all"])
+@pytest.mark.parametrize("length", [100, 96, 97])
+def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
+    lookahead: int, eagle_groups: tuple[int, ...] | Literal["all"], length: int
+) -> None:
+    """For the same prompt again; with EAGLE its lookup drops a block, unless hashes look ahead."""
+    one, scheme = engine(), HashScheme(hash_block_size=16, lookahead=lookahead)
+    fleet = FleetResidency(ModelFacts(eagle_groups=eagle_groups))
+    one.learn_from(fleet.residency(one.engine_id), shadow=None)
+    write, prompt = Writer(scheme), tokens(length)
+    fleet.apply(one.engine_id, batch(write.stored(tokens(40, seed=1))))
+    layout = one.layout
+    assert layout is not None
+    kept = kept_prefixes(length, 0, alignment=layout.alignment, hash_block_size=16, every_block=True)
+    inflight, hashes = InflightPrefixes(), block_hashes(prompt, scheme)
+    inflight.add(one.engine_id, hashes, NOW, kept)
+    coming = inflight.common(hashes, NOW, (length - 1) // 16).coming[one.engine_id] * 16
+    asked = PromptView(length, held(), coming={one.engine_id: coming})
+    fleet.apply(one.engine_id, batch(write.stored(prompt)))
+    later = fleet.predict(Prompt(prompt), [one.engine_id])[one.engine_id]
+    assert one.hit(asked).coming_tokens == later.hit_tokens > 0
 
 
 @pytest.mark.parametrize("missing", [0, 1, 9])
