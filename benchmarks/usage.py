@@ -16,6 +16,7 @@ from array import array
 from pathlib import Path
 
 from publisher.block_hash import NO_EXTRAS
+from router.observe import usage
 from router.observe.requests import RequestTracker
 from router.observe.usage import PlacementFacts, UsageLog, UsageSettings, usage_line
 from router.openai.request import Usage
@@ -46,11 +47,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)
     count = parser.parse_args().requests
+    usage.QUEUE_LEN_MAX, usage.QUEUE_TOKENS_MAX = count, 1 << 40
     off_us, on_us = [], []
     with tempfile.TemporaryDirectory() as folder:
-        settings = UsageSettings(
-            path=str(Path(folder) / "usage.jsonl"), queue_len_max=count, queue_tokens_max=1 << 40
-        )
+        settings = UsageSettings(path=str(Path(folder) / "usage.jsonl"))
         for _ in range(ROUNDS):
             off_us.append(1e6 * seconds(RequestTracker(time.monotonic), count) / count)
             tracker, log = RequestTracker(time.monotonic), UsageLog(settings)

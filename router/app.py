@@ -99,7 +99,6 @@ class Router:
         self.calls = EngineCalls(
             config.fleet.headers(),
             self._engine_tls,
-            answer_bytes_max=config.fleet.answer_bytes_max,
             health_timeout_s=config.prompts.engine_timeout_s,
         )
         self.works: list[Callable[[], Coroutine[Any, Any, None]]] = []

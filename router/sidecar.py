@@ -293,7 +293,6 @@ class Sidecar:
         self._calls = EngineCalls(
             {},
             tls,
-            answer_bytes_max=config.fleet.answer_bytes_max,
             health_timeout_s=config.fleet.poll_timeout_s,
         )
         self._traces = Traces(config.traces) if config.traces.endpoint else None

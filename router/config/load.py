@@ -279,7 +279,7 @@ LIVE = frozenset(
         *("server.log_level", "server.log_format", "server.log_requests"),
         *("server.expose_decision", "server.check_every", "sidecar.prefills"),
         *("fleet.poll_interval_s", "fleet.poll_down_interval_s", "fleet.poll_timeout_s"),
-        *("fleet.polls_missed_max", "fleet.gauge_interval_s", "fleet.answer_bytes_max"),
+        *("fleet.polls_missed_max", "fleet.gauge_interval_s"),
     }
 )
 

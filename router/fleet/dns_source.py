@@ -1,7 +1,7 @@
 """Engines behind DNS names: every address of a host, or every target of an SRV record (dnspython).
 
 A name is queried again when the TTL of its answer has passed, within bounds. Invariants: a failure changes
-nothing; neither does an answer without addresses until it came ``empty_answers`` times in a row; a query
+nothing; neither does an answer without addresses until it came ``EMPTY_ANSWERS`` times in a row; a query
 ends after ``timeout_s`` per server.
 """
 
@@ -30,6 +30,8 @@ _log = structlog.get_logger()
 _UDP_BYTES_MAX = 1232
 # Default of ``resolv.conf``, the same as the system's resolver.
 _SERVERS_MAX = 3
+# Empty answers in a row that remove the engines: one server of several may not know a name yet.
+EMPTY_ANSWERS = 3
 
 
 class ResolveError(Exception):
@@ -147,7 +149,7 @@ class DnsSource:
     def _apply(self, name: str, places: frozenset[tuple[str, int]], publish: Publish) -> None:
         if not places:
             self._empty[name] = self._empty.get(name, 0) + 1
-            if self._empty[name] < self._settings.empty_answers:
+            if self._empty[name] < EMPTY_ANSWERS:
                 return
         else:
             self._empty[name] = 0

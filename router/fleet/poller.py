@@ -89,6 +89,8 @@ _ABSENT = frozenset({401, 403, 404, 405, 501})
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _PROBLEM_LENGTH_MAX = 300
+# Of one answer: a million token ids as JSON.
+ANSWER_BYTES_MAX = 8 << 20
 _UNTIMED = aiohttp.ClientTimeout(total=None)
 # Interval of repeated warnings that an engine does not answer.
 _SILENT_EVERY_S = 60.0
@@ -415,11 +417,11 @@ class FleetPoller(Generic[E]):
         async with exchange(self._session, "GET", url, self._settings.poll_timeout_s) as answer:
             if answer.status != 200:
                 raise _BadAnswerError(f"status {answer.status}", answer.status)
-            body = await answer.content.read(self._settings.answer_bytes_max + 1)
-            while not answer.content.at_eof() and len(body) <= self._settings.answer_bytes_max:
-                body += await answer.content.read(self._settings.answer_bytes_max + 1 - len(body))
-            if len(body) > self._settings.answer_bytes_max:
-                raise _BadAnswerError(f"answer over answer_bytes_max = {self._settings.answer_bytes_max}")
+            body = await answer.content.read(ANSWER_BYTES_MAX + 1)
+            while not answer.content.at_eof() and len(body) <= ANSWER_BYTES_MAX:
+                body += await answer.content.read(ANSWER_BYTES_MAX + 1 - len(body))
+            if len(body) > ANSWER_BYTES_MAX:
+                raise _BadAnswerError(f"answer over {ANSWER_BYTES_MAX} bytes")
             return body
 
 
@@ -469,19 +471,17 @@ async def exchange(
 
 
 class EngineCalls:
-    """``answer_bytes_max`` limits a response to ``post``, ``health_timeout_s`` a request of ``/health``."""
+    """``health_timeout_s`` limits a request of ``/health``."""
 
     def __init__(
         self,
         headers: dict[str, str],
         tls: ssl.SSLContext,
         *,
-        answer_bytes_max: int,
         health_timeout_s: float,
     ) -> None:
         self._headers = headers
         self._tls = tls
-        self._answer_bytes_max = answer_bytes_max
         self._health_timeout_s = health_timeout_s
         self._in_clients_names: aiohttp.ClientSession | None = None
         self._own: aiohttp.ClientSession | None = None
@@ -530,8 +530,8 @@ class EngineCalls:
         async for piece in answer.content.iter_any():
             pieces.append(piece)
             size += len(piece)
-            if size > self._answer_bytes_max:
-                raise OSError(f"{url}: answer over answer_bytes_max = {self._answer_bytes_max}")
+            if size > ANSWER_BYTES_MAX:
+                raise OSError(f"{url}: answer over {ANSWER_BYTES_MAX} bytes")
         return b"".join(pieces)
 
     async def healthy(self, url: str) -> bool:

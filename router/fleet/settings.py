@@ -29,8 +29,6 @@ class FileSettings(msgspec.Struct, frozen=True, kw_only=True):
     """File to watch; switches this source on. Replace it in one step (rename), as mounted ConfigMaps are."""
     interval_s: float = 1.0
     """Seconds between two readings. New content counts once two readings in a row agree."""
-    bytes_max: int = 1 << 20
-    """Largest file that is read; a larger one changes nothing and is reported."""
 
     @property
     def on(self) -> bool:
@@ -57,8 +55,6 @@ class DnsSettings(msgspec.Struct, frozen=True, kw_only=True):
     failures."""
     timeout_s: float = 2.0
     """Time-out of one question to one server, in seconds."""
-    empty_answers: int = 3
-    """An empty answer removes the engines only after this many empty answers in a row."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -129,10 +125,6 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     watch_s: float = 60.0
     """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
     stays unnoticed."""
-    retry_s_max: float = 30.0
-    """Longest pause between two attempts after failures, in seconds."""
-    objects_max: int = 10_000
-    """Most pods or slices; more are an error, and the engines stay as last known."""
 
     def __post_init__(self) -> None:
         for key in ("port_name", "events_port_name", "replay_port_name"):
@@ -185,8 +177,6 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds between two readings of an engine's `/metrics` (running and waiting requests, KV usage). One
     reading takes 0.35 to 0.5 ms of CPU (a page of 58 KB): at 2 s about 1 % of a core with 64 engines and
     25 % with 1,024."""
-    answer_bytes_max: int = 8 << 20
-    """Largest answer the router reads to its own questions (models, metrics, event sources)."""
     warm_up_s_max: float = 30.0
     """Longest time after start during which `/ready` answers 503 because sources of engines have not
     answered yet or feeds are still replaying."""

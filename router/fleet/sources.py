@@ -81,6 +81,8 @@ class Source(Protocol):
 
 
 DRAINED = "drained in the file"
+# Of a list of engines: some 5,000 entries with all addresses.
+FILE_BYTES_MAX = 1 << 20
 
 
 class BadListError(ValueError):
@@ -192,9 +194,9 @@ class FileSource:
 
     def _read(self) -> bytes:
         with self._path.open("rb") as file:
-            content = file.read(self._settings.bytes_max + 1)
-        if len(content) > self._settings.bytes_max:
-            raise ValueError(f"over fleet.file.bytes_max = {self._settings.bytes_max}")
+            content = file.read(FILE_BYTES_MAX + 1)
+        if len(content) > FILE_BYTES_MAX:
+            raise ValueError(f"larger than {FILE_BYTES_MAX} bytes")
         return content
 
     def _apply(self, content: bytes, publish: Publish) -> None:

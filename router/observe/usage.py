@@ -110,6 +110,12 @@ def _exporter(settings: TraceSettings) -> LogRecordExporter:
 
 _log = structlog.get_logger()
 WRITE_INTERVAL_S = 0.2
+FSYNC_INTERVAL_S = 1.0
+"""Between writing a line and its `fsync`: the loss if the machine loses power."""
+QUEUE_LEN_MAX = 8192
+"""Requests waiting to be written: seconds of a busy router; further ones are not recorded, and counted."""
+QUEUE_TOKENS_MAX = 8 << 20
+"""Prompt tokens waiting to be written: 64 MB of them."""
 COMPLAIN_INTERVAL_S = 60.0
 CLOSE_S_MAX = 5.0
 _BATCH_BYTES = 1 << 18
@@ -134,15 +140,8 @@ class UsageSettings(msgspec.Struct, frozen=True, kw_only=True):
     more per 512 tokens of its prompt."""
     files_max: int = 16
     """Most files kept, the current one included; the oldest is removed by a rotation, and counted."""
-    fsync_interval_s: float = 1.0
-    """Longest time between writing a line and its `fsync`, in seconds: the loss if the machine loses power. A
-    killed process loses its queue, 0.2 s of requests."""
     key_file: str = ""
     """File with the secret of the prefix hashes, made if missing; empty: `path` with `.key` appended."""
-    queue_len_max: int = 8192
-    """Most requests waiting to be written; further ones are not recorded, and counted."""
-    queue_tokens_max: int = 8 << 20
-    """Most prompt tokens waiting to be written; further requests are not recorded, and counted."""
 
 
 class UsageStats(msgspec.Struct):
@@ -292,8 +291,8 @@ class UsageLog:
         """Queue the record of an ended request. Never waits."""
         facts = record.placement_facts()
         weight = _weight(facts)
-        waiting, settings = self._tokens_in - self._tokens_out, self._settings
-        if len(self._queue) >= settings.queue_len_max or waiting + weight > settings.queue_tokens_max:
+        waiting = self._tokens_in - self._tokens_out
+        if len(self._queue) >= QUEUE_LEN_MAX or waiting + weight > QUEUE_TOKENS_MAX:
             self.stats.dropped["not_writable" if self._failing else "queue_full"] += 1
             return
         self._tokens_in += weight
@@ -389,7 +388,7 @@ class UsageLog:
 
     def _sync(self, *, force: bool) -> None:
         now = time.monotonic()
-        due = force or now - self._synced_s >= self._settings.fsync_interval_s
+        due = force or now - self._synced_s >= FSYNC_INTERVAL_S
         if self._file is None or not self._unsynced or not due:
             return
         self._synced_s, self._unsynced = now, False

@@ -48,8 +48,6 @@ class PdSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of prefill engines asked for one request; then the decode engine computes the prompt."""
     mix_versions: bool = False
     """Pair engines whose `/version` differs or is unknown. vLLM's NIXL connector refuses other versions."""
-    answer_bytes_max: int = 8 << 20
-    """Largest accepted answer of a prefill engine, which lists the blocks."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -41,6 +41,9 @@ from router.proxy.settings import ProxySettings
 from router.proxy.sse import read_usage
 from router.proxy.stats import ProxyStats
 
+_PREFILL_ANSWER_BYTES_MAX = 8 << 20
+"""Of a prefill engine's answer, which lists the numbers of its blocks."""
+
 # Lower bound on when a response arrived: the last time the event loop was seen idle.
 
 
@@ -254,7 +257,7 @@ class DisaggForwarder:
 
     async def _read(self, answer: Answer) -> bytes:
         pieces: list[bytes] = []
-        left = self.pd.answer_bytes_max
+        left = _PREFILL_ANSWER_BYTES_MAX
         while not answer.at_eof:
             data = answer.read_nowait()
             if data is None:

@@ -157,12 +157,6 @@ class SharedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     code_bytes: int = 1
     """1 or 2: room for 255 or 65535 different sets of (medium, group) that a block can be held in. Fixed
     by the first replica of a model."""
-    touched_max: int = 1 << 18
-    """Most changed blocks of one engine waiting to be written; beyond it all blocks of the engine are
-    written again."""
-    script_blocks: int = 512
-    """Blocks written by one script call; bounds how long it holds up other clients of the server (about 3
-    us per block)."""
 
     def __post_init__(self) -> None:
         if not _NAMESPACE.fullmatch(self.namespace):

@@ -70,7 +70,7 @@ class MirrorStats(msgspec.Struct):
     remirrors: Annotated[int, "kvatlas_mirror_remirrors_total"] = 0
     """Times all blocks of an engine were written again."""
     overflows: Annotated[int, "kvatlas_mirror_overflows_total"] = 0
-    """Times an engine had more than ``touched_max`` blocks waiting."""
+    """Times an engine had more than 262,144 blocks waiting."""
     scope_changes: Annotated[int, "kvatlas_mirror_scope_changes_total"] = 0
     """Times the shared index of the model was another one than before."""
     errors: Annotated[dict[str, int], "kvatlas_mirror_errors_total{reason}"] = msgspec.field(
@@ -85,7 +85,7 @@ class MirrorStats(msgspec.Struct):
 class PendingEngine:
     """One engine of a writer.
 
-    Bounded by ``touched_max`` changed blocks, and by the content of the memory index.
+    Bounded by ``TOUCHED_MAX`` changed blocks, and by the content of the memory index.
     """
 
     __slots__ = (
@@ -257,6 +257,10 @@ _LOG = structlog.get_logger()
 _SLICE = 2048
 # Seconds between two checks that the registry has not been replaced.
 IDLE_S = 0.25
+TOUCHED_MAX = 1 << 18
+"""Changed blocks of one engine that may wait; beyond it all its blocks are written again."""
+SCRIPT_BLOCKS = 512
+"""Of one script call, during which Redis answers nobody else."""
 AUDIT_S = 60.0
 
 
@@ -406,7 +410,7 @@ class WriteQueue:
 
     def touch_engine(self, engine: PendingEngine, hashes: Sequence[BlockHash]) -> None:
         """Queue these blocks (again)."""
-        if not engine.touch(hashes, self.settings.touched_max):
+        if not engine.touch(hashes, TOUCHED_MAX):
             self.counters.overflows += 1
 
     def drop_fenced(self, engine_id: str, engine: PendingEngine) -> None:
@@ -521,7 +525,7 @@ class Flush:
         words: Words,
         codes: Codes,
     ) -> Iterator[Batch]:
-        """Yield one script call per partition and ``script_blocks`` blocks."""
+        """Yield one script call per partition and ``SCRIPT_BLOCKS`` blocks."""
         queue, settings = self._queue, self._queue.settings
         ttls = int(settings.block_ttl_s * 1000), int(settings.control_ttl_s * 1000)
         partitions = partition_of(words, scope.partitions)
@@ -529,8 +533,8 @@ class Flush:
             mine = np.flatnonzero(partitions == partition)
             fence = queue.registry.keys.fence(partition, scope.partitions)
             prefix = queue.registry.keys.prefix(scope.epoch, partition, scope.partitions)
-            for start in range(0, len(mine), settings.script_blocks):
-                part = mine[start : start + settings.script_blocks]
+            for start in range(0, len(mine), SCRIPT_BLOCKS):
+                part = mine[start : start + SCRIPT_BLOCKS]
                 records = pack_records(words[part], codes[part], slot.generation, scope.code_bytes)
                 place = (prefix, slot.number, scope.code_bytes + 1)
                 who = (engine_id, engine.token, next(queue.numbers))

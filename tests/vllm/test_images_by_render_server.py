@@ -78,7 +78,7 @@ def turns() -> list[tuple[str, dict[str, Any], str]]:
 
 def test_images_are_asked_for_once_and_read_as_vllm_reads_them(url: str, folder: Path) -> None:
     async def scenario() -> None:
-        calls = EngineCalls({}, ssl.create_default_context(), answer_bytes_max=1 << 20, health_timeout_s=5.0)
+        calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=5.0)
         settings = PromptSettings(renderers=(url,), engine_timeout_s=60.0)
         models = {"m": ModelPrompts(tokenizer_dir=str(folder))}
         async with calls.open():

@@ -97,6 +97,10 @@ _log = structlog.get_logger()
 _Events = AsyncGenerator[tuple[str, Received], None]
 _GONE = 410
 _RETRY_S_MIN = 0.2
+# Pause between attempts while the API server refuses or does not answer, doubled up to this.
+RETRY_S_MAX = 30.0
+# Of each kind; a selector that matches more is probably wrong.
+OBJECTS_MAX = 10_000
 # A watch that ends earlier without any event is restarted only after a pause.
 _SHORT_WATCH_S = 1.0
 # Consecutive failures after which to list again: the history may differ, e.g. after a restored backup.
@@ -191,7 +195,7 @@ class Reflector(Generic[T]):
                 _log.warning("Kubernetes API", problem=self._stats.last_error)
         else:
             self._stats.complain(reason, str(error))
-        most_s = min(self._settings.retry_s_max, _RETRY_S_MIN * 2 ** min(self._failures, 16))
+        most_s = min(RETRY_S_MAX, _RETRY_S_MIN * 2 ** min(self._failures, 16))
         own_s = 0.0 if first_gone else self._jitter.uniform(most_s / 2, most_s)
         return max(own_s, asked_s)
 
@@ -211,11 +215,8 @@ class Reflector(Generic[T]):
                 understood = self._understood(one)
                 if understood is not None:
                     found.append(understood)
-                if len(found) > self._settings.objects_max:
-                    raise BadAnswerError(
-                        f"more than fleet.kubernetes.objects_max = {self._settings.objects_max} objects; "
-                        "narrow the selector"
-                    )
+                if len(found) > OBJECTS_MAX:
+                    raise BadAnswerError(f"more than {OBJECTS_MAX} objects; narrow the selector")
         try:
             version = listing.resourceVersion
         except NotReadyError:
@@ -259,8 +260,8 @@ class Reflector(Generic[T]):
             if understood is not None:
                 store = self.store.delete if event == "DELETED" else self.store.put
                 news = store(understood)
-                if len(self.store) > self._settings.objects_max:
-                    raise BadAnswerError("more objects than fleet.kubernetes.objects_max")
+                if len(self.store) > OBJECTS_MAX:
+                    raise BadAnswerError(f"more than {OBJECTS_MAX} objects; narrow the selector")
                 if news:
                     self._changed()
         self._version = version

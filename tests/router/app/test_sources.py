@@ -149,7 +149,7 @@ def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
         ("[fleet.kubernetes]\nport = 0", "fleet.kubernetes.port: 0 is not a port number"),
         ("[fleet.kubernetes]\nwatch_s = 0.5", "fleet.kubernetes.watch_s: 0.5 is below 1 s"),
         ("[fleet.kubernetes]\napi = 'x'", "fleet.kubernetes.api: 'x' is not http(s)://HOST:PORT"),
-        ("[fleet.kubernetes]\nretry_s_max = 0", "fleet.kubernetes.retry_s_max = 0.0: expected a finite"),
+        ("[fleet.kubernetes]\nwatch_s = inf", "fleet.kubernetes.watch_s = inf: expected a finite"),
         ("[fleet.dns]\nnames = ['vllm']", "fleet.dns.names: 'vllm' is neither HOST:PORT nor"),
         ("[fleet.dns]\nnames = ['_http.vllm']", "fleet.dns.names: '_http.vllm' is neither"),
         ("[fleet.dns]\ninterval_s_min = 60", "fleet.dns.interval_s_min: 60.0 is above interval_s_max"),

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
+import pytest
 
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
@@ -21,7 +22,6 @@ QUICK = FleetSettings(
     poll_down_interval_s=0.01,
     gauge_interval_s=0.02,
     poll_timeout_s=0.3,
-    answer_bytes_max=100_000,
     polls_missed_max=2,
 )
 HANG = b"hang"
@@ -149,6 +149,8 @@ async def watching(
 
     fleet = Fleet([make(server.base_url) for make in engines or (EngineAddress,)], Watched)
     async with listening, aiohttp.ClientSession() as session:
+        patched = pytest.MonkeyPatch()
+        patched.setattr("router.fleet.poller.ANSWER_BYTES_MAX", 100_000)
         poller = FleetPoller(fleet, listener, settings, session)
         polling = asyncio.create_task(poller.run())
         try:
@@ -156,4 +158,5 @@ async def watching(
         finally:
             polling.cancel()
             await asyncio.gather(polling, return_exceptions=True)
+            patched.undo()
             listening.close()

@@ -231,8 +231,9 @@ def test_adapter_salt_model_and_images_tell_prefixes_apart() -> None:
     assert with_image[1] != plain[1]
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
-    log = UsageLog(settings(tmp_path / "a.jsonl", queue_len_max=2))
+def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.observe.usage.QUEUE_LEN_MAX", 2)
+    log = UsageLog(settings(tmp_path / "a.jsonl"))
     for _ in range(5):
         log.add(record(), 11.0)
     assert (log.stats.dropped["queue_full"], log.stats.queued) == (3, 2)
@@ -242,8 +243,9 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert log.stats.queued == 0
 
 
-def test_the_tokens_that_wait_are_bounded(tmp_path: Path) -> None:
-    log = UsageLog(settings(tmp_path / "a.jsonl", queue_tokens_max=1000))
+def test_the_tokens_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.observe.usage.QUEUE_TOKENS_MAX", 1000)
+    log = UsageLog(settings(tmp_path / "a.jsonl"))
     for _ in range(2):
         log.add(record(facts(600)), 11.0)
     assert log.stats.dropped["queue_full"] == 1
@@ -253,8 +255,9 @@ def test_the_tokens_that_wait_are_bounded(tmp_path: Path) -> None:
     assert log.stats.dropped["queue_full"] == 1, "what was written makes room"
 
 
-def test_what_clients_choose_counts_among_what_waits(tmp_path: Path) -> None:
-    log = UsageLog(settings(tmp_path / "a.jsonl", queue_tokens_max=1000))
+def test_what_clients_choose_counts_among_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.observe.usage.QUEUE_TOKENS_MAX", 1000)
+    log = UsageLog(settings(tmp_path / "a.jsonl"))
     log.add(record(facts(1, extras=PromptExtras(cache_salt="s" * 2000))), 11.0)
     assert log.stats.dropped["queue_full"] == 1
 
@@ -307,9 +310,12 @@ def test_half_a_line_left_by_a_crash_is_removed(tmp_path: Path) -> None:
     assert numbers(path) == [1, 2]
 
 
-def test_a_disk_that_refuses_keeps_the_lines_until_it_takes_them(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_keeps_the_lines_until_it_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.observe.usage.QUEUE_LEN_MAX", 3)
     path = tmp_path / "gone" / "a.jsonl"
-    log = UsageLog(settings(path, queue_len_max=3))
+    log = UsageLog(settings(path))
     log.start()
     try:
         log.add(numbered(1), 11.0)
@@ -354,13 +360,15 @@ def test_lines_are_synced_within_their_interval_and_at_the_end(
 
     monkeypatch.setattr(os, "fsync", noted)
     path = tmp_path / "a.jsonl"
-    often = UsageLog(settings(path, fsync_interval_s=1e-9))
+    monkeypatch.setattr("router.observe.usage.FSYNC_INTERVAL_S", 1e-9)
+    often = UsageLog(settings(path))
     often.start()
     often.add(record(), 11.0)
     wait_until(lambda: synced, "synced while running")
     often.close()
     assert synced == [path.stat().st_size], "once: nothing was written since"
-    seldom = UsageLog(settings(path, fsync_interval_s=1e6))
+    monkeypatch.setattr("router.observe.usage.FSYNC_INTERVAL_S", 1e6)
+    seldom = UsageLog(settings(path))
     write(seldom, record(), record())
     assert synced[-1] == path.stat().st_size
 

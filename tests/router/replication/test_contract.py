@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from router.index.base import Index
+from router.replication import write_queue
 from router.replication.settings import SharedSettings
 from tests.router.replication.backend import SharedIndex, make_settings
 from tests.support.examples import examples
@@ -34,19 +35,24 @@ class _OnServer(IndexMachine):
 
     url = ""
     changes: dict[str, int] = {}  # noqa: RUF012  # hypothesis makes the classes its own way
+    constants: dict[str, int] = {}  # noqa: RUF012
 
     def new_index(self) -> Index:
+        self.patched = pytest.MonkeyPatch()
+        for name, value in self.constants.items():
+            self.patched.setattr(write_queue, name, value)
         self.shared = SharedIndex(make_settings(self.url, **self.changes))
         return self.shared
 
     def teardown(self) -> None:
         self.shared.close()
+        self.patched.undo()
 
 
 class NarrowMachine(_OnServer):
     """One byte of code, scripts of three blocks."""
 
-    changes = {"script_blocks": 3}  # noqa: RUF012
+    constants = {"SCRIPT_BLOCKS": 3}  # noqa: RUF012
 
 
 class WideMachine(_OnServer):
@@ -58,7 +64,7 @@ class WideMachine(_OnServer):
 class OverflowingMachine(_OnServer):
     """No more than two changed blocks may wait: engines are mirrored anew all the time."""
 
-    changes = {"touched_max": 2}  # noqa: RUF012
+    constants = {"TOUCHED_MAX": 2}  # noqa: RUF012
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ import pytest
 
 from publisher.events import BlockHash
 from router.index.base import Plane
+from router.replication import write_queue
 from router.replication.settings import SharedSettings
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, WINDOW, Replicas, Writer, blocks, until
@@ -82,11 +83,19 @@ def test_the_reader_sees_what_the_writers_hold(servers: Server | Cluster, seed: 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"code_bytes": 2}, {"partitions": 8}, {"touched_max": 3}, {"script_blocks": 2}],
+    [{"code_bytes": 2}, {"partitions": 8}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_it_does_so_with_any_settings(plain_server: Server, changes: dict[str, Any]) -> None:
     asyncio.run(history(make_settings(plain_server.url, **changes), 7, engines=9, steps=25))
+
+
+@pytest.mark.parametrize(("name", "value"), [("TOUCHED_MAX", 3), ("SCRIPT_BLOCKS", 2)])
+def test_it_does_so_within_any_bounds(
+    plain_server: Server, name: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, name, value)
+    asyncio.run(history(make_settings(plain_server.url), 7, engines=9, steps=25))
 
 
 @pytest.mark.parametrize("code_bytes", [1, 2])
@@ -95,12 +104,15 @@ def test_more_engines_than_bits_in_a_word(plain_server: Server, code_bytes: int)
 
 
 @pytest.mark.parametrize("seed", some(range(6), 6))
-def test_changes_while_a_flush_is_under_way(plain_server: Server, seed: int) -> None:
+def test_changes_while_a_flush_is_under_way(
+    plain_server: Server, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever is changed while batches are on their way is written by the same or the next flush."""
+    monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
     async def body() -> None:
         rng = random.Random(seed)
-        async with Replicas(make_settings(plain_server.url, script_blocks=2), "a") as replicas:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
             writer = replicas["a"]
             await writer.take("e0", "e1")
             for _ in range(60):
@@ -117,12 +129,15 @@ def test_changes_while_a_flush_is_under_way(plain_server: Server, seed: int) -> 
     asyncio.run(body())
 
 
-def test_a_flush_may_be_cancelled_at_any_moment(plain_server: Server) -> None:
+def test_a_flush_may_be_cancelled_at_any_moment(
+    plain_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it had taken waits again."""
+    monkeypatch.setattr(write_queue, "SCRIPT_BLOCKS", 2)
 
     async def body() -> None:
         rng = random.Random(9)
-        async with Replicas(make_settings(plain_server.url, script_blocks=2), "a") as replicas:
+        async with Replicas(make_settings(plain_server.url), "a") as replicas:
             writer = replicas["a"]
             await writer.take("e0", "e1")
             for turns in range(40):

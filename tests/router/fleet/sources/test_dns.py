@@ -142,11 +142,15 @@ def test_while_it_fails_what_was_known_stays(trouble: str) -> None:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_an_empty_answer_is_believed_after_some_in_a_row(exists: bool) -> None:
+def test_an_empty_answer_is_believed_after_some_in_a_row(
+    exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.dns_source.EMPTY_ANSWERS", 4)
+
     async def main() -> None:
         async with dns_server() as server:
             server.records["vllm.example"] = [a("10.0.0.1")]
-            async with seeing(server, "vllm.example.:8000", empty_answers=4) as seen:
+            async with seeing(server, "vllm.example.:8000") as seen:
                 await seen.sees("http://10.0.0.1:8000")
                 full = server.records.pop("vllm.example")
                 if exists:

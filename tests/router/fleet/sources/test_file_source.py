@@ -38,8 +38,8 @@ class Seeing:
 
 
 @asynccontextmanager
-async def seeing(path: Path, bytes_max: int = 10_000) -> AsyncIterator[Seeing]:
-    source = FileSource(FileSettings(path=str(path), interval_s=0.01, bytes_max=bytes_max))
+async def seeing(path: Path) -> AsyncIterator[Seeing]:
+    source = FileSource(FileSettings(path=str(path), interval_s=0.01))
     seen = Seeing(source)
     task = asyncio.create_task(source.run(seen.tell))
     try:
@@ -124,13 +124,15 @@ def test_a_list_that_is_just_being_written_is_not_believed() -> None:
         ('[[engines]]\nbase_url = "ftp://x"', "malformed", "expected http://HOST:PORT"),
         (ONE + ONE, "malformed", "http://a:1 is listed twice"),
         ('[[engines]]\nbase_url = "http://a:1"\nreplya = "x"', "malformed", "unknown field `replya`"),
-        ("# " + "x" * 20_000, "unreadable", "over fleet.file.bytes_max = 10000"),
+        ("# " + "x" * 20_000, "unreadable", "larger than 10000 bytes"),
         (None, "unreadable", "no such file"),
     ],
 )
 def test_what_is_no_list_changes_nothing_and_is_said(
-    tmp_path: Path, content: str | None, reason: str, told: str
+    tmp_path: Path, content: str | None, reason: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("router.fleet.sources.FILE_BYTES_MAX", 10_000)
+
     async def main() -> None:
         path = tmp_path / "engines.toml"
         path.write_text(ONE)

@@ -54,17 +54,18 @@ async def seeing(kube: FakeKube, tmp_path: Path, **changes: Any) -> AsyncIterato
         "api": kube.url,
         "credentials_dir": str(tmp_path),
         "watch_s": 30.0,
-        "retry_s_max": 0.2,
     }
     source = KubernetesSource(KubernetesSettings(**{**defaults, **changes}), jitter=random.Random(7))
     seen = Seeing(source)
-    task = asyncio.create_task(source.run(seen.tell))
-    try:
-        yield seen
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert task.cancelled()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("router.fleet.kubernetes.reflector.RETRY_S_MAX", 0.2)
+        task = asyncio.create_task(source.run(seen.tell))
+        try:
+            yield seen
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
 
 
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -408,16 +409,20 @@ def test_its_own_namespace_where_none_is_given(tmp_path: Path) -> None:
     run(main())
 
 
-def test_too_many_objects_are_an_error_and_change_nothing(tmp_path: Path) -> None:
+def test_too_many_objects_are_an_error_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.kubernetes.reflector.OBJECTS_MAX", 2)
+
     async def main() -> None:
         async with kube_api() as kube:
             await kube.put(PODS, pod("a", "10.0.0.1"))
-            async with seeing(kube, tmp_path, objects_max=2) as seen:
+            async with seeing(kube, tmp_path) as seen:
                 await seen.sees({A: ""})
                 for number in range(3):
                     await kube.put(PODS, pod(f"p{number}", f"10.0.1.{number}"))
                 await seen.until(lambda: "bad_answer" in seen.source.stats.errors, "refused")
-                await seen.until(lambda: "objects_max" in seen.source.stats.last_error, "named")
+                await seen.until(lambda: "narrow the selector" in seen.source.stats.last_error, "named")
 
     run(main())
 
@@ -451,7 +456,7 @@ def test_whatever_happens_on_the_way_the_right_engines_are_known_in_the_end(
     rng = random.Random(seed)
 
     async def main() -> None:
-        async with kube_api() as kube, seeing(kube, tmp_path, retry_s_max=0.05, watch_s=1.0) as seen:
+        async with kube_api() as kube, seeing(kube, tmp_path, watch_s=1.0) as seen:
             alive: dict[str, str] = {}
             for _ in range(60):
                 name = f"p{rng.randrange(8)}"
