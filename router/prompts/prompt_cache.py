@@ -3,7 +3,7 @@
 An entry is indexed under a chain of keys, one per prefix: per message of a chat, else per chunk of the text
 or ids. A key points to the newest prompt with that prefix. Keys only propose: the caller compares the content
 before it reuses anything. An entry whose last key is taken over by a longer prompt is dropped at once, since
-the longer one contains it.
+the longer one contains it; so is a chat that differs from a newer one in a short last message only.
 
 Invariants: the estimated size of all entries is at most ``bytes_max``, and of one at most a quarter of it
 (larger ones are not cached); every index key points to a live entry. Event-loop thread only.
@@ -90,6 +90,9 @@ _CHAIN_BYTES_PER_TOKEN: Final = 4
 capacity of growing arrays."""
 _ENTRY_BYTES: Final = 1000
 _KEY_BYTES: Final = 100
+_LITTLE: Final = 8
+"""A part of the tokens is little below one in this many: tokenizing it again costs less than the memory of a
+whole prompt."""
 _COMPARED: Final = 64
 """Number of ids compared bit by bit."""
 _ID_BITS: Final = 32
@@ -132,7 +135,10 @@ class PrefixCache:
         return found[0]
 
     def put_next(self, entry: Entry, parent: Entry, num_tokens: int) -> None:
-        """``put`` for a prompt that shares its first tokens with an entry found here: reuses their hashes."""
+        """``put`` for a prompt that shares its first tokens with an entry found here: reuses their hashes,
+        and takes the place of an entry that has little else."""
+        if _has_little_else(parent, entry, num_tokens):
+            self._drop(parent)
         self.put(entry)
         entry.inherit(parent, num_tokens, last=id(parent) not in self._entries)
 
@@ -169,6 +175,19 @@ class PrefixCache:
         live = {id(entry) for entry in self._entries.values()}
         assert all(id(entry) in live for entry in self._index.values())  # noqa: S101
         assert self._stats.prefix_bytes == sum(e.size_bytes for e in self._entries.values())  # noqa: S101
+
+
+def _has_little_else(parent: Entry, entry: Entry, num_tokens: int) -> bool:
+    """Whether a chat differs from a newer one in a last message that is quickly tokenized again.
+
+    A question that replaces another one after the same messages would keep the whole prompt a second time.
+    Only the last message may differ: of conversations that share a long system prompt each keeps its entry
+    from its second turn on, and pays twice for its first question.
+    """
+    before = len(parent.messages) - 1
+    if before < 1 or len(entry.keys) <= before or entry.keys[before - 1] != parent.keys[before - 1]:
+        return False
+    return _LITTLE * (len(parent.ids) - num_tokens) <= len(parent.ids)
 
 
 def message_keys(scope: bytes, raws: Sequence[msgspec.Raw]) -> list[int]:

@@ -260,7 +260,7 @@ IDLE_S = 0.25
 TOUCHED_MAX = 1 << 18
 """Changed blocks of one engine that may wait; beyond it all its blocks are written again."""
 SCRIPT_BLOCKS = 512
-"""Of one script call, during which Redis answers nobody else."""
+"""Of one script call, during which Redis answers no other client."""
 AUDIT_S = 60.0
 
 

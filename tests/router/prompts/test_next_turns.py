@@ -89,6 +89,45 @@ def test_growing_branching_chats_equal_cold_ones(folder: Path) -> None:
     other.close()
 
 
+def test_another_short_question_after_the_same_messages_takes_the_place_of_the_last(folder: Path) -> None:
+    warm, other = fresh(folder), fresh(folder)
+    history = [say("system", "Be brief. " * 300), say("user", "Hi."), say("assistant", "Hello. " * 300)]
+    for number in range(5):
+        body = chat(*history, say("user", f"Question {number}?"))
+        prompt = read_exact(warm, body)
+        assert prompt.token_ids == forgetful_prompt(other, body).token_ids
+        assert prompt.hashes(SCHEME) == block_hashes(prompt.token_ids, SCHEME)
+        assert len(warm._cache) == 1
+    answered = [say("user", "Question 1?"), say("assistant", "Yes.")]  # a turn after one that is dropped
+    new, reused = warm.stats.tokens_new, warm.stats.tokens_reused
+    read_exact(warm, chat(*history, *answered, say("user", "Sure?")))
+    assert warm.stats.tokens_new - new < 100
+    assert warm.stats.tokens_reused - reused > 1000
+    warm._cache.check_integrity()
+    warm.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "last", "other"),
+    [
+        (["Be brief. " * 300], "A document. " * 100, "Another? "),  # long: tokenizing it again takes time
+        (["Be brief. " * 300, "Hi.", "Hello."], "Why?", "Another? "),
+    ],
+    ids=["long last message", "other conversation"],
+)
+def test_a_prompt_that_costs_more_to_make_again_stays(
+    folder: Path, before: list[str], last: str, other: str
+) -> None:
+    warm = fresh(folder)
+    roles = ["system", "user", "assistant"]
+    messages = [say(role, text) for role, text in zip(roles, before, strict=False)]
+    read_exact(warm, chat(*messages, say("user", last)))
+    read_exact(warm, chat(messages[0], say("user", other)))
+    assert len(warm._cache) == 2
+    warm.close()
+
+
 def forgetful_prompt(reader: PromptReader, body: dict[str, Any]) -> Prompt:
     """The prompt from a reader whose caches are emptied before."""
     local = reader.local_model("m")
