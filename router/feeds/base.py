@@ -205,8 +205,6 @@ class FeedSettings(msgspec.Struct, frozen=True):
     and the feed is DEGRADED."""
     recent_batches_max: int = 1024
     """Number of applied batches whose digests are kept, to tell a repeated batch from a restart."""
-    replay_attempts_max: int = 3
-    """Replay requests in a row without progress before a repair is given up."""
     replay_timeout_s: float = 5.0
     """Silence of the replay socket, in seconds, after which a replay request has failed."""
     replay_backoff_s: float = 0.2
@@ -224,9 +222,6 @@ class FeedSettings(msgspec.Struct, frozen=True):
     that it stored blocks, or the publisher sends heartbeats."""
     tick_s: float = 0.25
     """Seconds between two checks of a feed's time-outs."""
-    slice_s: float = 0.002
-    """Longest time a feed works before other tasks of the event loop run, in seconds; an event is never
-    split."""
     receive_queue_max: int = 20_000
     """ZMQ receive high-water mark, in messages. ZMQ drops live messages beyond it, which shows as a gap
     and is repaired by replay."""
@@ -234,8 +229,6 @@ class FeedSettings(msgspec.Struct, frozen=True):
     """Largest batch; a larger one is counted as malformed."""
     snapshots: bool = True
     """Request snapshots from engines; publishers without them answer so at once, and get a replay request."""
-    snapshot_bytes_max: int = 256 << 20
-    """Largest snapshot; a larger one is abandoned and a replay is requested."""
 
 
 class FeedSink(Protocol):

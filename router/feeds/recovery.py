@@ -70,6 +70,10 @@ class Repair(msgspec.Struct):
             self.lowest_seq = seq
 
 
+REPLAY_ATTEMPTS_MAX = 3
+"""Replay requests in a row without progress before a repair is given up."""
+
+
 class ReplayTrust:
     """Whether replay is worth waiting for, and when to retry a resync after a failure."""
 
@@ -215,7 +219,7 @@ class Recovery:
             self._request(repair, 0.0)
             return
         repair.attempts += 1
-        if repair.attempts >= self.settings.replay_attempts_max:
+        if repair.attempts >= REPLAY_ATTEMPTS_MAX:
             self.give_up(now, repair)
         else:
             self._request(repair, self.settings.replay_backoff_s * 2 ** (repair.attempts - 1))

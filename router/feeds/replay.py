@@ -42,7 +42,7 @@ class ReplayResync:
                 socket.send_multipart([b"", from_seq.to_bytes(8, "big")], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 raise ResyncError(f"{self._endpoint}: {error}") from error
-            work = Slice(self._clock, self._settings.slice_s)
+            work = Slice(self._clock)
             while True:
                 message = await receive(reader, self._endpoint, self._settings.replay_timeout_s)
                 try:

@@ -32,6 +32,10 @@ _END_SEQ = b"\xff" * 8
 _EVENTS_PER_PIECE = 4
 
 
+SNAPSHOT_BYTES_MAX = 256 << 20
+"""A larger snapshot is abandoned and a replay is requested: it is about 5 million blocks."""
+
+
 class SnapshotClient:
     """Fetches snapshots; implements ``router.feeds.base.SnapshotSource``."""
 
@@ -61,9 +65,9 @@ class SnapshotClient:
                     continue
                 self._endpoints.remove(endpoint)
                 self._endpoints.insert(0, endpoint)
-                work = Slice(self._clock, self._settings.slice_s)
+                work = Slice(self._clock)
                 work.begin()
-                pieces = _whole(first, self._settings) if _is_one_message(first) else None
+                pieces = _whole(first) if _is_one_message(first) else None
                 if pieces is not None:
                     for piece in pieces:
                         if piece is not None:
@@ -79,7 +83,7 @@ class SnapshotClient:
     async def _ask(self, endpoint: str, reader: MessageReader) -> list[bytes]:
         """Return the first message of the response, without its empty frame."""
         reader.socket.set(zmq.RCVHWM, self._settings.receive_queue_max)
-        reader.socket.set(zmq.MAXMSGSIZE, self._settings.snapshot_bytes_max)  # limit of one frame
+        reader.socket.set(zmq.MAXMSGSIZE, SNAPSHOT_BYTES_MAX)  # limit of one frame
         try:
             reader.socket.connect(endpoint)
             reader.socket.send_multipart([b"", REQUEST], zmq.NOBLOCK)
@@ -111,8 +115,8 @@ class SnapshotClient:
             batch = await work.all(_decode(message[2]))
             if message is first and not (batch.events and isinstance(batch.events[0], AllBlocksCleared)):
                 raise ResyncError(f"{endpoint}: a replay instead of the requested snapshot")
-            if size > self._settings.snapshot_bytes_max:
-                raise ResyncError(f"{endpoint}: snapshot over {self._settings.snapshot_bytes_max} bytes")
+            if size > SNAPSHOT_BYTES_MAX:
+                raise ResyncError(f"{endpoint}: snapshot over {SNAPSHOT_BYTES_MAX} bytes")
             offload = offload or _shows_offload(batch)
             for piece in _split(batch):
                 yield piece
@@ -125,13 +129,13 @@ def _is_one_message(frames: list[bytes]) -> bool:
     return len(frames) >= 2 and len(frames[0]) == 8 and len(frames[1]) == 16
 
 
-def _whole(frames: list[bytes], settings: FeedSettings) -> Iterator[DecodedBatch | Cut | None]:
+def _whole(frames: list[bytes]) -> Iterator[DecodedBatch | Cut | None]:
     """Yield the pieces of a response in one message; None where the event loop may run."""
     seq = int.from_bytes(frames[0], "big", signed=True)
     if seq < -1:
         raise ResyncError(f"the publisher has no snapshot now ({seq})")
-    if sum(map(len, frames)) > settings.snapshot_bytes_max:
-        raise ResyncError(f"snapshot over {settings.snapshot_bytes_max} bytes")
+    if sum(map(len, frames)) > SNAPSHOT_BYTES_MAX:
+        raise ResyncError(f"snapshot over {SNAPSHOT_BYTES_MAX} bytes")
     offload = False
     for chunk in frames[2:]:
         batch = yield from _decode(chunk)

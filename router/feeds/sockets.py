@@ -123,17 +123,20 @@ async def receive(reader: MessageReader, endpoint: str, timeout_s: float) -> lis
     return message
 
 
-class Slice:
-    """Yields to the event loop whenever ``slice_s`` have passed since the last time."""
+SLICE_S = 0.002
+"""Longest time a feed works before other tasks of the event loop run; an event is never split."""
 
-    def __init__(self, clock: Callable[[], float], slice_s: float) -> None:
+
+class Slice:
+    """Yields to the event loop whenever ``SLICE_S`` have passed since the last time."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._slice_s = slice_s
         self._until = 0.0
 
     def begin(self) -> None:
         """Start a slice; call it when work begins after a wait."""
-        self._until = self._clock() + self._slice_s
+        self._until = self._clock() + SLICE_S
 
     async def yield_to_loop(self) -> None:
         """Yield if the slice is used up; call it after each piece of work."""

@@ -2,7 +2,7 @@
 
 All tasks run in one loop and call the machine synchronously. The returned actions are queued in that order
 and performed by one task at a time, so the sink sees the machine's order even if a task is interrupted. A
-burst is processed in slices of ``slice_s``. Nothing a publisher sends ends a feed; it ends by ``close`` or
+burst is processed in slices of ``SLICE_S``. Nothing a publisher sends ends a feed; it ends by ``close`` or
 when ``run`` is cancelled.
 """
 
@@ -151,7 +151,7 @@ class Feed:
     # Tasks.
 
     async def _read_live(self, reader: MessageReader, monitor: MessageReader) -> None:
-        work = Slice(self._clock, self._settings.slice_s)
+        work = Slice(self._clock)
         while True:
             message = reader.take()
             if message is None:
@@ -260,7 +260,7 @@ class Feed:
                 if isinstance(action, StateChanged) and action.state is FeedState.READY:
                     self.stats.state, self.stats.reason = FeedState.REPLAYING, "applying"
         async with self._performing:
-            work = Slice(self._clock, self._settings.slice_s)
+            work = Slice(self._clock)
             work.begin()
             while self._actions and not self._closed.is_set():
                 action = self._actions.popleft()

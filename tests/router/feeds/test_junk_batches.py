@@ -154,7 +154,7 @@ def test_the_loop_turns_while_junk_is_decoded() -> None:
     message = [b"", bytes(8), JUNK["unknown events"]()]
 
     async def main() -> int:
-        work = Slice(time.monotonic, 0.001)
+        work = Slice(time.monotonic)
         work.begin()
         decoding = asyncio.create_task(work.all(live_in_pieces(message)))
         turns = 0

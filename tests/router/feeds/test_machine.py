@@ -9,6 +9,7 @@ from publisher.events import BlockStored, DecodedBatch, Event, encode_tokens
 from router.feeds.base import FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.machine import FeedMachine
 from router.feeds.position import Action, Apply, Forget, RequestReplay, StateChanged, expected_share
+from router.feeds.recovery import REPLAY_ATTEMPTS_MAX
 from tests.router.feeds.feed_network import make_frame
 
 SETTINGS = FeedSettings(hold_batches_max=8, recent_batches_max=16)
@@ -196,7 +197,7 @@ def test_a_disordered_answer_is_put_in_order(order: str) -> None:
 def test_what_replay_cannot_give_is_lost_counted_and_live_goes_on() -> None:
     driver = ready()
     driver.live(frame(5))
-    for _ in range(SETTINGS.replay_attempts_max):
+    for _ in range(REPLAY_ATTEMPTS_MAX):
         assert driver.applied == [0.0, 1.0, 2.0]
         driver.fail()
     assert driver.applied == [0.0, 1.0, 2.0, 5.0]
@@ -457,7 +458,7 @@ def test_a_check_without_an_answer_confirms_nothing() -> None:
     driver = ready()
     driver.disconnected()
     driver.connected()
-    for _ in range(SETTINGS.replay_attempts_max):
+    for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.stats.unconfirmed
 
@@ -492,7 +493,7 @@ def test_a_reconnect_that_cannot_be_checked_credits_nothing_old() -> None:
     driver = ready()
     driver.disconnected()
     driver.connected()
-    for _ in range(SETTINGS.replay_attempts_max):
+    for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.state == (FeedState.DEGRADED, "unverified")
     assert driver.applied == [0.0, 1.0, 2.0]
@@ -611,7 +612,7 @@ def test_an_engine_whose_events_came_owes_nothing() -> None:
 def test_a_live_batch_ends_stale() -> None:
     driver = ready(settings=msgspec.structs.replace(SETTINGS, heartbeats=True))
     driver.tick(SETTINGS.stale_after_s)
-    for _ in range(SETTINGS.replay_attempts_max):
+    for _ in range(REPLAY_ATTEMPTS_MAX):
         driver.fail()
     assert driver.state == (FeedState.STALE, "silent")
     driver.live(frame(3))

@@ -283,7 +283,8 @@ def test_an_unknown_type_is_logged_once() -> None:
     run(scenario)
 
 
-def test_a_burst_is_worked_off_in_slices() -> None:
+def test_a_burst_is_worked_off_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.feeds.sockets.SLICE_S", 0.0)
     """Other work of the loop gets its turn between batches, however many are waiting."""
 
     class SlowSink(RecordingSink):
@@ -303,8 +304,7 @@ def test_a_burst_is_worked_off_in_slices() -> None:
             publisher = ZmqPublisher(ANY, replay_endpoint=ANY, context=context)
             publisher.start()
             publish(publisher, 3000)
-            settings = msgspec.structs.replace(FAST, slice_s=0.0)
-            async with following(publisher.endpoint, publisher.replay_endpoint, sink, settings=settings):
+            async with following(publisher.endpoint, publisher.replay_endpoint, sink):
                 async with asyncio.timeout(20):
                     while len(sink.batches) < 3000:
                         turn += 1

@@ -206,7 +206,6 @@ _REPLAY_TIMEOUTS = 10
 _RESEND_S = 0.05
 _TOPICS_MAX = 16
 _MESSAGE_BYTES_MAX = 256 << 20
-_SLICE_S = 0.005
 
 
 class EventSink(Protocol):
@@ -269,7 +268,7 @@ class EventListener:
     # The live socket.
 
     async def _read_live(self, reader: MessageReader) -> None:
-        work = Slice(time.monotonic, _SLICE_S)
+        work = Slice(time.monotonic)
         while True:
             message = reader.take()
             if message is None:
@@ -334,7 +333,7 @@ class EventListener:
     async def _read_replay(self, reader: MessageReader) -> None:
         """Read the response; a foreign service may send garbage endlessly or very slowly."""
         seen = self.seen
-        work = Slice(time.monotonic, _SLICE_S)
+        work = Slice(time.monotonic)
         strange = 0
         seen.replay_state = ReplayState.CUT_SHORT
         while seen.replayed_batches < _HELD_MAX and strange < _STRANGE_MAX:
