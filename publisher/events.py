@@ -166,6 +166,20 @@ _TOKENS: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[int])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+class SglangStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    """``BlockStored`` of SGLang (srt/disaggregation/kv_events.py, 0.5.23); its other events are as vLLM's."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: msgspec.Raw
+    block_size: int
+    lora_id: int | None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
 def to_block_hash(wire: WireHash) -> BlockHash:
     """The 64-bit form of a hash on the wire (int, or raw bytes of any length)."""
     if isinstance(wire, int):
@@ -192,6 +206,18 @@ def encode_batch(
     if publisher_id is not None:
         return _ENCODER.encode([ts, wire, data_parallel_rank, publisher_id])
     return _ENCODER.encode([ts, wire, data_parallel_rank])
+
+
+def encode_sglang_batch(ts: float, events: list[Event], data_parallel_rank: int | None = 0) -> bytes:
+    """The payload SGLang's publisher would send for these events."""
+    return _ENCODER.encode([ts, [_sglang(event) for event in events], data_parallel_rank])
+
+
+def _sglang(event: Event) -> object:
+    if not isinstance(event, BlockStored):
+        return event
+    shared = {name: getattr(event, name) for name in SglangStored.__struct_fields__}
+    return SglangStored(**shared)
 
 
 def _array_length(raw: msgspec.Raw) -> int:

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from publisher.event_decoder import decode_batch
-from publisher.events import Event, encode_batch
+from publisher.events import Event, encode_batch, encode_sglang_batch
 from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
 END_SEQ = b"\xff" * 8
@@ -79,7 +79,8 @@ class ZmqPublisher:
 
     ``endpoint`` and ``replay_endpoint`` may end in ``:*``; the attributes of the same names hold the bound
     addresses. Call ``start`` inside the running loop to serve replay. ``clock`` gives the batch time stamp
-    (seconds since the epoch). ``ledger`` enables snapshots; the publisher keeps it up to date. Raises
+    (seconds since the epoch). ``ledger`` enables snapshots; the publisher keeps it up to date. ``sglang``
+    writes payloads of SGLang, which has the same sockets and no snapshots. Raises
     ``zmq.ZMQError`` when an endpoint cannot be bound.
     """
 
@@ -96,11 +97,13 @@ class ZmqPublisher:
         clock: Callable[[], float] = time.time,
         ledger: SnapshotLedger | None = None,
         snapshot_bytes_max: int = 256 << 20,
+        sglang: bool = False,
     ) -> None:
         self.stats = PublisherStats()
         # Id of this run of the publisher; None without snapshots.
         self.publisher_id = os.urandom(16) if ledger is not None else None
         self._ledger = ledger
+        self._sglang = sglang
         self._snapshot_bytes_max = snapshot_bytes_max
         self._published = False
         self._heartbeat: asyncio.TimerHandle | None = None
@@ -153,7 +156,10 @@ class ZmqPublisher:
     def publish(self, events: list[Event], *, ts: float | None = None) -> int:
         """Send one batch; returns its seq. Never blocks. Raises ``RuntimeError`` after ``close``."""
         timestamp = self._clock() if ts is None else ts
-        payload = encode_batch(timestamp, events, self.data_parallel_rank, self.publisher_id)
+        if self._sglang:
+            payload = encode_sglang_batch(timestamp, events, self.data_parallel_rank)
+        else:
+            payload = encode_batch(timestamp, events, self.data_parallel_rank, self.publisher_id)
         return self.publish_payload(payload)
 
     def publish_payload(self, payload: bytes) -> int:

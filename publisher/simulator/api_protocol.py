@@ -376,8 +376,8 @@ class Answer(msgspec.Struct, frozen=True):
         return {**choice, "routed_experts": None, "token_ids": token_ids}
 
 
-def model_list(model: str, root: str, max_model_len: int, created: int, *, rust: bool = False) -> Json:
-    """Body of GET /v1/models; ``rust``: as vLLM's Rust frontend answers."""
+def model_list(model: str, root: str, max_model_len: int, created: int, *, owner: str = "vllm") -> Json:
+    """Body of GET /v1/models; ``owner``: as the frontend of this name answers."""
     permission = {
         "id": f"modelperm-{model}",
         "object": "model_permission",
@@ -392,9 +392,9 @@ def model_list(model: str, root: str, max_model_len: int, created: int, *, rust:
         "group": None,
         "is_blocking": False,
     }
-    card = {"id": model, "object": "model", "created": created, "owned_by": "vllm", "root": root}
+    card = {"id": model, "object": "model", "created": created, "owned_by": owner, "root": root}
     card |= {"parent": None, "max_model_len": max_model_len}
-    card |= {"owned_by": "vllm-frontend-rs"} if rust else {"permission": [permission]}
+    card |= {"permission": [permission]} if owner == "vllm" else {}
     return {"object": "list", "data": [card]}
 
 

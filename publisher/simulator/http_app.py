@@ -7,13 +7,17 @@ into JSON.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
+import uvicorn
 
 from publisher.simulator import api_protocol
 from publisher.simulator.api_protocol import (
@@ -30,8 +34,8 @@ from publisher.simulator.api_protocol import (
     decode,
 )
 from publisher.simulator.http_agents import AgentEndpoints, Call, ClientGoneError, Receive, Scope, Send
-from publisher.simulator.http_server import CrashSwitch
 from publisher.simulator.model import EngineModel, Prepared
+from publisher.simulator.settings import CrashPoint
 from publisher.simulator.stepper import Generation, Stepper
 
 _Handler = Callable[["Call"], Awaitable[None]]
@@ -42,13 +46,131 @@ _PARAMS_IN_STREAMS = (0, 33)
 _GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
 )
+# Endpoints that SGLang does not have.
+_ONLY_VLLM = (
+    "/version",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/inference/v1/generate",
+)
 _METRICS = (b"content-type", b"text/plain; version=1.0.0; charset=utf-8")
+
+
+# A uvicorn server inside the caller's event loop, and a switch that crashes the engine.
+#
+# The server installs no signal handlers; at its end it waits a moment for open requests. ``listen`` opens its
+# socket.
+
+
+_BACKLOG = 2048
+# Time that ``shutdown`` waits for connections whose requests it has ended.
+_DRAIN_S = 1
+_POLL_S = 0.005
+# Interval of uvicorn's housekeeping (``on_tick``).
+_TICK_S = 0.1
+
+
+class LoopServer(uvicorn.Server):
+    """A uvicorn server controlled by events: it sets ``listening``; set ``ending`` to stop it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self.ending = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not (self.ending.is_set() or await self.on_tick(ticks)):
+            ticks += 1
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self.ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        connections, tasks = self.server_state.connections, self.server_state.tasks
+        end = time.monotonic() + _DRAIN_S
+        while True:
+            # Repeat for connections accepted in the loop iteration in which the listeners were closed.
+            for connection in list(connections):
+                connection.shutdown()
+            await asyncio.sleep(_POLL_S)
+            if not (connections or tasks) or time.monotonic() >= end:
+                break
+        for task in tasks:
+            task.cancel()
+        for connection in list(connections):
+            connection.transport.abort()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open a listening socket. Raises ``OSError`` naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+class CrashSwitch:
+    """Crash a simulated engine during an answer, for tests and demonstrations.
+
+    It wraps ``send`` between application and server. ``at`` is the point of the next generated answer at
+    which the engine ends, without any further answer or event and with all ports closed; None to keep it
+    running.
+    """
+
+    def __init__(self, at: CrashPoint | None, die: Callable[[], None]) -> None:
+        self.at = at
+        self._die = die
+
+    def watch(self, send: Send) -> Send:
+        """Wrap ``send`` of one answer; the wrapper raises ``ClientGoneError`` after the crash."""
+
+        async def watched(message: MutableMapping[str, Any]) -> None:
+            begins = message["type"] == "http.response.start"
+            if begins and self.at == "before_answer":
+                self._end()
+            ends = not begins and not message.get("more_body", False)
+            if not begins and self.at == "after_first_byte":
+                body = message["body"]
+                await send({**message, "body": body[: max(1, len(body) // 2)], "more_body": True})
+                self._end()
+            await send(message)
+            if ends and self.at == "after_answer":
+                self._end()
+
+        return watched
+
+    def _end(self) -> None:
+        self._die()
+        raise ClientGoneError
 
 
 class EngineApp:
     """ASGI application over one model and one stepper.
 
-    ``event_sources`` is the body of /kv_event_sources; ``enable_scale_out`` enables the render endpoints.
+    ``event_sources`` is the body of vLLM's /kv_event_sources, ``server_info`` that of SGLang's /server_info;
+    ``enable_scale_out`` enables the render endpoints.
     """
 
     def __init__(
@@ -56,7 +178,8 @@ class EngineApp:
         model: EngineModel,
         stepper: Stepper,
         *,
-        event_sources: Json,
+        event_sources: Json | None,
+        server_info: Json | None = None,
         enable_scale_out: bool,
         crash_switch: CrashSwitch,
     ) -> None:
@@ -64,7 +187,6 @@ class EngineApp:
         self._enable_scale_out = enable_scale_out
         self._model = model
         self._stepper = stepper
-        self._event_sources = event_sources
         self._created = int(time.time())
         self._agents = AgentEndpoints(model, stepper)
         self._routes: dict[str, tuple[str, _Handler]] = {
@@ -85,8 +207,13 @@ class EngineApp:
             "/health": ("GET", self._health),
             "/version": ("GET", self._version),
             "/metrics": ("GET", self._metrics),
-            "/kv_event_sources": ("GET", self._sources),
         }
+        if event_sources is not None:
+            self._routes["/kv_event_sources"] = ("GET", lambda call: call.reply_json(event_sources))
+        if server_info is not None:
+            self._routes["/server_info"] = ("GET", lambda call: call.reply_json(server_info))
+            for path in _ONLY_VLLM:
+                del self._routes[path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point; the server sends HTTP scopes only (lifespan and websockets are off)."""
@@ -290,7 +417,7 @@ class EngineApp:
             self._model.root,
             self._model.max_model_len,
             self._created,
-            rust=self._model.rust,
+            owner=self._model.owner,
         )
         await call.reply_json(listed)
 
@@ -306,9 +433,6 @@ class EngineApp:
         transfers = None if scheduler.connector is None else scheduler.connector.metrics
         page = self._model.metrics(scheduler.stats, scheduler.gauges(), transfers)
         await call.reply(page, content_type=_METRICS)
-
-    async def _sources(self, call: Call) -> None:
-        await call.reply_json(self._event_sources)
 
 
 def _event(value: Json) -> bytes:

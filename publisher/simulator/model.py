@@ -170,6 +170,8 @@ class EngineModel:
         self.name = settings.model
         self.root = settings.root or settings.model
         self.rust = settings.frontend == "rust"
+        self.owner = "sglang" if settings.kind == "sglang" else "vllm-frontend-rs" if self.rust else "vllm"
+        self._render_metrics = stats.render_sglang if settings.kind == "sglang" else stats.render
         self.max_model_len = max_model_len
         self.version = settings.version
         self.release = release(settings.version)
@@ -276,7 +278,7 @@ class EngineModel:
         self, counted: stats.EngineStats, gauges: stats.Gauges, transfers: TransferStats | None
     ) -> bytes:
         """Body of GET /metrics."""
-        return stats.render(
+        return self._render_metrics(
             counted,
             gauges,
             self._cache,

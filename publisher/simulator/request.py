@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, Protocol
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -222,4 +222,30 @@ def render(
     """
     registry = CollectorRegistry()
     registry.register(_Snapshot(stats, gauges, cache, (model, str(dp_rank)), transfers, drafts=drafts))
+    return generate_latest(registry)
+
+
+def render_sglang(
+    stats: EngineStats,
+    gauges: Gauges,
+    cache: CacheConfig,
+    *,
+    model: str,
+    dp_rank: int,
+    transfers: TransferStats | None = None,
+    drafts: bool = False,
+) -> bytes:
+    """The body of SGLang's ``GET /metrics``: its gauges (srt/observability/metrics_collector.py, 0.5.23)."""
+    del stats, transfers, drafts  # other names and no connectors
+    registry = CollectorRegistry()
+    labels = {"dp_rank": str(dp_rank), "engine_type": "unified", "model_name": model, "tp_rank": "0"}
+    values = {
+        "num_running_reqs": gauges.num_running,
+        "num_queue_reqs": gauges.num_waiting,
+        "token_usage": gauges.kv_cache_usage,
+        "num_pages": cache.num_gpu_blocks,
+    }
+    for name, value in values.items():
+        gauge = Gauge(f"sglang:{name}", name, list(labels), registry=registry)
+        gauge.labels(**labels).set(value)
     return generate_latest(registry)

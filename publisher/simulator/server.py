@@ -20,9 +20,9 @@ import zmq
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
 from publisher.pool.host_tier import HostTier
+from publisher.pool.radix import RadixPool
 from publisher.simulator.api_protocol import Json
-from publisher.simulator.http_app import EngineApp
-from publisher.simulator.http_server import CrashSwitch, LoopServer, listen
+from publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer, listen
 from publisher.simulator.kv_connector import KvConnector, TransferLink
 from publisher.simulator.kv_protocols import (
     MooncakeConnector,
@@ -68,15 +68,7 @@ class SimulatedEngine:
         self.groups = resolve_groups(settings)
         self.scheme = hash_scheme(settings, self.groups)
         self.model = EngineModel(settings, model_length(settings, self.groups))
-        self.pool = HybridBlockPool(
-            self.groups,
-            num_blocks=settings.num_blocks,
-            scheme=self.scheme,
-            retention_interval=settings.retention_interval,
-            int_hashes=settings.int_hashes,
-            chunk_tokens_max=settings.max_num_batched_tokens,
-            events=settings.publish_events,
-        )
+        self.pool = self._pool()
         host = HostTier(self.pool.layout, settings.host_blocks) if settings.host_blocks else None
         self.connector = None if settings.role is None else self._connector()
         self.scheduler = Scheduler(
@@ -125,7 +117,8 @@ class SimulatedEngine:
                     _tcp(settings.host, settings.events_port),
                     replay_endpoint=_tcp(settings.host, settings.replay_port),
                     data_parallel_rank=settings.dp_rank,
-                    ledger=SnapshotLedger(),
+                    ledger=None if settings.kind == "sglang" else SnapshotLedger(),
+                    sglang=settings.kind == "sglang",
                 )
                 self.publisher.start()
         except zmq.ZMQError as error:
@@ -146,7 +139,8 @@ class SimulatedEngine:
         app = EngineApp(
             self.model,
             self.stepper,
-            event_sources=self._event_sources(),
+            event_sources=self._event_sources() if settings.kind == "vllm" else None,
+            server_info=self._server_info() if settings.kind == "sglang" else None,
             enable_scale_out=settings.enable_scale_out,
             crash_switch=self.crash_switch,
         )
@@ -206,6 +200,23 @@ class SimulatedEngine:
         if self.connector is not None and self._server is not None:
             self._server.should_exit = True
 
+    def _pool(self) -> HybridBlockPool:
+        settings = self.settings
+        chunk = settings.max_num_batched_tokens
+        if settings.kind == "sglang":
+            return RadixPool(
+                self.groups, num_blocks=settings.num_blocks, scheme=self.scheme, chunk_tokens_max=chunk
+            )
+        return HybridBlockPool(
+            self.groups,
+            num_blocks=settings.num_blocks,
+            scheme=self.scheme,
+            retention_interval=settings.retention_interval,
+            int_hashes=settings.int_hashes,
+            chunk_tokens_max=chunk,
+            events=settings.publish_events,
+        )
+
     def _connector(self) -> KvConnector:
         settings = self.settings
         return _CONNECTORS[settings.kv_connector](
@@ -258,6 +269,35 @@ class SimulatedEngine:
             "topic": self.publisher.topic,
         }
         return {str(self.settings.dp_rank): source}
+
+    def _server_info(self) -> Json:
+        """GET /server_info of SGLang (``build_server_info``): what routers read of it."""
+        size = self.scheme.hash_block_size
+        info: Json = {
+            "version": "0.5.23",
+            "page_size": size,
+            "enable_cache_report": True,
+            "enable_metrics": True,
+            "enable_lora": False,
+            "speculative_algorithm": None,
+            "internal_states": [{"memory_usage": {"token_capacity": self.settings.num_blocks * size}}],
+            "kv_events": None,
+        }
+        if self.publisher is not None:
+            ports = [
+                int(endpoint.rpartition(":")[2])
+                for endpoint in (self.publisher.endpoint, self.publisher.replay_endpoint or "")
+            ]
+            info["kv_events"] = {
+                "publisher": "zmq",
+                "endpoint_host": "*",
+                "endpoint_port_base": ports[0],
+                "replay_endpoint_port_base": ports[1],
+                "topic": self.publisher.topic,
+                "block_size": size,
+                "dp_size": 1,
+            }
+        return info
 
 
 def run(settings: EngineSettings) -> None:

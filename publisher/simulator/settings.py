@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, HashScheme
+from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, SGLANG, HashScheme
 from publisher.events import Family, GroupSpec, hash_unit
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
@@ -47,6 +47,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     root: str = ""
     """The `root` of its model card, where vLLM has the path or name it was started with; the default is the
     model's name."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """The engine's software. `sglang` has one full-attention group, and events, `/server_info` and gauges as
+    SGLang 0.5.23."""
     frontend: Literal["python", "rust"] = "python"
     """vLLM's API server that it answers like; `rust` (VLLM_USE_RUST_FRONTEND=1) makes other tokens of some
     chats."""
@@ -167,6 +170,16 @@ def check_settings(settings: EngineSettings) -> None:
     if settings.hash_algo not in ALGORITHMS:
         raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
     release(settings.version)
+    if settings.kind == "sglang":
+        groups = resolve_groups(settings)
+        if len(groups) > 1 or groups[0].family is not Family.FULL:
+            raise ValueError(
+                f"groups = {settings.groups!r}: kind = 'sglang' has one full-attention group (full)"
+            )
+        for name in ("role", "host_blocks"):
+            if getattr(settings, name):
+                value = getattr(settings, name)
+                raise ValueError(f"{name} = {value!r}: not simulated with kind = 'sglang'; leave it out")
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -198,6 +211,8 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
 
 def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:
     """The engine's hash scheme."""
+    if settings.kind == "sglang":
+        return HashScheme(SGLANG, "", hash_unit(groups), tagged=False)
     return HashScheme(algo=settings.hash_algo, seed=settings.hash_seed, hash_block_size=hash_unit(groups))
 
 

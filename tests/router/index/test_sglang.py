@@ -25,29 +25,9 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineQuery
 from tests.support.event_writer import Prompt, Writer, tokens
+from tests.support.sglang_wire import AllBlocksCleared, BlockRemoved, BlockStored
 
 PAGE = 16
-
-
-class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None = None
-    cache_salt: str | None = None
-    session_id: str | None = None
-    lora_name: str | None = None
-
-
-class Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
-    block_hashes: list[int]
-    medium: str | None = None
-
-
-class Cleared(msgspec.Struct, tag="AllBlocksCleared", omit_defaults=True):
-    pass
 
 
 def page_hashes(prompt: Sequence[int], salt: str | None = None, namespace: bytes = b"") -> list[int]:
@@ -64,12 +44,12 @@ def page_hashes(prompt: Sequence[int], salt: str | None = None, namespace: bytes
 
 def stored(
     prompt: Sequence[int], *, namespace: bytes = b"", medium: str = "GPU", **fields: Any
-) -> list[Stored]:
+) -> list[BlockStored]:
     """One event per page, each naming the page before as its parent."""
     hashes = page_hashes(prompt, fields.get("cache_salt"), namespace)
     parents = [None, *hashes[:-1]]
     return [
-        Stored([block], parent, list(prompt[n * PAGE : (n + 1) * PAGE]), PAGE, None, medium, **fields)
+        BlockStored([block], parent, list(prompt[n * PAGE : (n + 1) * PAGE]), PAGE, None, medium, **fields)
         for n, (block, parent) in enumerate(zip(hashes, parents, strict=True))
     ]
 
@@ -137,7 +117,7 @@ def test_prompts_are_predicted_and_nothing_is_rejected(setup: SetupEvidence | No
     assert [hit(fleet, prompt) for prompt in prompts] == [192] * 20
     assert hit(fleet, prompts[0][:100] + tokens(100, seed=99)) == 96
     assert hit(fleet, prompts[0][:96]) == 80, "the last token is always computed"
-    tell(fleet, Removed(page_hashes(prompts[0])[3:], "GPU"))
+    tell(fleet, BlockRemoved(page_hashes(prompts[0])[3:], "GPU"))
     assert hit(fleet, prompts[0]) == 48
 
 
@@ -187,10 +167,10 @@ def test_a_mixed_fleet_assumes_no_scheme_of_the_other_software() -> None:
 def test_the_host_cache_counts_and_goes_with_a_clear() -> None:
     fleet, prompt = FleetResidency(ModelFacts()), tokens(200)
     tell(fleet, *stored(prompt), *stored(prompt, medium="CPU_PINNED"))
-    tell(fleet, Removed(page_hashes(prompt), "GPU"))
+    tell(fleet, BlockRemoved(page_hashes(prompt), "GPU"))
     found = fleet.predict(Prompt(prompt), ["a"])["a"]
     assert (found.hit_tokens, found.cpu_tokens) == (0, 192)
-    tell(fleet, Cleared())
+    tell(fleet, AllBlocksCleared())
     assert fleet.predict(Prompt(prompt), ["a"])["a"].offloaded_tokens == 0
 
 
