@@ -359,7 +359,9 @@ class DisaggregationPlanner:
     ) -> tuple[Choice, Split]:
         tokens = asked.tokens
         helpers: dict[str, Engine] = {
-            engine.engine_id: engine for engine in self.helpers if not engine.closed
+            engine.engine_id: engine
+            for engine in self.helpers
+            if not engine.closed and engine.kind == "vllm"  # SGLang knows no ``kv_transfer_params``
         }
         found = zip(helpers.values(), candidates(helpers.values(), asked, now), strict=True)
         best = plan(
@@ -477,5 +479,6 @@ def _bound_to_one(request: InboundRequest) -> str:
 
 def _side(engine: Engine, candidate: Candidate, tokens: int) -> Side:
     """An engine that cannot fetch lacks nothing that could be sent."""
-    lacks = lacking(engine, candidate.hit, tokens) if engine.engine.decodes else 0
+    fetches = engine.engine.decodes and engine.kind == "vllm"
+    lacks = lacking(engine, candidate.hit, tokens) if fetches else 0
     return Side(candidate, engine.version, lacks, engine.own_s)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
 
-from router.fleet.identity import DiscoveredEngine, EngineAddress, Role
+from router.fleet.identity import DiscoveredEngine, EngineAddress, EngineKind, Role
 from router.fleet.settings import KubernetesSettings
 
 Object = TypeVar("Object")
@@ -189,6 +189,7 @@ class ReceivedPool(Received, frozen=True, omit_defaults=True):
 
 
 PREFIX = "kvatlas.io/"
+_KINDS: dict[str, EngineKind] = {"vllm": "vllm", "sglang": "sglang"}
 ROLE_LABEL = "llm-d.ai/role"
 _ROLES: dict[str, Role] = {
     "prefill": "prefill",
@@ -371,6 +372,10 @@ def _engines(
     if max(events or 0, replay or 0, snapshot or 0, source or 0) + ranks - 1 > 65535:
         problems.append(f"{server.where}: ports of {ranks} ranks reach beyond 65535")
         events = replay = snapshot = source = None
+    kind = server.annotations.get(f"{PREFIX}kind")
+    if kind is not None and kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        problems.append(f"{server.where}: annotation {PREFIX}kind = {kind[:40]!r} is none of {known}")
     held = server.held
     if server.role is not None and server.role not in _ROLES:
         held = held or f"its role {server.role[:40]!r} is unknown"
@@ -388,6 +393,7 @@ def _engines(
             server.annotations.get(f"{PREFIX}topic", ""),
             zmq[2],
             _ROLES.get(server.role or ""),
+            kind=_KINDS.get(kind or ""),
             kv_source=None if source is None else f"{host}:{source}",
         )
         yield DiscoveredEngine(engine, held, server.uid)

@@ -150,6 +150,7 @@ def find_facts(
     )
     mamba = any(group.family is Family.MAMBA for group in groups)
     shown = [eagle, mode if mamba else None, size, replay if replay.value else None]
+    shown.append(_other_attention(evidence))
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
 
@@ -232,6 +233,14 @@ def _block_size(evidence: SetupEvidence) -> Fact | None:
         if stated.attention_block_size:
             return Fact("attention_block_size", stated.attention_block_size, stated.source, "certain")
     return None
+
+
+def _other_attention(evidence: SetupEvidence) -> Fact | None:
+    """Return that hits are predicted as for full attention, and may be too high: the engine has pools for
+    windows or Mamba states too, of which SGLang's events say nothing.
+    """
+    stated = next((one for one in evidence.statements if one.other_attention), None)
+    return None if stated is None else Fact("other_attention", True, stated.source, "assumed")
 
 
 def _replay(configured: ModelFacts, evidence: SetupEvidence, groups: Iterable[GroupSpec]) -> Fact:

@@ -89,6 +89,11 @@ def test_a_pod_names_the_port_of_its_p2p_tier() -> None:
     assert kv_source_of(EngineAddress("http://[fd00::1]:8000", 2), 5710) == ("fd00::1", 5712)
 
 
+def test_a_pod_names_its_software() -> None:
+    (one,) = engines([with_notes(kind="sglang")])
+    assert one.kind == "sglang"
+
+
 def test_a_replay_port_without_events_has_nothing_to_complete() -> None:
     assert engines([with_notes(replay_port="83")]) == [EngineAddress("http://10.0.0.1:8000")]
 
@@ -113,6 +118,7 @@ def test_every_data_parallel_rank_is_an_engine_with_ports_of_its_own() -> None:
         ({"port": "²"}, "kvatlas.io/port = '²'"),
         ({"data_parallel_size": "5000"}, "kvatlas.io/data-parallel-size = '5000' is not 1 to 1024"),
         ({"data_parallel_size": "100", "events_port": "65500"}, "reach beyond 65535"),
+        ({"kind": "tgi"}, "kvatlas.io/kind = 'tgi' is none of vllm, sglang"),
     ],
 )
 def test_annotations_that_make_no_sense_are_told_and_count_as_not_given(
