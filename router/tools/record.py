@@ -25,7 +25,7 @@ from router.config.load import parse_engine
 from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
 from router.fleet.identity import EngineAddress
-from router.fleet.statement import event_sources
+from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest
 from router.tools.ops_client import output_console
@@ -358,17 +358,28 @@ def _with_events(engine: EngineAddress) -> list[EngineAddress]:
     """Return the engine with its event endpoints, read from the server if not given."""
     if engine.events is not None:
         return [engine]
-    url = f"{engine.base_url}/kv_event_sources"
+    url, info = f"{engine.base_url}/kv_event_sources", f"{engine.base_url}{SERVER_INFO}"
     hint = "give events=tcp://.. too"
     try:
-        with urllib.request.urlopen(url, timeout=_ASK_TIMEOUT_S) as answer:  # noqa: S310  # http, checked
-            found = event_sources(engine.base_url, answer.read(_ANSWER_BYTES_MAX))
+        try:
+            found = event_sources(engine.base_url, _get(url))
+        except urllib.error.HTTPError:
+            stated = server_info_statement(_get(info))
+            if stated is None or stated.kind != "sglang":
+                raise
+            found = sglang_engines(engine.base_url, stated.event_ports)
     except (urllib.error.URLError, OSError, ValueError) as error:
         raise ConfigError(f"{url}: {error}; {hint}") from None
     wanted = [e for e in found if engine.dp_rank is None or (e.dp_rank or 0) == engine.dp_rank]
     if not wanted:
         raise ConfigError(f"{url}: this engine publishes no events")
     return wanted
+
+
+def _get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=_ASK_TIMEOUT_S) as answer:  # noqa: S310  # http, checked
+        body: bytes = answer.read(_ANSWER_BYTES_MAX)
+        return body
 
 
 def _check(options: RecordOptions) -> None:

@@ -22,8 +22,14 @@ from msgspec.structs import replace
 from router.config.schema import Config
 from router.engine_lifecycle import complete, setup_evidence
 from router.fleet.identity import EngineAddress
-from router.fleet.statement import SERVER_INFO, event_sources, read_statement, server_info_statement
-from router.fleet.status import ModelCard
+from router.fleet.statement import (
+    SERVER_INFO,
+    event_sources,
+    read_statement,
+    server_info_statement,
+    sglang_engines,
+)
+from router.fleet.status import ModelCard, kind_of
 from router.http.sockets import describe_error
 from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence
@@ -190,6 +196,9 @@ async def _ask_server(http: Http, url: str) -> ServerEvidence:
 
 def _discovered(url: str, server: ServerEvidence) -> list[EngineAddress]:
     """Return one engine per data-parallel rank that publishes, parsed as the router does."""
+    stated = server.server_info
+    if kind_of(None, stated, server.models) == "sglang":
+        return sglang_engines(url, None if stated is None else stated.event_ports)
     try:
         return event_sources(url, server.sources_answer.body) if server.sources_answer.ok else []
     except ValueError:

@@ -143,7 +143,7 @@ PROPERTIES = (
 )
 
 # Checks whose findings do not concern exactness: shown beside a verdict.
-NOTES = ("clock.skew", "cache.retention", "cache.block_size", "tokens.speed")
+NOTES = ("clock.skew", "cache.sglang", "cache.retention", "cache.block_size", "tokens.speed")
 
 _BAD = frozenset({Severity.WARNING, Severity.ERROR})
 

@@ -9,11 +9,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
+from router.fleet.identity import EngineAddress
+from router.fleet.statement import EngineStatement
 from router.openai.request import CHAT, COMPLETION
+from router.pd.settings import PdSettings
 from router.proxy.settings import ProxySettings
+from router.tools.doctor.findings import Severity
+from router.tools.record import resolve
+from tests.router.tools.doctor.rig import examined, http_server
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routing, running
 
@@ -148,5 +155,88 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=f"{name} = .*sglang"):
             async with running({**SGLANG, **changes}):
                 pass
+
+    run(main())
+
+
+@pytest.mark.parametrize("prefill", ["vllm", "sglang"])
+def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) -> None:
+    """Not even where versions may be mixed: SGLang knows nothing of vLLM's transfer parameters."""
+
+    async def main() -> None:
+        role = "prefill" if prefill == "vllm" else "decode"
+        async with running({"groups": "full", "role": role}, SGLANG) as (vllm, sglang):
+            helper, decoder = (vllm, sglang) if prefill == "vllm" else (sglang, vllm)
+            engines = (
+                EngineAddress(helper.base_url, role="prefill"),
+                EngineAddress(decoder.base_url, role="decode"),
+            )
+            pd = PdSettings(mix_versions=True, min_remote_tokens=16, decode_delay_weight=1000.0)
+            async with routing(configure(*engines, pd=pd)) as rig:
+                for text in ("one", "two", "three"):
+                    body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
+                    status, answer = await rig.ask("POST", COMPLETION, body)
+                    assert status == 200, answer
+                    await until(lambda: rig.idle, "answered")
+            assert decoder.scheduler.stats.prompt_tokens > 0
+            assert helper.scheduler.stats.prompt_tokens == 0
+
+    run(main())
+
+
+def test_the_doctor_names_what_an_engine_was_started_without() -> None:
+    async def main() -> None:
+        async with running(SGLANG) as (engine,):
+            healthy = await examined(engine.base_url, probe=True)
+            healthy.expect("cache.sglang", Severity.OK, "SGLang 0.5.23, 16 tokens per page")
+            healthy.expect("cache.scheme", Severity.OK, "SGLang's page hashes, 16 token(s)")
+            healthy.expect("probe.exact", Severity.OK)
+            assert healthy.bad() == []
+        info = {
+            "page_size": 1,
+            "enable_cache_report": False,
+            "internal_states": [{"memory_usage": {"token_capacity_swa": 64}}],
+            "kv_events": None,
+        }
+        card = {"id": "m", "owned_by": "sglang", "parent": None}
+        async with http_server({"/health": {}, "/v1/models": {"data": [card]}, "/server_info": info}) as url:
+            found = await examined(url)
+            for words in ("--page-size 16", "--enable-metrics", "--enable-cache-report", "windows or Mamba"):
+                found.expect("cache.sglang", Severity.WARNING, words)
+            found.expect("cache.sglang", Severity.WARNING, "--kv-events-config", "tcp://*:5557")
+            assert found.of("http.event_sources") == found.of("http.version") == []
+
+    run(main())
+
+
+def test_a_recording_finds_the_event_endpoints() -> None:
+    async def main() -> None:
+        async with running(SGLANG) as (engine,):
+            (source,) = await asyncio.to_thread(resolve, [engine.base_url])
+            assert (source.events, source.replay) == (engine.events_endpoint, engine.replay_endpoint)
+
+    run(main())
+
+
+def test_hits_of_an_engine_with_windows_are_shown_as_assumed() -> None:
+    stated = EngineStatement(source="server_info", kind="sglang", other_attention=True)
+
+    async def main() -> None:
+        async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+            body = {"model": MODEL, "max_tokens": 2, "prompt": TEXT * 20}
+            await ask(rig, engine, COMPLETION, body)
+            (status,) = rig.router.fleet
+            status.server_info = msgspec.structs.replace(stated, event_ports=None)
+            rig.router.lifecycle.engine_up(status)
+            label = {
+                "name": "other_attention",
+                "value": True,
+                "source": "server_info",
+                "certainty": "assumed",
+            }
+            (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
+            assert label in shown["facts"]
+            (explained,) = (await rig.ask("POST", "/kvatlas/explain", body))[1]["engines"]
+            assert label in explained["facts"]
 
     run(main())

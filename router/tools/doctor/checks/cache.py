@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from publisher.block_hash import DEFAULT_SEED
+from publisher.block_hash import DEFAULT_SEED, SGLANG
 from publisher.events import Family, GroupSpec
+from router.fleet.statement import EngineStatement
 from router.index.base import GPU
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import SEEDS_MAX, Detection
@@ -42,7 +43,11 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
     if residency is None or not engine.event_counts.stored:
         return
     found = residency.scheme
-    if residency.detection is Detection.NATIVE and found is not None:
+    if residency.detection is Detection.NATIVE and found is not None and found.algo == SGLANG:
+        yield ok(f"SGLang's page hashes, {found.hash_block_size} token(s) per page")
+    elif residency.detection is Detection.LEARNED and engine.kind == "sglang":
+        yield ok("hashes are learned from events: they cover adapters, or have Dynamo's format")
+    elif residency.detection is Detection.NATIVE and found is not None:
         seed = "vLLM's fixed default seed" if found.seed == DEFAULT_SEED else f"PYTHONHASHSEED={found.seed}"
         yield ok(f"{found.algo}, {seed}, {found.hash_block_size} tokens per hash")
         if found.algo.startswith("xxhash") and found.seed == DEFAULT_SEED:
@@ -75,6 +80,57 @@ def scheme(engine: EngineEvidence) -> Iterator[CheckResult]:
         )
 
 
+@engine_check("cache.sglang")
+def sglang(engine: EngineEvidence) -> Iterator[CheckResult]:
+    """Check the options with which SGLang was started."""
+    stated = engine.server.server_info
+    if engine.kind != "sglang" or not engine.server.models:
+        return
+    if stated is None or stated.kind != "sglang":
+        yield warning(
+            "GET /server_info: no statement of SGLang",
+            "a proxy in front of it, or a release before 0.5.23",
+            "give events= and replay= with --engine, or upgrade",
+        )
+        return
+    found = list(_sglang_options(engine, stated))
+    yield from found or [ok(f"SGLang {stated.version}, {stated.attention_block_size} tokens per page")]
+
+
+def _sglang_options(engine: EngineEvidence, stated: EngineStatement) -> Iterator[CheckResult]:
+    if stated.event_ports is None and engine.engine.events is None:
+        yield warning(
+            "the engine publishes no events",
+            "it was started without --kv-events-config",
+            'start it with --kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", '
+            '"replay_endpoint": "tcp://*:5558"}\'; else its cache is estimated',
+        )
+    if stated.attention_block_size == 1:
+        yield warning(
+            "a page holds 1 token",
+            "SGLang's default: every token is a block, which costs memory and events",
+            "start it with --page-size 16 or 64",
+        )
+    if not engine.server.metrics_answer.ok:
+        yield warning(
+            f"GET /metrics: {engine.server.metrics_answer.description}",
+            "it was started without --enable-metrics",
+            "start it with --enable-metrics: without it the load of other clients is not known",
+        )
+    if not stated.reports_cached_tokens:
+        yield warning(
+            "answers do not report cached tokens",
+            "it was started without --enable-cache-report",
+            "start it with --enable-cache-report: without it there are no receipts",
+        )
+    if stated.other_attention:
+        yield warning(
+            "it has pools for windows or Mamba states",
+            "SGLang's events say nothing of them",
+            "nothing: hits are predicted as for full attention, and may be too high",
+        )
+
+
 def _why_no_scheme(engine: EngineEvidence) -> str:
     algo = engine.gauges.cache_config.get("prefix_caching_hash_algo", "")
     version = engine.server.version
@@ -95,6 +151,8 @@ def groups(engine: EngineEvidence) -> Iterator[CheckResult]:
     shown = "; ".join(f"{len(c.group_idxs)} x {c.label}" for c in layout.classes)
     yield ok(f"{len(layout.groups)} group(s): {shown}; a hit is a multiple of {layout.alignment} tokens")
     file = engine.model_file
+    if engine.kind == "sglang":
+        return  # its events name neither group nor kind; ``sglang`` reports others than full attention
     if residency.assumed_kinds:
         yield _assumed(sorted(residency.assumed_kinds), file, len(layout.groups))
     elif other := file.other_windows(layout.groups):

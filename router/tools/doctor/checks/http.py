@@ -78,7 +78,7 @@ def models(engine: EngineEvidence) -> Iterator[CheckResult]:
 def version(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Report features that this vLLM release missing_features."""
     server = engine.server
-    if not server.version_answer.status and not server.models:
+    if engine.kind == "sglang" or (not server.version_answer.status and not server.models):
         return
     if server.version is None:
         shown = repr(server.version_text[:80]) if server.version_text else server.version_answer.description
@@ -109,8 +109,8 @@ def event_sources(engine: EngineEvidence) -> Iterator[CheckResult]:
     elif engine.engine.events is not None:
         rank = "" if engine.engine.dp_rank is None else f" (rank {engine.engine.dp_rank})"
         yield ok(f"the engine names its event endpoint {engine.engine.events}{rank}")
-    elif not engine.server.models and not answer.status:
-        return  # it does not answer at all
+    elif engine.kind == "sglang" or (not engine.server.models and not answer.status):
+        return  # reported by ``sglang``, or it does not answer at all
     elif answer.ok and sources is not None:
         yield warning(
             "the engine publishes no events",
