@@ -168,7 +168,7 @@ class EngineLifecycle:
             self._compare_layout(engine.base_model, engine, layout)
         groups = () if layout is None else layout.groups
         engine.load.pages.configure(engine.pool_blocks or 0, groups)
-        engine.evictions.configure(engine.pool_blocks or 0, groups)
+        engine.evictions.configure(engine.pool_blocks or 0, groups, vllm=engine.kind == "vllm")
         engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
 
     def _learn_setup(self, engine: Engine) -> None:

@@ -117,11 +117,15 @@ class EvictionForecast:
         self._projected: _Projection | None = None  # valid until something changes
         self._endangered: float | None = None  # the last stamp that may be evicted; likewise
 
-    def configure(self, pool_blocks: int, groups: Sequence[GroupSpec]) -> None:
-        """Set the size of the pool, the null block included, and the layout; 0 or no groups: unknown."""
+    def configure(self, pool_blocks: int, groups: Sequence[GroupSpec], *, vllm: bool = True) -> None:
+        """Set the size of the pool, the null block included, and the layout; 0 or no groups: unknown.
+
+        SGLang (``vllm`` False) is not modelled: it evicts whole leaves of its radix tree.
+        """
         if not pool_blocks or not groups:
             return
-        modelled = len(groups) == 1 and groups[0].family is Family.FULL and pool_blocks <= POOL_BLOCKS_MAX
+        one = len(groups) == 1 and groups[0].family is Family.FULL
+        modelled = vllm and one and pool_blocks <= POOL_BLOCKS_MAX
         blocks, size = (pool_blocks - 1, groups[0].block_size) if modelled else (0, 1)
         if (blocks, size) != (self.blocks, self.block_size):
             self._records = modelled

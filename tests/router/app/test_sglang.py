@@ -87,6 +87,9 @@ def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
                 text = f"Story {number_ % 5}. {TEXT * 8}"
                 await ask(rig, engines[0], COMPLETION, {"model": MODEL, "max_tokens": 4, "prompt": text})
             check(rig)
+            (known,) = rig.router.fleet
+            await until(lambda: known.pool_blocks == 40, "its gauges were read")
+            assert known.evictions.blocks == 0, "vLLM's order of eviction is not SGLang's"
             residency = rig.router.scopes.engine(engines[0].base_url)
             assert residency is not None
             assert residency.index.physical(engines[0].base_url, "GPU") <= 39
@@ -171,7 +174,9 @@ def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) 
                 EngineAddress(helper.base_url, role="prefill"),
                 EngineAddress(decoder.base_url, role="decode"),
             )
-            pd = PdSettings(mix_versions=True, min_remote_tokens=16, decode_delay_weight=1000.0)
+            pd = PdSettings(
+                mix_versions=True, min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0
+            )
             async with routing(configure(*engines, pd=pd)) as rig:
                 for text in ("one", "two", "three"):
                     body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
