@@ -174,16 +174,15 @@ def test_no_prompt_is_computed_by_an_engine_of_the_other_software(prefill: str) 
                 EngineAddress(helper.base_url, role="prefill"),
                 EngineAddress(decoder.base_url, role="decode"),
             )
-            pd = PdSettings(
-                mix_versions=True, min_remote_tokens=64, leg_overhead_s=0.0, transfer_s_per_token=0.0
-            )
+            pd = PdSettings(mix_versions=True, min_remote_tokens=64)
             async with routing(configure(*engines, pd=pd)) as rig:
                 for text in ("one", "two", "three"):
                     body = {"model": MODEL, "max_tokens": 2, "prompt": f"Story {text}. {TEXT * 30}"}
                     status, answer = await rig.ask("POST", COMPLETION, body)
                     assert status == 200, answer
                     await until(lambda: rig.idle, "answered")
-            assert decoder.scheduler.stats.prompt_tokens > 0
+                reason = "short" if prefill == "vllm" else "no_prefill_engine"
+                assert rig.router.proxy.pd_stats.aggregated == {reason: 3}
             assert helper.scheduler.stats.prompt_tokens == 0
 
     run(main())
