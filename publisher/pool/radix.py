@@ -83,9 +83,11 @@ class RadixPool(HybridBlockPool):
         )
         self._page = scheme.hash_block_size
         self._pages = self._free = num_blocks - 1
+        # SGLang has one root; the salt is part of the key of its children (``RadixKey.child_key``).
         self._roots: dict[str | None, _Node] = {}
         self._held: dict[PoolRequest, _Held] = {}
         self._computed: list[PoolRequest] = []
+        # Counts look-ups and insertions: one touches all nodes of its path at one time.
         self._clock = 0
         self._said: list[tuple[BlockStored | BlockRemoved, list[int]] | AllBlocksCleared] = []
 
@@ -134,6 +136,7 @@ class RadixPool(HybridBlockPool):
         self._free -= max(needed, 0)
         held.own += max(needed, 0)
         request.num_computed = now
+        # Decoded tokens are inserted when the request ends.
         if now <= request.num_prompt_tokens:
             self._computed.append(request)
         return True
@@ -238,6 +241,7 @@ class RadixPool(HybridBlockPool):
             parent.children[pages[0]] = last
             last.used = self._clock
             self._say_stored(last)
+        # Pages found in the tree were computed twice: the request's own copies are freed.
         held.own -= count - held.locked
         self._free += found - held.locked
         self._lock(last, 1)
@@ -266,6 +270,7 @@ class RadixPool(HybridBlockPool):
             del parent.children[node.pages[0]]
             self._free += len(node.pages)
             count -= len(node.pages)
+            # The node above may be a leaf now, and older than the leaves that are left.
             if parent.parent is not None and not parent.children and not parent.locks:
                 heapq.heappush(leaves, (parent.used, id(parent), parent))
             self._say_removed(node)

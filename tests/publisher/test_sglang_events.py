@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from publisher.events import (
     encode_sglang_batch,
     encode_tokens,
 )
-from tests.support.sglang_wire import classes
+from tests.support.sglang_wire import classes, wheel_path
 
 HASHES = [-(1 << 63), (1 << 63) - 1, 7]
 
@@ -55,3 +57,13 @@ def test_media_of_the_wheel_are_known() -> None:
     media = [medium.value for medium in classes("wheel").StorageMedium]
     assert media[0] in ON_GPU
     assert [medium_named(name) for name in media[1:]] == ["CPU", "STORAGE", "STORAGE"]
+
+
+def test_the_radix_tree_of_the_wheel_has_the_same_hits_evictions_and_events() -> None:
+    wheel, python = wheel_path(), os.environ.get("KVATLAS_VLLM_PYTHON")
+    if not python:
+        pytest.skip("KVATLAS_VLLM_PYTHON names no interpreter with torch; make test-sglang sets it")
+    command = [python, "-m", "tests.support.real_radix", wheel, "100"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 4000

@@ -47,13 +47,19 @@ class KVEventBatch(msgspec.Struct, array_like=True):
     attn_dp_rank: int | None = None
 
 
+def wheel_path() -> str:
+    """The wheel's path; skips the test if there is none."""
+    path = os.environ.get(WHEEL)
+    if not path:
+        pytest.skip(f"{WHEEL} names no wheel of sglang 0.5.23; make test-sglang downloads it")
+    return path
+
+
 def classes(source: str) -> Any:
     """The module with the classes: ``own``, or ``wheel``'s; skips the test if there is no wheel."""
     if source == "own":
         return sys.modules[__name__]
-    path = os.environ.get(WHEEL)
-    if not path:
-        pytest.skip(f"{WHEEL} names no wheel of sglang 0.5.23; make test-sglang downloads it")
+    path = wheel_path()
     module = ModuleType("kv_events_of_the_wheel")
     # Struct types are resolved through ``sys.modules``.
     sys.modules[module.__name__] = module
