@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import count, islice
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ _THERE: Copies = 1
 
 HeldKey = tuple[int, WireHash]
 """Group, and the hash at the block's end."""
+_ByGroup = Sequence[dict[WireHash, Copies]]
 
 
 # Eviction order under retention hints, shared with the connectors' policy ``hinted``.
@@ -236,13 +238,21 @@ def _by_stamp(queues: Iterable[OrderedDict[K, int]]) -> Iterator[tuple[int, K]]:
 
 class HostTier:
     """A store of ``blocks_max`` blocks of any group, used by the scheduler's thread only. Times matter only
-    where requests have hints."""
+    where requests have hints. ``owner`` in events: None as in those of vLLM's own offloading."""
 
-    def __init__(self, layout: PoolLayout, blocks_max: int, owner_share: float = OWNER_SHARE) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        blocks_max: int,
+        owner_share: float = OWNER_SHARE,
+        *,
+        owner: str | None = OWNER,
+    ) -> None:
         if layout.uses_eagle:
             layout = replace(layout, alignment=layout.scheduler_block_size, partial_hits=False)
         self._layout = layout
         self._blocks_max = blocks_max
+        self._owner = owner
         self._held: set[HeldKey] = set()
         self._order: RetentionOrder[HeldKey] = RetentionOrder(blocks_max, owner_share)
         self._by_group: list[dict[WireHash, Copies]] = [{} for _ in layout.groups]
@@ -290,20 +300,32 @@ class HostTier:
         if hint is not None:
             self._order.retain(keys, hint, now)
 
-    def reach(self, request: PoolRequest, hit: int) -> int:
-        """Tokens covered by the GPU hit and a load together; at least ``hit``."""
+    def reach(self, request: PoolRequest, hit: int, more: AbstractSet[HeldKey] = frozenset()) -> int:
+        """Tokens covered by the GPU hit and a load together; at least ``hit``. ``more``: blocks held
+        elsewhere that would be loaded too."""
         hashes = request.known_hashes()
         whole = self._layout.scheduler_block_size
         local = hit // whole * whole
-        if not self._goes_on(hashes, local):
+        by_group = self._by_group
+        if more:
+            by_group = [dict(held) for held in by_group]
+            for group, block in more:
+                by_group[group][block] = _THERE
+        if not self._goes_on(hashes, local, by_group):
             return hit
         before = set(hashes[: local // self._layout.hash_block_size])
-        maps = [_LoadView(before, held) for held in self._by_group]
+        maps = [_LoadView(before, held) for held in by_group]
         finder = HitFinder(self._layout, maps)  # type: ignore[arg-type]
         found = finder.find(hashes, request.num_tokens - 1).length
-        while found > hit and not self._ends_are_held(hashes, found):
+        while found > hit and not self._ends_are_held(hashes, found, by_group):
             found = finder.find(hashes, found - 1).length
         return max(hit, found)
+
+    def missing_keys(self, request: PoolRequest) -> list[HeldKey]:
+        """All blocks of the prompt that are not held here, under the hash at any of their ends."""
+        groups = [group.group_idx for group in self._layout.groups]
+        keys = ((group, block) for block in request.known_hashes() for group in groups)
+        return [key for key in keys if key not in self._held]
 
     def load_keys(self, request: PoolRequest, hit: int, end: int) -> list[HeldKey]:
         """The blocks that a load from the GPU hit to ``end`` moves, in prompt order."""
@@ -317,23 +339,23 @@ class HostTier:
                 found.append((last, group.group_idx, hashes[last // unit - 1]))
         return [(group_idx, block) for _, group_idx, block in sorted(found, key=lambda one: one[:2])]
 
-    def _goes_on(self, hashes: Sequence[WireHash], local: int) -> bool:
+    def _goes_on(self, hashes: Sequence[WireHash], local: int, by_group: _ByGroup) -> bool:
         """Whether a load is possible: full attention needs the next block."""
         if self._full is None:
             return True
         end = (local // self._full.block_size + 1) * self._full.block_size // self._layout.hash_block_size
-        return end <= len(hashes) and hashes[end - 1] in self._by_group[self._full.group_idx]
+        return end <= len(hashes) and hashes[end - 1] in by_group[self._full.group_idx]
 
-    def _ends_are_held(self, hashes: Sequence[WireHash], end: int) -> bool:
+    def _ends_are_held(self, hashes: Sequence[WireHash], end: int, by_group: _ByGroup) -> bool:
         """Whether each block in which a load would end is held under the hash at that end."""
         last = hashes[end // self._layout.hash_block_size - 1]
         inside = (group.group_idx for group in self._layout.groups if end % group.block_size)
-        return all(last in self._by_group[group_idx] for group_idx in inside)
+        return all(last in by_group[group_idx] for group_idx in inside)
 
     def _store(self, event: BlockStored) -> list[Event]:
         group = event.group_idx or 0
         new, gone = self.store([(group, block) for block in event.block_hashes])
-        events: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", OWNER) for idx, block in gone]
+        events: list[Event] = [BlockRemoved([block], "CPU", idx, "LOCAL", self._owner) for idx, block in gone]
         if new:
             events.append(
                 replace(
@@ -342,7 +364,7 @@ class HostTier:
                     extra_keys=None,
                     medium="CPU",
                     locality="LOCAL",
-                    ownership=OWNER,
+                    ownership=self._owner,
                 )
             )
         return events

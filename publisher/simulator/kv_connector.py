@@ -25,7 +25,7 @@ import msgspec
 import structlog
 import xxhash
 
-from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.block_pool import HybridBlockPool, PoolRequest, Reach
 from publisher.events import Family
 from publisher.simulator.kv_messages import (
     Fault,
@@ -139,6 +139,16 @@ class KvConnector:
         """Report the other engine's hit (vllm/v1/engine/output_processor.py, from 0.31 on)."""
         if params.do_remote_prefill and self.release >= _REPORTS_REMOTE_HIT:
             request.reported_hit = params.remote_prefill_cached_tokens
+
+    def must_probe(self, request: SimRequest, pooled: PoolRequest) -> bool:
+        """Whether the request waits for an answer of another engine, which is asked now; then ``found``
+        has the answer."""
+        return False
+
+    def reaches(self, request: SimRequest) -> Reach | None:
+        """How far the request is loaded from another engine, given its hit; None: it is not."""
+        reach = self.reach(request)
+        return (lambda _, hit: max(hit, reach)) if reach else None
 
     def reach(self, request: SimRequest) -> int:
         """Tokens of its prompt that a request loads from another engine; 0 for none."""
@@ -356,10 +366,7 @@ class TransferLink:
         params, stats = load.params, self._connector.stats
         begun_s = time.monotonic()
         try:
-            address, name = await self._await_source(params)
-            await asyncio.sleep(load.num_blocks * self._s_per_block)
-            digest = prompt_digest(load.request.prompt, load.end)
-            reply = await exchange(address, Read(name, load.end, digest))
+            reply = await self._fetch(load)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             stats.failed_transfers += 1
             log.warning("transfer_failed", source=params.source, error=str(error) or type(error).__name__)
@@ -367,6 +374,12 @@ class TransferLink:
             return
         stats.transferred(time.monotonic() - begun_s, load.num_blocks * self._block_bytes)
         self._loaded(load, reply.intact)
+
+    async def _fetch(self, load: Load) -> Reply:
+        """Move the blocks of a load. Raises like ``exchange``."""
+        address, name = await self._await_source(load.params)
+        await asyncio.sleep(load.num_blocks * self._s_per_block)
+        return await exchange(address, Read(name, load.end, prompt_digest(load.request.prompt, load.end)))
 
     async def _notify(self, params: TransferParams) -> None:
         try:
@@ -450,8 +463,12 @@ async def exchange(address: Address, message: Message, timeout_s: float = EXCHAN
         finally:
             writer.close()
     if reply.error:
-        raise ConnectionRefusedError(reply.error)
+        raise RefusedError(reply.error)
     return reply
+
+
+class RefusedError(ConnectionRefusedError):
+    """The other engine is there, and refuses."""
 
 
 async def _send(writer: asyncio.StreamWriter, message: Message | Reply) -> None:

@@ -47,22 +47,37 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Asks which of these blocks the other engine's host memory holds: by group, and hash at the end."""
+
+    common: str
+    keys: list[tuple[int, int | bytes]]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Asks for this number of the blocks that a ``Probe`` found; answered when they have been sent."""
+
+    num_blocks: int
+
+
 class Reply(msgspec.Struct, frozen=True):
-    """Reply to any message: ``error`` is a refusal; ``intact``: the blocks still held the computed KV."""
+    """Reply to any message: ``error`` is a refusal; ``intact``: the blocks still held the computed KV;
+    ``hits``: of a ``Probe``, by key."""
 
     error: str = ""
     intact: bool = True
+    hits: list[bool] = []
 
 
-Message = TransferHandshake | FetchRequest | Read | Heartbeat
+Message = TransferHandshake | FetchRequest | Read | Heartbeat | Probe | Fetch
 
 
 # ``kv_transfer_params`` of requests and of a prefill engine's answers.
 #
 # Field for field as vLLM 0.30 to 0.33 with NixlConnector in pull mode. Only types are checked, as in the
 # engine; missing values have the same consequences as there (``Fault``). MooncakeConnector uses
-# ``transfer_id`` and ``remote_bootstrap_addr``, OffloadingConnector ``remote_decoder`` and
-# ``remote_prefiller``.
+# ``transfer_id`` and ``remote_bootstrap_addr``, OffloadingConnector ``remote_decoder``,
+# ``remote_prefiller`` and ``remote_kv_source``.
 
 
 Json = dict[str, Any]
@@ -96,6 +111,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
     remote_bootstrap_addr: str | None = None
     remote_decoder: Json | None = None
     remote_prefiller: Json | None = None
+    remote_kv_source: Json | None = None
 
     @property
     def address(self) -> tuple[str, int]:

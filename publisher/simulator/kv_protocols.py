@@ -11,17 +11,43 @@ read, so there are no wrong answers.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
-from publisher.block_pool import PoolRequest
-from publisher.simulator.kv_connector import EXCHANGE_S, Address, KvConnector, TransferLink, exchange
-from publisher.simulator.kv_messages import Fault, FetchRequest, Message, Reply, TransferParams, TransferStats
+from publisher.block_pool import HybridBlockPool, PoolRequest, Reach
+from publisher.pool.host_tier import HeldKey, HostTier
+from publisher.simulator.kv_connector import (
+    EXCHANGE_S,
+    Address,
+    KvConnector,
+    Load,
+    RefusedError,
+    TransferLink,
+    exchange,
+    log,
+)
+from publisher.simulator.kv_messages import (
+    Fault,
+    Fetch,
+    FetchRequest,
+    Json,
+    Message,
+    Probe,
+    Reply,
+    TransferParams,
+    TransferStats,
+)
 from publisher.simulator.request import SimRequest
 
 _PAGE_BYTES_MAX = 1 << 16
+LOOKUP_S = 5.0
+"""vLLM's ``_LOOKUP_PENDING_TIMEOUT_S``."""
+LOAD_S = 30.0
+"""vLLM's ``_LOAD_TIMEOUT_S``."""
 
 
 class _Entry(msgspec.Struct):
@@ -163,13 +189,51 @@ async def _query(bootstrap: str) -> dict[str, Address]:
     return {engine_id: (worker.hostname or "", worker.port or 0) for engine_id, worker in workers.items()}
 
 
+class Inquiry(NamedTuple):
+    """A probe to be sent for a request."""
+
+    request: SimRequest
+    address: Address
+    keys: list[HeldKey]
+
+
 class OffloadingConnector(KvConnector):
     """OffloadingConnector with a ``p2p`` tier: keeps blocks under a name that the router chooses.
 
     A prefill engine keeps computed blocks until they are fetched or a timeout ends, and refuses later
     requests. A decode engine fetches whole blocks and computes the rest. Incomplete parameters have no
     effect.
+
+    A request with ``remote_kv_source`` is set aside when its turn comes, until that engine has said which
+    blocks its host memory ``tier`` holds; others go on. It then loads what both host memories reach together
+    (vllm/v1/kv_offload/tiering/p2p/manager.py ``lookup``, 0.32), and computes what does not come.
     """
+
+    def __init__(self, pool: HybridBlockPool, *, tier: HostTier | None, **options: Any) -> None:
+        super().__init__(pool, **options)
+        self.tier = tier
+        self.inquiries: deque[Inquiry] = deque()
+
+    def must_probe(self, request: SimRequest, pooled: PoolRequest) -> bool:
+        params, tier = request.transfer, self.tier
+        if request.found is not None or params is None or tier is None or params.remote_prefiller:
+            return False
+        named = _named(params.remote_kv_source)
+        keys = tier.missing_keys(pooled) if named is not None else []
+        if named is None or not keys:
+            return False
+        self.inquiries.append(Inquiry(request, named[0], keys))
+        return True
+
+    def holds(self, keys: Sequence[HeldKey]) -> list[bool]:
+        """Which of these blocks the host memory holds."""
+        return [self.tier is not None and key in self.tier for key in keys]
+
+    def reaches(self, request: SimRequest) -> Reach | None:
+        found, tier = request.found, self.tier
+        if found is None or tier is None:
+            return super().reaches(request)
+        return (lambda pooled, hit: tier.reach(pooled, hit, found)) if found else None
 
     @property
     def metrics(self) -> TransferStats | None:
@@ -190,8 +254,22 @@ class OffloadingConnector(KvConnector):
 
     def begin(self, request: SimRequest, pooled: PoolRequest) -> None:
         # A request with a complete hit sends no notification.
+        params = request.transfer
+        if request.found and self.tier is not None and params is not None:
+            if not pooled.loading_to:
+                self.settle(request)
+            else:
+                keys = self.tier.load_keys(pooled, pooled.num_computed, pooled.loading_to)
+                fetched = sum(key in request.found for key in keys)
+                self.begun.append(Load(request, params, pooled.loading_to, fetched))
+            return
         super().begin(request, pooled)
         self.unread.clear()
+
+    def settle(self, request: SimRequest) -> None:
+        super().settle(request)
+        if request.found is not None:
+            request.found = frozenset()
 
     def finished(self, request: SimRequest, pooled: PoolRequest, reason: str) -> None:
         params = None if request.transfer is None else request.transfer.remote_decoder
@@ -212,8 +290,56 @@ class OffloadingLink(MooncakeLink):
     senders = 128
     """vLLM's ``VLLM_P2P_MAX_PEERS``."""
 
-    def __init__(self, connector: OffloadingConnector, **options: Any) -> None:
+    def __init__(
+        self,
+        connector: OffloadingConnector,
+        *,
+        probed: Callable[[SimRequest, frozenset[HeldKey]], None],
+        working: Callable[[], bool],
+        handshake_s: float,
+        **options: Any,
+    ) -> None:
+        """Make the link. ``probed`` is called with each answer to a probe; ``working``: whether the engine
+        has steps to run, between which it answers."""
         super().__init__(connector, bootstrap_port=None, **options)
+        self._offloading = connector
+        self._probed = probed
+        self._working = working
+        self._handshake_s = handshake_s
+        self._sending = asyncio.Lock()
+
+    def kick(self) -> None:
+        super().kick()
+        inquiries = self._offloading.inquiries
+        while inquiries:
+            self._jobs.put_nowait(self._inquire(inquiries.popleft()))
+
+    async def _inquire(self, inquiry: Inquiry) -> None:
+        found: frozenset[HeldKey] = frozenset()
+        try:
+            reply = await self._handshaken(inquiry.address, Probe(self._common, inquiry.keys))
+            found = frozenset(key for key, hit in zip(inquiry.keys, reply.hits, strict=True) if hit)
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+            log.warning("probe_failed", source=inquiry.address, error=str(error) or type(error).__name__)
+        self._probed(inquiry.request, found)
+
+    async def _handshaken(self, address: Address, message: Message) -> Reply:
+        """Send one message to an engine that may be gone: ZeroMQ does not say so, and vLLM waits for the
+        handshake (``VLLM_P2P_HANDSHAKE_TIMEOUT_S``). Raises like ``exchange``."""
+        ends_s = asyncio.get_running_loop().time() + self._handshake_s
+        try:
+            return await exchange(address, message, LOOKUP_S)
+        except RefusedError:
+            raise  # incompatible: the connection is closed at once
+        except (OSError, EOFError):
+            await asyncio.sleep(max(0.0, ends_s - asyncio.get_running_loop().time()))
+            raise
+
+    async def _fetch(self, load: Load) -> Reply:
+        named = _named(load.params.remote_kv_source)
+        if load.request.found is None or named is None:
+            return await super()._fetch(load)
+        return await exchange(named[0], Fetch(load.num_blocks), LOAD_S)
 
     async def _await_source(self, params: TransferParams) -> tuple[Address, str]:
         found = _source(params)
@@ -224,12 +350,29 @@ class OffloadingLink(MooncakeLink):
         return address, name
 
     async def _answer(self, message: Message) -> Reply:
-        if isinstance(message, FetchRequest) and self._connector.released(message.transfer_id):
-            return Reply(error="these blocks have been dropped")
-        return await super()._answer(message)
+        match message:
+            case FetchRequest(transfer_id, _) if self._connector.released(transfer_id):
+                return Reply(error="these blocks have been dropped")
+            case Probe(common, keys):
+                if common != self._common:
+                    return Reply(error=f"incompatible: {self._common}")
+                if self._working():  # asked once per step of the scheduler (``serve_external_requests``)
+                    await self._news.wait()
+                return Reply(hits=self._offloading.holds(keys))
+            case Fetch(num_blocks):
+                async with self._sending:
+                    await asyncio.sleep(num_blocks * self._s_per_block)
+                return Reply()
+            case _:
+                return await super()._answer(message)
 
 
 def _source(params: TransferParams) -> tuple[Address, str] | None:
-    named = params.remote_prefiller or {}
+    return _named(params.remote_prefiller)
+
+
+def _named(role: Json | None) -> tuple[Address, str] | None:
+    """Address of the other engine, and the name of the transfer; None if incomplete."""
+    named = role or {}
     host, port, name = (named.get(key) for key in ("remote_host", "remote_port", "kv_request_id"))
     return ((str(host), int(port)), str(name)) if host and port and name else None

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from publisher.block_hash import NO_EXTRAS, PromptExtras
+from publisher.pool.host_tier import HeldKey
 from publisher.simulator.kv_messages import Json, TransferParams, TransferStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,8 +31,8 @@ class SimRequest:
 
     __slots__ = (
         *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
-        *("loaded_to", "max_tokens", "output", "priority", "prompt", "reported_hit", "request_id", "sampler"),
-        "transfer",
+        *("found", "loaded_to", "max_tokens", "output", "priority", "prompt", "reported_hit", "request_id"),
+        *("sampler", "transfer"),
     )
 
     def __init__(
@@ -60,6 +61,8 @@ class SimRequest:
         self.cached_tokens: int | None = None
         # Tokens from the start that were loaded and need no computation.
         self.loaded_to = 0
+        # Blocks that another engine's host memory holds; None: it has not been asked.
+        self.found: frozenset[HeldKey] | None = None
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
         self.priority = priority

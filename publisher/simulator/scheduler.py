@@ -31,7 +31,7 @@ import msgspec
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import Event
-from publisher.pool.host_tier import HostTier
+from publisher.pool.host_tier import HeldKey, HostTier
 from publisher.simulator.kv_connector import KvConnector
 from publisher.simulator.request import EngineStats, FinishReason, Gauges, Sampler, SimRequest
 
@@ -169,6 +169,14 @@ class Scheduler:
         self._pool.loaded(pooled)
         self._enqueue(request, pooled)
 
+    def probed(self, request: SimRequest, found: frozenset[HeldKey]) -> None:
+        """Continue a request with the answer to its probe; no effect on an aborted request."""
+        self._load_ended(request)
+        pooled = self._loading.pop(request, None)
+        if pooled is not None:
+            request.found = found
+            self._enqueue(request, pooled)
+
     def load_failed(self, request: SimRequest, *, recompute: bool) -> None:
         """Handle a failed load: compute the prompt here, or end the request with an error."""
         self._load_ended(request)
@@ -250,6 +258,14 @@ class Scheduler:
         """Admit from the front of the queue until budget, sequence slots or blocks run out."""
         while self._waiting and plan.budget and len(self._running) < self._max_num_seqs:
             request, pooled = self._waiting[0]
+            if (
+                not pooled.started
+                and self.connector is not None
+                and self.connector.must_probe(request, pooled)
+            ):
+                self._loading[request] = pooled
+                self._waiting.popleft()
+                continue
             hit = pooled.num_computed if pooled.started else self._start(request, pooled, plan.budget)
             if hit is None:
                 break
@@ -273,19 +289,17 @@ class Scheduler:
     def _start(self, request: SimRequest, pooled: PoolRequest, budget: int) -> int | None:
         """Take the hit of a waiting request, and begin to load the part that another engine has."""
         connector = self.connector
-        reach = 0 if connector is None else connector.reach(request)
-        hit = self._pool.start(
-            pooled, budget, reach=(lambda _, hit: max(hit, reach)) if reach else None, loads_states=True
-        )
+        reach = None if connector is None else connector.reaches(request)
+        hit = self._pool.start(pooled, budget, reach=reach, loads_states=not request.found)
         if self._wrong_blocks and hit and self._holds_wrong_blocks(pooled):
             self._use_wrong_answer(request)
-        if connector is None or not reach or hit is None:
+        if connector is None or reach is None or hit is None:
             return hit
         connector.begin(request, pooled)
-        if request.cached_tokens is None:
+        if request.cached_tokens is None and (pooled.loading_to or not request.found):
             self._count_hit(request, hit, hit)
             self.stats.external_prefix_cache_queries += len(request.prompt) - hit
-            self.stats.external_prefix_cache_hits += max(reach - hit, 0)
+            self.stats.external_prefix_cache_hits += max(pooled.loading_to - hit, 0)
         return hit
 
     def _use_wrong_answer(self, request: SimRequest) -> None:

@@ -19,7 +19,7 @@ import zmq
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
-from publisher.pool.host_tier import HostTier
+from publisher.pool.host_tier import OWNER, HostTier
 from publisher.pool.radix import RadixPool
 from publisher.simulator.api_protocol import Json
 from publisher.simulator.http_app import CrashSwitch, EngineApp, LoopServer, listen
@@ -69,8 +69,12 @@ class SimulatedEngine:
         self.scheme = hash_scheme(settings, self.groups)
         self.model = EngineModel(settings, model_length(settings, self.groups))
         self.pool = self._pool()
-        host = HostTier(self.pool.layout, settings.host_blocks) if settings.host_blocks else None
-        self.connector = None if settings.role is None else self._connector()
+        pulls = settings.kv_connector == "offloading"
+        owner = None if pulls else OWNER
+        self.tier = (
+            HostTier(self.pool.layout, settings.host_blocks, owner=owner) if settings.host_blocks else None
+        )
+        self.connector = None if settings.role is None and not pulls else self._connector()
         self.scheduler = Scheduler(
             self.pool,
             costs=StepCosts(
@@ -79,7 +83,7 @@ class SimulatedEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             clock=time.monotonic,
-            tier=host,
+            tier=self.tier,
             connector=self.connector,
             wrong_answer=self.model.wrong_answer,
             by_priority=settings.scheduling_policy == "priority",
@@ -219,8 +223,10 @@ class SimulatedEngine:
 
     def _connector(self) -> KvConnector:
         settings = self.settings
+        more = {"tier": self.tier} if settings.kv_connector == "offloading" else {}
         return _CONNECTORS[settings.kv_connector](
             self.pool,
+            **more,
             engine_id=settings.engine_id or str(uuid.uuid4()),
             lease_s=settings.kv_lease_s,
             release=release(settings.version),
@@ -240,7 +246,13 @@ class SimulatedEngine:
             port = None if settings.role == "decode" else settings.bootstrap_port
             link: TransferLink = MooncakeLink(connector, bootstrap_port=port, **options)
         elif isinstance(connector, OffloadingConnector):
-            link = OffloadingLink(connector, **options)
+            link = OffloadingLink(
+                connector,
+                probed=self.stepper.probed,
+                working=lambda: self.scheduler.has_work,
+                handshake_s=settings.handshake_timeout_s,
+                **options,
+            )
         else:
             link = TransferLink(connector, **options)
         self.stepper.kick = link.kick

@@ -106,7 +106,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Role of the engine in disaggregated serving; `none`: no connector."""
     kv_connector: Literal["nixl", "mooncake", "offloading"] = "nixl"
     """The connector of an engine with a role: NixlConnector in pull mode, MooncakeConnector, or
-    OffloadingConnector with a `p2p` tier."""
+    OffloadingConnector with a `p2p` tier. The last, with `host_blocks`, also lets engines without a role pull
+    from each other."""
+    handshake_timeout_s: float = 30.0
+    """How long a pull waits for an engine that is gone: `VLLM_P2P_HANDSHAKE_TIMEOUT_S`."""
     bootstrap_port: int = 8998
     """Port of a prefill engine's Mooncake bootstrap server; 0 takes a free one."""
     engine_id: str | None = None

@@ -19,6 +19,7 @@ import structlog
 
 from publisher.block_pool import HybridBlockPool
 from publisher.events import Event
+from publisher.pool.host_tier import HeldKey
 from publisher.simulator.api_protocol import EngineError
 from publisher.simulator.kv_connector import Load
 from publisher.simulator.kv_messages import TransferParams
@@ -142,9 +143,15 @@ class Stepper:
         self.scheduler.loaded(load.request, load.end, intact=intact)
         self._wake.set()
 
+    def probed(self, request: SimRequest, found: frozenset[HeldKey]) -> None:
+        """Handle the answer to a request's probe."""
+        self.scheduler.probed(request, found)
+        self._wake.set()
+
     def load_failed(self, request: SimRequest) -> None:
-        """Handle a failed load."""
-        self.scheduler.load_failed(request, recompute=self._recomputes_failed_loads)
+        """Handle a failed load. What a pull does not bring is computed."""
+        recompute = self._recomputes_failed_loads or request.found is not None
+        self.scheduler.load_failed(request, recompute=recompute)
         if request.finish_reason is not None and (generation := self._generations.pop(request, None)):
             generation.put(Token(None, request.finish_reason))
         self._wake.set()

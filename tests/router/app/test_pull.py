@@ -1,0 +1,286 @@
+"""A router before engines that fetch prefixes from each other: the holder is busy, another one pulls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from publisher.engine import SimulatedEngine
+from router.fleet.identity import EngineAddress
+from router.placement.candidate import PolicySettings, PullSettings
+from router.placement.engine import Engine
+from tests.router.app.test_prefill_decode import BODIES, plain, receipts, told_alone, words
+from tests.support.waiting import run, until
+from tests.support.whole_router import MODEL, Rig, configure, routing, running
+
+PULLS: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 8000, "handshake_timeout_s": 0.05}
+PULL = PullSettings(enabled=True)
+ALIKE = PolicySettings(spread=0.0, probe_interval_s=3600.0)
+PATH = "/v1/completions"
+TOKENS = 1600
+
+
+def completion(number: int = 0, tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
+    prompt = [3 + (number * 7 + at * at) % 240 for at in range(tokens)]
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 6, "ignore_eos": True, **fields}
+
+
+class Fleet(NamedTuple):
+    rig: Rig
+    engines: list[SimulatedEngine]
+
+    def named(self, engine: SimulatedEngine) -> Engine:
+        found = self.rig.router.fleet.get(engine.base_url)
+        assert found is not None
+        return found
+
+    @property
+    def pulls(self) -> dict[str, int]:
+        return self.rig.router.planner.pulls.stats.pulls
+
+    @contextmanager
+    def busy(self, engine: SimulatedEngine, tokens: int = 80_000) -> Iterator[None]:
+        """The router believes that so many prompt tokens wait there."""
+        load = self.named(engine).load
+        ticket = load.admit(uncached_tokens=tokens, now=time.monotonic(), streams=True)
+        yield
+        load.finish(ticket, time.monotonic())
+
+    async def ask(self, body: dict[str, Any], path: str = PATH) -> Any:
+        status, answer = await self.rig.ask("POST", path, body)
+        assert status == 200, answer
+        await self.rig.caught_up(*self.engines)
+        return answer
+
+    async def last(self) -> dict[str, Any]:
+        return dict((await receipts(self.rig))[-1])
+
+
+@asynccontextmanager
+async def fleet(*engines: dict[str, Any], pull: PullSettings = PULL, **each: Any) -> AsyncIterator[Fleet]:
+    settings = engines or ({}, {})
+    async with running(*({**PULLS, **each, **one} for one in settings)) as started:
+        listed = []
+        for one in started:
+            assert one.connector is not None
+            host, port = one.connector.address
+            listed.append(EngineAddress(one.base_url, kv_source=f"{host}:{port}"))
+        config = configure(*listed, pull=pull, policy=ALIKE)
+        async with routing(config) as rig:
+            await until(lambda: all(engine.version for engine in rig.router.fleet), "versions are known")
+            world = Fleet(rig, started)
+            for number, one in enumerate(started):  # groups are known from stored blocks
+                url, warm = f"{one.base_url}{PATH}", completion(90 + number, 700)
+                async with rig.session.post(url, json=warm) as answer:
+                    assert answer.status == 200
+            await rig.caught_up(*started)
+            yield world
+            await until(lambda: rig.idle, "every request has ended")
+            rig.check_books()
+
+
+async def holder_of(world: Fleet, body: dict[str, Any], path: str = PATH) -> tuple[SimulatedEngine, Any]:
+    """The engine that has computed this, and its answer."""
+    answer = await world.ask(body, path)
+    last = await world.last()
+    return next(one for one in world.engines if one.base_url == last["engine_id"]), answer
+
+
+@pytest.mark.parametrize("groups", ["gemma3-like", "gptoss-like", "full", "mamba-hybrid"])
+def test_a_busy_engine_s_prefix_is_pulled_and_the_answer_is_right(groups: str) -> None:
+    async def main() -> None:
+        async with fleet(groups=groups) as world:
+            holder, answer = await holder_of(world, completion())
+            with world.busy(holder):
+                again = await world.ask(completion())
+            assert plain(words(again)) == plain(words(answer))
+            last = await world.last()
+            assert last["engine_id"] != holder.base_url
+            assert (last["reason"], last["pulled_from"]) == ("pull", holder.base_url)
+            assert last["predicted_tokens"] == last["actual_tokens"] == TOKENS - 16
+            assert last["pulled_tokens"] == TOKENS - 16
+            assert world.pulls == {"complete": 1}
+            _, page = await world.rig.ask("GET", "/metrics")
+            assert 'kvatlas_pulls_total{outcome="complete"} 1.0' in page
+            assert f"kvatlas_pull_tokens_total {float(TOKENS - 16)}" in page
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_api_can_pull(path: str) -> None:
+    async def main() -> None:
+        alone = await told_alone(path, BODIES[path])
+        async with fleet() as world:
+            holder, _ = await holder_of(world, BODIES[path], path)
+            with world.busy(holder):
+                answer = await world.ask(BODIES[path], path)
+            assert plain(words(answer)) == plain(words(alone))
+            assert world.pulls == {"complete": 1}
+
+    run(main())
+
+
+def test_explain_says_where_from_and_changes_nothing() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, _ = await holder_of(world, completion())
+            with world.busy(holder):
+                _, told = await world.rig.ask("POST", "/kvatlas/explain?api=completions", completion())
+            assert told["choice"]["reason"] == "pull"
+            assert told["choice"]["hit_tokens"] == TOKENS - 16
+            assert told["pull"]["source"] == holder.base_url
+            assert told["pull"]["tokens"] == TOKENS - 16
+            assert world.pulls == {}
+            assert world.rig.router.planner.pulls.links.busy_s(holder.base_url, time.monotonic()) == 0.0
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "other", "fields"),
+    [
+        (PullSettings(), {}, {}),
+        (PullSettings(enabled=True, gbit_s=0.01), {}, {}),
+        (PULL, {"version": "0.33.0"}, {}),
+        (PULL, {}, {"n": 2}),
+        (PULL, {}, {"prompt_logprobs": 1}),
+    ],
+)
+def test_what_cannot_or_should_not_pull_does_not(
+    settings: PullSettings, other: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        if settings.enabled:
+            async with fleet({}, other, pull=settings) as world:
+                await answered(world)
+        else:
+            async with running(PULLS, PULLS) as started, routing(configure(*started, policy=ALIKE)) as rig:
+                await answered(Fleet(rig, started))
+
+    async def answered(world: Fleet) -> None:
+        holder, _ = await holder_of(world, completion())
+        with world.busy(holder):
+            await world.ask(completion(**fields))
+        assert (await world.last())["reason"] != "pull"
+        assert world.pulls == {}
+
+    run(main())
+
+
+def test_a_free_holder_is_asked_itself() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, _ = await holder_of(world, completion())
+            await world.ask(completion())
+            last = await world.last()
+            assert last["engine_id"] == holder.base_url
+            assert world.pulls == {}
+
+    run(main())
+
+
+def test_blocks_that_were_evicted_meanwhile_are_computed_and_the_pair_rests() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, answer = await holder_of(world, completion())
+            tier: Any = holder.tier
+            tier._held.clear()  # without events, as if they were under way
+            for held in tier._by_group:
+                held.clear()
+            with world.busy(holder):
+                again = await world.ask(completion())
+                assert plain(words(again)) == plain(words(answer))
+                last = await world.last()
+                assert (last["pulled_tokens"], last["actual_tokens"]) == (TOKENS - 16, 0)
+                assert world.pulls == {"missed": 1}
+                await world.ask(completion(1))
+                assert world.pulls == {"missed": 1}
+            target = next(one for one in world.engines if one is not holder)
+            pairs = world.rig.router.planner.pulls.pairs
+            assert not pairs.allows(target.base_url, holder.base_url, time.monotonic())
+            assert not any(world.named(one).receipts.drifting for one in world.engines)
+
+    run(main())
+
+
+def test_a_source_whose_tier_is_gone_costs_the_handshake_once() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, answer = await holder_of(world, completion())
+            holder.link.close()  # type: ignore[union-attr]
+            with world.busy(holder):
+                for _ in range(3):
+                    again = await world.ask(completion())
+                    assert plain(words(again)) == plain(words(answer))
+            assert world.pulls == {"missed": 1}, "then it is cached where it was computed"
+
+    run(main())
+
+
+def test_a_source_that_dies_is_no_source_any_more() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, answer = await holder_of(world, completion())
+            holder.die()
+            again = await world.ask(completion())
+            assert plain(words(again)) == plain(words(answer))
+            assert (await world.last())["reason"] != "pull"
+
+    run(main())
+
+
+def test_a_client_s_own_source_reaches_no_engine() -> None:
+    async def main() -> None:
+        async with fleet() as world:
+            holder, _ = await holder_of(world, completion())
+            target = next(one for one in world.engines if one is not holder)
+            host, port = holder.connector.address  # type: ignore[union-attr]
+            named = {"kv_request_id": "c1", "remote_host": host, "remote_port": port}
+            body = completion(1, kv_transfer_params={"remote_kv_source": named})
+            await world.ask(body)
+            assert target.scheduler.stats.external_prefix_cache_queries == 0
+            assert world.rig.router.proxy.stats.kv_transfer_params_removed == 1
+            with world.busy(holder):
+                params = {"remote_kv_source": {**named, "remote_port": 1}}
+                await world.ask({**completion(), "kv_transfer_params": params})
+            assert world.pulls == {"complete": 1}, "the router's own"
+
+    run(main())
+
+
+def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
+    async def main() -> None:
+        async with fleet(transfer_s_per_block=0.02) as world:
+            holder, _ = await holder_of(world, completion())
+            with world.busy(holder):
+                await world.ask(completion(stream=True, stream_options={"include_usage": True}))
+            await until(lambda: world.rig.idle, "it has ended")
+            assert world.pulls == {"late": 1}
+
+    run(main())
+
+
+def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
+    from router.serve.reload import apply  # noqa: PLC0415
+
+    async def main() -> None:
+        async with fleet() as world:
+            router = world.rig.router
+            holder, _ = await holder_of(world, completion())
+            await apply(router, msgspec.structs.replace(router.config, pull=PullSettings()))
+            with world.busy(holder):
+                await world.ask(completion())
+                assert world.pulls == {}
+            await apply(router, msgspec.structs.replace(router.config, pull=PULL))
+            holder, _ = await holder_of(world, completion(2))
+            with world.busy(holder):
+                await world.ask(completion(2))
+            assert world.pulls == {"complete": 1}
+
+    run(main())
