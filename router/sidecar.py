@@ -37,7 +37,7 @@ from router.fleet.poller import EngineCalls, hold_engine_tls
 from router.fleet.sources import FleetSources
 from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import Certificates, TlsError
+from router.http.sockets import Certificates, TlsError, split_address
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces, TracesNotInstalledError
 from router.observe.usage import UsageLog
@@ -46,7 +46,15 @@ from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
 from router.pd.bodies import SplitBody, split_body
 from router.pd.handoff import DisaggState
-from router.pd.settings import PREFILLERS, PdStats, Prefilled, prefilled_field, read_prefillers
+from router.pd.settings import (
+    KV_SOURCE,
+    PREFILLERS,
+    PdStats,
+    Prefilled,
+    prefilled_field,
+    read_endpoints,
+)
+from router.pd.transfer import KvSource
 from router.proxy.app import ProxyApp
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.breaker import Breaker
@@ -136,8 +144,17 @@ class SidecarPlacer:
     engines."""
 
     def __init__(
-        self, engine: str, allowed: Allowed, *, scheme: str, stats: PdStats, clock: Callable[[], float]
+        self,
+        engine: str,
+        allowed: Allowed,
+        *,
+        scheme: str,
+        stats: PdStats,
+        clock: Callable[[], float],
+        p2p_port: int,
     ) -> None:
+        self.p2p_port = p2p_port
+        """Port of the ``p2p`` tiers of engines to pull from."""
         self._engine = engine
         self._allowed = allowed
         self._scheme = scheme
@@ -153,7 +170,7 @@ class SidecarPlacer:
         """Implement ``Placer``."""
         if self._engine in exclude:
             raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
-        named = read_prefillers(request.headers)
+        named = read_endpoints(request.headers)
         found, why = self._find(request, named, exclude, disagg)
         body = None
         if found is not None:
@@ -161,7 +178,10 @@ class SidecarPlacer:
         if body is None or found is None:
             if why:
                 self._stats.count(self._stats.aggregated, why)
-            return self._alone(request)
+            attempt = self._alone(request)
+            if not exclude and disagg is None:
+                attempt.kv_source = await self._kv_source(request)
+            return attempt
         helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
         return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))
 
@@ -170,6 +190,19 @@ class SidecarPlacer:
         if any(name == PREFILLERS for name, _ in request.headers):
             attempt.client_headers = (prefilled_field(Prefilled(None, None)),)
         return attempt
+
+    async def _kv_source(self, request: InboundRequest) -> KvSource | None:
+        """Return the engine that the request names to pull from, if it is allowed."""
+        # A gateway may forward a client's own field, so only allowed engines are named to the engine: its
+        # control connection has no authentication.
+        named = read_endpoints(request.headers, KV_SOURCE)[:1]
+        if not named or request.method != "POST" or request.path not in PROMPT_APIS:
+            return None
+        if named[0] not in self._allowed:
+            self._stats.kv_sources_refused += 1
+            return None
+        body, _ = await self._read(request)
+        return None if body is None else KvSource(body, split_address(named[0])[0], self.p2p_port)
 
     def _find(
         self, request: InboundRequest, named: list[str], exclude: frozenset[str], disagg: DisaggState | None
@@ -308,7 +341,9 @@ class Sidecar:
             scheme="https" if own.prefill_tls else "http",
             stats=self.pd_stats,
             clock=clock,
+            p2p_port=config.pd.offloading_port,
         )
+        self._placer = placer
         self.proxy = ProxyApp(
             placer,
             _passing(config.proxy),
@@ -366,6 +401,7 @@ class Sidecar:
         """Apply a changed configuration, which is ``usable``: everything that ``LIVE`` names."""
         before, self.config = self.config, config
         self.allowed.configure(config.sidecar.prefills)
+        self._placer.p2p_port = config.pd.offloading_port
         self.proxy.configure(_passing(config.proxy), config.pd, None, claims=False)
         self.proxy.requests.log = config.server.log_requests
         if config.listen != before.listen:
@@ -373,7 +409,8 @@ class Sidecar:
 
     def _list(self) -> None:
         engines = self._roster.wanted().engines
-        self.allowed.listed = frozenset(endpoint_of(e.base_url) for e in engines if e.prefills)
+        named = [engine for engine in engines if engine.prefills or engine.role is None]
+        self.allowed.listed = frozenset(endpoint_of(engine.base_url) for engine in named)
 
     async def _health(self, request: Request) -> Response:
         return json_answer({"status": "ok", "version": __version__})

@@ -356,7 +356,9 @@ class OffloadingLink(MooncakeLink):
             case Probe(common, keys):
                 if common != self._common:
                     return Reply(error=f"incompatible: {self._common}")
-                if self._working():  # asked once per step of the scheduler (``serve_external_requests``)
+                # vLLM's scheduler answers peers once per step (``serve_external_requests``), so a busy source
+                # answers late.
+                if self._working():
                     await self._news.wait()
                 return Reply(hits=self._offloading.holds(keys))
             case Fetch(num_blocks):

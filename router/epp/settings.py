@@ -37,9 +37,10 @@ class EppSettings(msgspec.Struct, frozen=True):
     generated tokens come from those. The end of the others is estimated, and corrected by the engines' own
     numbers of running requests. 0 if the gateway sends no responses."""
     sidecar: bool = False
-    """Decode engines have a sidecar that reads `x-prefiller-host-port` (`kvatlas sidecar`, or llm-d's), and
-    their addresses are the sidecars': requests may be split ([prefill-decode.md](prefill-decode.md)). Answers
-    to split requests are always watched."""
+    """Engines have a sidecar that reads `x-prefiller-host-port` and `x-kv-cache-source-host-port` (`kvatlas
+    sidecar`, or llm-d's), and their addresses are the sidecars': requests may be split
+    ([prefill-decode.md](prefill-decode.md)), and engines may [pull](pull.md). Answers to split requests and
+    of engines that pull are always watched."""
     conformance_headers: bool = False
     """Only for the conformance suite of the Gateway API Inference Extension, which tests gateways: requests
     go where their header `test-epp-endpoint-selection` says, in rotation if it allows several endpoints, and

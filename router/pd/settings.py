@@ -76,9 +76,10 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = "http://127.0.0.1:8001"
     """URL of the decode engine."""
     prefills: tuple[str, ...] = ()
-    """Engines that requests may name to compute their prompt: `HOST:PORT` or `NETWORK:PORT`, e.g.
-    `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Engines with a prefill role from `fleet.kubernetes`, `dns` or
-    `file` are allowed too. All others are refused."""
+    """Engines that requests may name to compute their prompt, or to pull from ([pull.md](pull.md)):
+    `HOST:PORT` or `NETWORK:PORT`, e.g. `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Engines from
+    `fleet.kubernetes`, `dns` or `file` with a prefill role or without a role are allowed too. All others are
+    refused."""
     prefill_tls: bool = False
     """Use TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
     authorities."""
@@ -117,9 +118,9 @@ class Prefilled(NamedTuple):
     cached_tokens: int | None
 
 
-def read_prefillers(fields: Iterable[tuple[bytes, bytes]]) -> list[str]:
+def read_endpoints(fields: Iterable[tuple[bytes, bytes]], field: bytes = PREFILLERS) -> list[str]:
     """Parse the named endpoints in order, skipping invalid ones; at most 8 are read."""
-    given = [value for name, value in fields if name == PREFILLERS]
+    given = [value for name, value in fields if name == field]
     texts = [text.strip() for text in b",".join(given).decode("latin-1").split(",", _NAMED_MAX)[:_NAMED_MAX]]
     return list(dict.fromkeys(text for text in texts if _ENDPOINT.fullmatch(text)))
 
@@ -180,6 +181,8 @@ class PdStats(msgspec.Struct):
 
     prefillers_refused: Annotated[int, "kvatlas_pd_prefillers_refused_total"] = 0
     """Requests to a sidecar that named only engines it may not ask (`sidecar.prefills`)."""
+    kv_sources_refused: Annotated[int, "kvatlas_pd_kv_sources_refused_total"] = 0
+    """Requests to a sidecar that named an engine to pull from that its engine may not ask."""
 
     def count(self, counts: dict[str, int], reason: str) -> None:
         """Increment a counter by reason."""

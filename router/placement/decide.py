@@ -437,7 +437,8 @@ class Planner:
             pull = None
             if pulling is not None and isinstance(read, Prompt):
                 held = self._held_alone(read, candidate_set)
-                choice, pull = self.pulls.apply(choice, engines, held, pulling, now)
+                by_header = bool(request.carried)
+                choice, pull = self.pulls.apply(choice, engines, held, pulling, now, by_header=by_header)
             read, tokens = _read_by(read, asked.tokens, engines[choice.index])
             return Decision(
                 *(read, tokens, engines, found, choice, look.problem),

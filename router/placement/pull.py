@@ -237,7 +237,7 @@ class Pulls:
         """Return the body to which a source can be added; None: the request cannot pull. Those that cannot be
         split over two engines cannot pull either: children of one request would end each other's transfers,
         and vLLM loads nothing where prompt log-probabilities are asked for."""
-        if request.carried or request.pinned is not None or read.skips_cache or read.variants:
+        if request.carried == "gateway" or request.pinned is not None or read.skips_cache or read.variants:
             return None
         try:
             found = await run_cooperatively(split_body(request.path, request.body, messages))
@@ -249,11 +249,23 @@ class Pulls:
         return None
 
     def apply(
-        self, choice: Choice, engines: Sequence[Engine], held: Mapping[str, int], body: SplitBody, now: float
+        self,
+        choice: Choice,
+        engines: Sequence[Engine],
+        held: Mapping[str, int],
+        body: SplitBody,
+        now: float,
+        *,
+        by_header: bool = False,
     ) -> tuple[Choice, PullOrder | None]:
         """Return the choice, with a pull if one is cheaper. ``held``: tokens of the prompt that host memories
-        hold by themselves."""
-        tokens = [held.get(engine.engine_id, 0) if _serves(engine) else 0 for engine in engines]
+        hold by themselves. ``by_header``: a sidecar is given the source."""
+        tokens = [
+            held.get(engine.engine_id, 0)
+            if _serves(engine) and (not by_header or self._can_be_named(engine))
+            else 0
+            for engine in engines
+        ]
         if not any(tokens):
             return choice, None
 
@@ -261,6 +273,8 @@ class Pulls:
             to, of = engines[target], engines[source]
             return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
 
+        # Links are known as far as this router's own pulls occupy them; other routers' are not exchanged. Where
+        # they collide, pulls come late, and the pair rests.
         busy = [self.links.busy_s(engine.engine_id, now) for engine in engines]
         found = with_pull(choice, PullSources(tokens, busy, self._s_per_token, LATENCY_S, allowed))
         pull = found.pull
@@ -281,6 +295,11 @@ class Pulls:
             ),
             candidate.prefill_s_per_token * pull.tokens - pull.link_s,
         )
+
+    def _can_be_named(self, engine: Engine) -> bool:
+        """Whether a sidecar finds its ``p2p`` tier by its host alone."""
+        host = urlsplit(engine.engine.base_url).hostname
+        return engine.engine.dp_rank is None and kv_source_of(engine.engine, self._port) == (host, self._port)
 
     def begin(self, target_id: EngineId, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
@@ -304,6 +323,7 @@ class Pulls:
             return "unreported"
         self.stats.promised_tokens += promised
         self.stats.pulled_tokens += came
+        # A prompt that waits loses some blocks to eviction, which says nothing against the pair.
         if 2 * came < promised:
             return "missed"
         predicted_s, measured_s = receipt.predicted_ttft_s, receipt.ttft_s

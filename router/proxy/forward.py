@@ -408,6 +408,8 @@ class Forwarder:
         self, placement: Attempt, source: KvSource, out: Outbound, timeout_s: float
     ) -> Answer:
         """With the engine from which a part of the prompt is fetched."""
+        # A name of its own per attempt: engines forget a request's transfer by name when it ends
+        # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
         body = await run_cooperatively(source.asked_with(new_transfer_id()))
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from publisher.engine import SimulatedEngine
 from router.fleet.identity import EngineAddress
 from router.pd.settings import PdSettings
+from router.placement.candidate import PolicySettings, PullSettings
 from tests.router.app.test_prefill_decode import busy
 from tests.router.epp.test_envoy import FORMS, epp, port_of
 from tests.support.envoy import Envoy, envoy, program
+from tests.support.ports import free_port
 from tests.support.sidecars import SidecarRig, completion, endpoint, sidecar
 from tests.support.waiting import run, until
 from tests.support.whole_router import Rig, configure, routing, running
@@ -115,5 +118,49 @@ def test_the_second_choice_computes_where_the_first_one_is_gone(tmp_path: Path) 
                     status, _, answer = await through.ask("override_host", PATH, completion(number))
                 assert status == 200, answer
             assert beside.sidecar.pd_stats.handoffs == 4
+
+    run(main())
+
+
+def test_an_engine_behind_its_sidecar_pulls_from_another(tmp_path: Path) -> None:
+    port = free_port()
+    tier: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 4000}
+    pd = PdSettings(offloading_port=port)
+
+    async def main() -> None:
+        async with (
+            running({**tier, "side_channel_port": port}, tier) as (source, target),
+            sidecar(target, source, pd=pd) as beside,
+        ):
+            config = configure(
+                EngineAddress(source.base_url),
+                EngineAddress(beside.url, kv_source="127.0.0.1:9"),
+                epp=epp(sidecar=True),
+                pd=pd,
+                pull=PullSettings(enabled=True),
+                policy=PolicySettings(spread=0.0, probe_interval_s=3600.0),
+            )
+            async with routing(config) as rig:
+                await until(lambda: all(one.version for one in rig.router.fleet), "versions are known")
+                for url, number in ((source.base_url, 1), (target.base_url, 2)):
+                    async with rig.session.post(url + PATH, json=completion(number)) as direct:
+                        assert direct.status == 200
+                await rig.caught_up(source)
+                theirs = {one.base_url: one for one in (source, target)}
+                feeds = rig.router.lifecycle.feeds.stats
+                last = theirs[target.base_url].publisher.next_seq - 1  # type: ignore[union-attr]
+                await until(lambda: feeds[beside.url].last_seq == last, "every batch applied")
+                names = [endpoint(source), beside.endpoint]
+                async with envoy(tmp_path, names, [port_of(rig)]) as through:
+                    load = next(one for one in rig.router.fleet if one.engine_id == source.base_url).load
+                    ticket = load.admit(uncached_tokens=80_000, now=time.monotonic(), streams=True)
+                    status, _, answer = await through.ask(FORMS[0], PATH, completion(1))
+                    load.finish(ticket, time.monotonic())
+                    assert status == 200, answer
+                    await until(lambda: rig.idle, "the receipt is written")
+            assert rig.router.planner.pulls.stats.pulls == {"complete": 1}
+            receipt = rig.router.accounts.receipts.latest[-1]
+            assert (receipt.engine_id, receipt.pulled_from) == (beside.url, source.base_url)
+            assert receipt.actual_tokens == receipt.predicted_tokens == 688
 
     run(main())

@@ -11,8 +11,8 @@ from router.pd.settings import (
     PREFILLERS,
     Prefilled,
     prefilled_field,
+    read_endpoints,
     read_prefilled,
-    read_prefillers,
 )
 
 
@@ -29,7 +29,7 @@ from router.pd.settings import (
     ],
 )
 def test_the_engines_named_are_read_as_llm_d_writes_them(values: list[bytes], expected: list[str]) -> None:
-    assert read_prefillers([(b"accept", b"x:1"), *((PREFILLERS, value) for value in values)]) == expected
+    assert read_endpoints([(b"accept", b"x:1"), *((PREFILLERS, value) for value in values)]) == expected
 
 
 @given(st.none() | st.integers(0, 7), st.none() | st.integers(0, 10**6))

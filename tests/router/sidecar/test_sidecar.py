@@ -155,7 +155,9 @@ def test_a_prefill_that_takes_as_long_as_those_before_it_is_no_silence() -> None
     async def main() -> None:
         now = 0.0
         stats = PdStats()
-        placer = SidecarPlacer("http://d:1", Allowed(("p:1",)), scheme="http", stats=stats, clock=lambda: now)
+        placer = SidecarPlacer(
+            "http://d:1", Allowed(("p:1",)), scheme="http", stats=stats, p2p_port=5710, clock=lambda: now
+        )
         body = msgspec.json.encode(completion(1, stream=True))
         fields = [(b"x-prefiller-host-port", b"p:1")]
 
@@ -385,5 +387,42 @@ def test_a_reload_changes_whom_it_may_ask() -> None:
             assert 'kvatlas_config_reloads_total{outcome="applied"} 1.0' in page
             assert await reloaded(endpoint(p), server=ServerConfig(port=1)) == {"applied": 2, "refused": 2}
             assert reloads.stats.waiting == 1  # the port
+
+    run(main())
+
+
+TIER: dict[str, Any] = {"kv_connector": "offloading", "host_blocks": 4000}
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_engine_pulls_from_a_source_that_is_allowed(allowed: bool) -> None:
+    async def main() -> None:
+        async with running(TIER, TIER) as (source, engine):
+            assert source.connector is not None
+            pd = PdSettings(offloading_port=source.connector.address[1])
+            may = source if allowed else "10.9.9.9:1"
+            async with sidecar(engine, may, pd=pd) as rig:
+                async with rig.session.post(f"{source.base_url}/v1/completions", json=completion(1)) as first:
+                    known = await first.json()
+                field = {"x-kv-cache-source-host-port": endpoint(source)}
+                status, answer, _ = await rig.ask(completion(1), **field)
+                assert status == 200, answer
+                assert answer["choices"][0]["text"] == known["choices"][0]["text"]
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                assert cached == (688 if allowed else 0)
+                assert rig.sidecar.pd_stats.kv_sources_refused == (not allowed)
+                status, _, _ = await rig.ask(completion(1, n=2), **field)
+                assert status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("named", ["", "10.0.0.1", "10.0.0.1:x", "a b:1"])
+def test_a_source_that_is_no_endpoint_is_ignored(named: str) -> None:
+    async def main() -> None:
+        async with running(TIER) as (engine,), sidecar(engine, "10.0.0.1:8000") as rig:
+            status, _, _ = await rig.ask(completion(1), **{"x-kv-cache-source-host-port": named})
+            assert status == 200
+            assert rig.sidecar.pd_stats.kv_sources_refused == 0
 
     run(main())
