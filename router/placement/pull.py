@@ -273,8 +273,8 @@ class Pulls:
             to, of = engines[target], engines[source]
             return _alike(to, of) and self.pairs.allows(to.engine_id, of.engine_id, now)
 
-        # Links are known as far as this router's own pulls occupy them; other routers' are not exchanged. Where
-        # they collide, pulls come late, and the pair rests.
+        # Links are known as far as this router's own pulls occupy them; other routers' are not exchanged.
+        # Where they collide, pulls come late, and the pair rests.
         busy = [self.links.busy_s(engine.engine_id, now) for engine in engines]
         found = with_pull(choice, PullSources(tokens, busy, self._s_per_token, LATENCY_S, allowed))
         pull = found.pull

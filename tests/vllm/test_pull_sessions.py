@@ -1,0 +1,31 @@
+"""What the router asks for, before vLLM's own P2P sessions: a wrong source or an evicted block is a miss."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from router.openai.members import at_once
+from router.pd.bodies import split_body
+from router.pd.transfer import KvSource
+from tests.support.paths import ROOT
+from tests.vllm.forked import run
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_block_that_comes_has_the_content_of_its_hash(vllm_python: str, seed: int) -> None:
+    body = at_once(split_body("/v1/completions", b'{"model": "m", "prompt": "p"}'))
+    asked = json.loads(at_once(KvSource(body, "10.0.0.1", 5710).asked_with("x-1")))
+    words = ["tests.vllm.drive_pull", "--params", json.dumps(asked["kv_transfer_params"])]
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_NO_USAGE_STATS": "1"}
+    done = run(vllm_python, [*words, "--seed", str(seed)], cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert (told["peer"], told["probes"], told["serves"]) == ("10.0.0.1:5710", True, False)
+    assert 0 < told["held"] < told["asked"]
+    assert told["differences"] == []
+    assert told["refused"] == {"seed": True, "config": True}, "other hashes or models are never exchanged"
