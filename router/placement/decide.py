@@ -51,7 +51,7 @@ from router.placement.engine import (
 )
 from router.placement.placement import Decision, Placement, SloForecast, Split, read_by
 from router.placement.policies import ArmState, policy
-from router.placement.pull import Pulls
+from router.placement.pull import Pulls, any_waits
 from router.placement.saturation import SaturationGate
 from router.placement.split import (
     DecodeCandidates,
@@ -435,7 +435,7 @@ class Planner:
                     engines, found, skipped = level
                     choice = self._policy(found, question, self._settings, state)
             pull = None
-            if pulling is not None and isinstance(read, Prompt):
+            if pulling is not None and isinstance(read, Prompt) and any_waits(found):
                 held = self._held_alone(read, candidate_set)
                 by_header = bool(request.carried)
                 choice, pull = self.pulls.apply(choice, engines, held, pulling, now, by_header=by_header)

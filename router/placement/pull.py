@@ -35,7 +35,7 @@ from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import InboundRequest
 from router.pd.bodies import SplitBody, split_body
 from router.pd.transfer import KvSource
-from router.placement.candidate import Cost, Hit, Pull, PullSettings
+from router.placement.candidate import Candidate, Cost, Hit, Pull, PullSettings
 from router.placement.cost import TIE_S, Choice, ScoredCandidates, within_bound
 from router.placement.engine import Engine
 from router.prompts.prompt import Prompt
@@ -104,6 +104,11 @@ def with_pull(choice: Choice, sources: PullSources) -> Choice:
             best_s = cost.total_s
             found = Choice(target, cost.engine_id, "pull", cost.uncached_tokens, cost, scored, pull)
     return found
+
+
+def any_waits(candidates: Sequence[Candidate]) -> bool:
+    """Whether any engine has a wait that the shortest transfer could undercut: else nothing is looked up."""
+    return any(max(one.queue_s, one.room_s) > LATENCY_S for one in candidates)
 
 
 def _longest(scored: ScoredCandidates, sources: PullSources, target: int) -> Pull | None:

@@ -16,7 +16,7 @@ from router.openai.members import at_once
 from router.pd.bodies import split_body
 from router.placement.candidate import Candidate, PolicySettings, PullSettings
 from router.placement.cost import Choice, choose
-from router.placement.pull import PullLinks, PullOrder, PullPairs, Pulls, PullSources, with_pull
+from router.placement.pull import PullLinks, PullOrder, PullPairs, Pulls, PullSources, any_waits, with_pull
 from tests.router.placement.candidates import make_candidate
 
 RATE = 1 / 8000
@@ -54,6 +54,14 @@ def test_nobody_pulls_what_is_served_sooner_where_it_is() -> None:
     assert pulled(holder(0.01), [36_000, 0]).engine_id == "holder"
     assert pulled(holder(0.01), [36_000, 0]).pull is None
     assert pulled(holder(9.0), [36_000, 0], latency_s=10.0).pull is None
+
+
+def test_without_any_wait_nothing_is_looked_up() -> None:
+    assert not any_waits(holder(0.002))
+    assert any_waits(holder(0.0021))
+    short_of_pages = holder(0.0)
+    short_of_pages[0].room_s = 1.0
+    assert any_waits(short_of_pages)
 
 
 def test_host_memory_that_holds_nothing_is_no_source() -> None:
