@@ -62,6 +62,8 @@ PULL_WORKLOADS = ("documents", "agents", "tenants", "shared")
 PULL_TITLE = "# Pulling prefixes from other engines' host memory: simulated fleets"
 
 HINT_ENGINES, HINT_POOL, HINT_S_PER_REQUEST = 2, 0.05, 0.5
+HINT_SHARE = 0.75
+"""What all hints together may have; requests are of one tenant here."""
 HINT_HOSTS = ("100%", "200%", "400%")
 HINT_WORKLOADS = ("pauses", "agents", "tenants", "chat", "documents")
 HINT_TITLE = "# Retention hints: simulated fleets"
@@ -157,7 +159,7 @@ def run_hints(name: str, model: str, seeds: range, count: int) -> dict[tuple[str
         turns = Counter(request.session for request in requests)
         for host in HINT_HOSTS:
             for hints in (False, True):
-                tiers = msgspec.structs.replace(_tiers(base, host, None), hints=hints)
+                tiers = msgspec.structs.replace(_tiers(base, host, None), hint_share=HINT_SHARE * hints)
                 setup = msgspec.structs.replace(base, tiers=tiers)
                 run = run_one(Job(name=ARMS[0], variant=arm, setup=setup), requests)
                 result = result_of(run)
@@ -194,16 +196,17 @@ def _hint_cell(runs: list[Hinted]) -> str:
     return f"{hits}, {turns_s:.3f} {single_s:.3f} {_mean(outcomes, 'ttft_p99_s'):.1f}"
 
 
-def hint_intro(seeds: range, count: int) -> str:
+def hint_intro(seeds: range, count: int, models: str) -> str:
     """What was run, and how to read it."""
     return (
-        f"`python -m benchmarks.tiers --hints --seeds {len(seeds)} --requests {count}`: {HINT_ENGINES} "
-        f"engines, pool {HINT_POOL:.0%}, host memory in shares of the pool, PCIe 5, seeds {seeds.start} to "
-        f"{seeds[-1]}. Cells: hit %, part of it loaded from host memory, mean seconds to the first token of "
-        "turns of sessions and of requests that come once, p99 of all. `change`: of the mean of all. "
+        f"`python -m benchmarks.tiers --hints --seeds {len(seeds)} --requests {count} --models {models}`: "
+        f"{HINT_ENGINES} engines, pool {HINT_POOL:.0%}, host memory in shares of the pool, PCIe 5, seeds "
+        f"{seeds.start} to {seeds[-1]}. Cells: hit %, part of it loaded from host memory, mean seconds to "
+        "the first token of turns of sessions and of requests that come once, p99 of all. `change`: of the "
+        "mean of all. "
         "`pauses` has agents that pause between turns, and floods of single prompts in the pauses; the "
         "others are as above. Hints are made by the router's code from arrivals alone; all are of one "
-        "tenant, whose share is half of the host memory."
+        f"tenant, whose `hint_share` is {HINT_SHARE:g}."
     )
 
 
@@ -289,7 +292,7 @@ def main() -> int:
     before, title, after = whole.partition(PULL_TITLE)
     hinted = f"{HINT_TITLE}{hinted}" if hinted else ""
     if options.hints:
-        lines = [HINT_TITLE, "", hint_intro(seeds, options.requests), ""]
+        lines = [HINT_TITLE, "", hint_intro(seeds, options.requests, options.models), ""]
         lines += ["| workload | host memory | lru | hinted | change |", "|---|---|---|---|---|"]
         for name in [*HINT_WORKLOADS, *([options.trace] if options.trace else [])]:
             for model in options.models.split(","):

@@ -314,7 +314,7 @@ class FleetSim:
     def _hint(self, request: Request) -> RetentionHint | None:
         """Return the retention hint that the router sends with a request."""
         tiers = self._setup.tiers
-        if tiers is None or not tiers.hints:
+        if tiers is None or not tiers.hint_share:
             return None
         found = self._hints.predict(self._now, session=request.session)
         return None if found is None else RetentionHint(found[1].ttl_s, found[1].value, request.tenant)

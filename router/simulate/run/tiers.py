@@ -75,13 +75,15 @@ class TierSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Rate of each engine's link to the others; 0: engines do not pull. Needs ``host``."""
     pull_latency_s: float = 0.002
     """Latency of one pull: the lookup and its answer."""
-    hints: bool = False
-    """Whether the router sends retention hints, and host memory obeys them (policy ``hinted`` instead of
-    ``lru``)."""
+    hint_share: float = 0.0
+    """Above 0: the router sends retention hints, and host memory obeys them (policy ``hinted`` instead of
+    ``lru``) within this share for each tenant."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pull_bytes_per_s < math.inf:
             raise ValueError(f"pull_bytes_per_s must be finite and not negative, got {self.pull_bytes_per_s}")
+        if not 0 <= self.hint_share <= 1:
+            raise ValueError(f"hint_share must be 0 to 1, got {self.hint_share}")
         if self.pull_bytes_per_s and self.host is None:
             raise ValueError("pull_bytes_per_s needs host: engines pull from host memory")
 
@@ -236,7 +238,7 @@ class EngineTiers:
 
     def __init__(self, setup: TierSetup, layout: PoolLayout, store: SharedStore | None) -> None:
         self._setup = setup
-        self.host = None if setup.host is None else HostTier(layout, setup.host.blocks)
+        self.host = None if setup.host is None else HostTier(layout, setup.host.blocks, setup.hint_share)
         self._store = store
         self._host_link = Link(math.inf if setup.host is None else setup.host.bytes_per_s)
         rate = math.inf if store is None else store.spec.bytes_per_s

@@ -187,9 +187,10 @@ def test_another_engine_gets_the_hint_only_if_it_obeys_it() -> None:
             config = configure(*map(EngineAddress, (obeys.base_url, ignores.base_url)), policy=HINTS)
             async with routing(config) as rig:
                 await until(lambda: any(engine.obeys_hints for engine in rig.router.fleet), "metrics read")
-                for _ in range(4):
-                    assert await ask(rig, chat(), x_session_id="s") == 200
-                assert received(ignores) == [chat()] * 4
+                texts = [f"{number} {TEXT}" for number in range(12)]  # a cold prompt goes to either engine
+                for text in texts:
+                    assert await ask(rig, chat(text), x_session_id="s") == 200
+                assert received(ignores) == [chat(text) for text in texts]
                 assert received(obeys)
                 assert all(read(body) for body in received(obeys))
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from publisher.events import BlockHash
+from publisher.pool.host_tier import RetentionHint
 from router.config.errors import ConfigError
 from router.simulate.command import read_tiers
 from router.simulate.run.setup import Timing
@@ -237,3 +240,18 @@ def test_no_tiers_no_ways_to_them() -> None:
     pools = [bench(host()).engine.pool]
     assert tiers_of(None, pools) == [None]
     assert tiers_of(TierSetup(block_bytes=1), pools) == [None]
+
+
+def test_host_memory_obeys_hints_within_the_share_only_if_the_router_sends_them() -> None:
+    def held(hint_share: float) -> int:
+        setup = msgspec.structs.replace(host(blocks=16), hint_share=hint_share)
+        (tiers,) = tiers_of(setup, [bench(host()).engine.pool])
+        assert tiers is not None
+        assert tiers.host is not None
+        kept = [(0, BlockHash(at)) for at in range(8)]
+        tiers.store(kept, 0.0, RetentionHint(ttl_s=60.0))
+        for at in range(100, 130):
+            tiers.store([(0, BlockHash(at))], 1.0)
+        return sum(key in tiers.host for key in kept)
+
+    assert [held(share) for share in (0.0, 0.25, 0.5)] == [0, 4, 8]
