@@ -547,7 +547,7 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
         hash_block_size=layout.hash_block_size,
         retention_interval=retention,
         every_block=_only_full(layout),
-        unproven_tokens=_unproven(layout),
+        unproven_tokens=layout.lookahead,
     )
 
 
@@ -555,11 +555,3 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
 def _only_full(layout: CacheLayout) -> bool:
     """Every group is full attention: every block is a boundary."""
     return all(c.family is Family.FULL for c in layout.classes)
-
-
-@lru_cache(maxsize=256)
-def _unproven(layout: CacheLayout) -> int:
-    """Tokens behind a boundary that a hit there needs: those the hash looks ahead, else a drafter's block."""
-    if layout.lookahead:
-        return layout.lookahead
-    return max((c.block_size for c in layout.classes if c.spec.is_eagle), default=0)

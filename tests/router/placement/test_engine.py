@@ -17,10 +17,12 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
 from router.placement.affinity import ShadowPrompt, ShadowSpec
+from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine, PromptView, candidates
-from router.placement.inflight import InflightPrefixes, kept_prefixes
+from router.placement.inflight import InflightPrefixes
 from router.placement.load.others import OthersLoad
 from router.placement.load.rates import PrefillSample
+from router.placement.placement import _kept
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0
@@ -102,25 +104,26 @@ def test_a_candidate_has_what_the_engine_holds_and_has_to_do() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("eagle_groups", [(), "all"])
-@pytest.mark.parametrize("length", [100, 96, 97])
+@pytest.mark.parametrize(("length", "shared"), [(100, 100), (96, 96), (97, 97), (100, 90), (96, 120)])
 def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
-    lookahead: int, eagle_groups: tuple[int, ...] | Literal["all"], length: int
+    lookahead: int, eagle_groups: tuple[int, ...] | Literal["all"], length: int, shared: int
 ) -> None:
-    """For the same prompt again; with EAGLE its lookup drops a block, unless hashes look ahead."""
+    """With EAGLE the lookup of the next prompt drops a block of what both share, unless hashes look ahead."""
     one, scheme = engine(), HashScheme(hash_block_size=16, lookahead=lookahead)
     fleet = FleetResidency(ModelFacts(eagle_groups=eagle_groups))
     one.learn_from(fleet.residency(one.engine_id), shadow=None)
     write, prompt = Writer(scheme), tokens(length)
+    following = (prompt[:shared] + tokens(100, seed=2))[: max(length, shared)]
     fleet.apply(one.engine_id, batch(write.stored(tokens(40, seed=1))))
     layout = one.layout
     assert layout is not None
-    kept = kept_prefixes(length, 0, alignment=layout.alignment, hash_block_size=16, every_block=True)
-    inflight, hashes = InflightPrefixes(), block_hashes(prompt, scheme)
-    inflight.add(one.engine_id, hashes, NOW, kept)
-    coming = inflight.common(hashes, NOW, (length - 1) // 16).coming[one.engine_id] * 16
-    asked = PromptView(length, held(), coming={one.engine_id: coming})
+    kept = _kept(one, Hit(), length, 0)
+    inflight = InflightPrefixes()
+    inflight.add(one.engine_id, block_hashes(prompt, scheme), NOW, kept)
+    found = inflight.common(block_hashes(following, scheme), NOW, (len(following) - 1) // 16)
+    asked = PromptView(len(following), held(), coming={one.engine_id: found.coming[one.engine_id] * 16})
     fleet.apply(one.engine_id, batch(write.stored(prompt)))
-    later = fleet.predict(Prompt(prompt), [one.engine_id])[one.engine_id]
+    later = fleet.predict(Prompt(following), [one.engine_id])[one.engine_id]
     assert one.hit(asked).coming_tokens == later.hit_tokens > 0
 
 
