@@ -219,6 +219,7 @@ class Router:
             here=lambda engine_id: self.fleet.get(engine_id) is not None,
             log=self.config.server.log_requests,
             traces=self.traces,
+            sessions=self.accounts.sessions,
         )
         if self.usage is not None:
             requests.on_end = self.usage.add

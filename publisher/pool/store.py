@@ -252,7 +252,7 @@ class PoolRequest:
 
     Made by ``HybridBlockPool.request``. Counts are in tokens. Block tables hold block numbers, 0 for a block
     that is not held (outside the window, or a skipped state). ``loading_to`` is the end of a running load,
-    else 0; ``offered`` tokens have been offered to a connector.
+    else 0; ``offered`` tokens have been offered to a connector. Events carry ``session_id``.
 
     Invariant: ``hashes`` covers every whole hash block of ``token_ids`` (and may extend further if the caller
     supplied it), so nothing is hashed twice even if a request is tried again.
@@ -275,6 +275,7 @@ class PoolRequest:
         "offered",
         "partial",
         "quiet_to",
+        "session_id",
         "shared_prefix_boundary",
         "started",
         "tables",
@@ -293,6 +294,7 @@ class PoolRequest:
     ) -> None:
         self.token_ids: list[int] = list(token_ids)
         self.extras = extras
+        self.session_id: str | None = None
         self.num_prompt_tokens = len(self.token_ids)
         self.shared_prefix_boundary = 0
         self.hit = 0
@@ -428,6 +430,7 @@ class EventWriter:
             group_idx=spec.group_idx,
             kv_cache_spec_kind=spec.kind,
             kv_cache_spec_sliding_window=spec.sliding_window,
+            session_id=request.session_id,
         )
 
     @staticmethod

@@ -106,6 +106,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     return_token_ids: bool | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     request_id: str | None = None
     min_tokens: int = 0
     temperature: float | None = None

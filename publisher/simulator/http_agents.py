@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
@@ -26,7 +26,15 @@ from publisher.simulator.api_agents import (
     ResponsesRequest,
 )
 from publisher.simulator.api_agents import event as sse_event
-from publisher.simulator.api_protocol import ChatRequest, EngineError, Json, decode, invalid, malformed
+from publisher.simulator.api_protocol import (
+    ChatRequest,
+    CompletionRequest,
+    EngineError,
+    Json,
+    decode,
+    invalid,
+    malformed,
+)
 from publisher.simulator.model import EngineModel, Prepared
 from publisher.simulator.stepper import Generation, Stepper, Token
 
@@ -55,13 +63,14 @@ class Call:
         """Query parameters by name."""
         return dict(parse_qsl(self._scope["query_string"].decode("latin-1")))
 
-    def priority(self, in_body: int) -> int:
-        """The request's priority: a numeric header overrides the body
-        (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32)."""
-        try:
-            return int(self.headers[b"x-vllm-priority"])
-        except (KeyError, ValueError):
-            return in_body
+    def apply_headers(self, request: ChatRequest | CompletionRequest) -> None:
+        """Set the priority, where a numeric header overrides the body, and the session, where the body
+        overrides the header (vllm/entrypoints/generate/base/serving.py, ``_get_priority`` and
+        ``_get_session_id``, 0.32 and 0.33)."""
+        with suppress(KeyError, ValueError):
+            request.priority = int(self.headers[b"x-vllm-priority"])
+        if not request.session_id:
+            request.session_id = self.headers.get(b"x-session-id", b"").decode("latin-1") or None
 
     async def body(self) -> bytes:
         """Read the request body. Raises ``EngineError`` if its type is not JSON or it is too large."""
@@ -187,7 +196,7 @@ class AgentEndpoints:
 
     async def messages(self, call: Call) -> None:
         chat = _as_chat(decode(await call.body(), MessagesRequest).chat)
-        chat.priority = call.priority(chat.priority)
+        call.apply_headers(chat)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         answer = MessagesAnswer(f"msg_{uuid.uuid4().hex}", chat.model or "", len(prepared.token_ids))
         running = self._begin(answer, prepared)
@@ -211,7 +220,8 @@ class AgentEndpoints:
         if body.background and not body.store:
             raise invalid("background can only be used when `store` is true", param="background")
         chat = self._chat_of(body)
-        chat.priority = call.priority(body.priority)
+        chat.priority = body.priority
+        call.apply_headers(chat)
         prepared = await self._stepper.prepared(self._model.prepare_chat(chat), chat.kv_transfer_params)
         name, stream = chat.model or self._model.name, bool(chat.stream)
         response_id = f"resp_{uuid.uuid4().hex}"

@@ -259,7 +259,7 @@ class EngineApp:
 
     async def _chat(self, call: Call) -> None:
         request = decode(await call.body(), ChatRequest)
-        request.priority = call.priority(request.priority)
+        call.apply_headers(request)
 
         async def preparing() -> list[Prepared]:
             return [await self._model.prepare_chat(request)]
@@ -268,7 +268,7 @@ class EngineApp:
 
     async def _completion(self, call: Call) -> None:
         request = decode(await call.body(), CompletionRequest)
-        request.priority = call.priority(request.priority)
+        call.apply_headers(request)
         await self._generate(call, request, self._model.prepare_completion(request))
 
     async def _generate(

@@ -148,6 +148,7 @@ class Prepared(msgspec.Struct, frozen=True):
     n: int = 1
     transfer: TransferParams | None = None
     priority: int = 0
+    session_id: str | None = None
 
 
 def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
@@ -248,6 +249,7 @@ class EngineModel:
             ignore_eos=prepared.ignore_eos,
             transfer=prepared.transfer,
             priority=prepared.priority,
+            session_id=prepared.session_id,
         )
 
     def wrong_answer(self) -> Sampler:
@@ -335,6 +337,7 @@ class EngineModel:
             n=request.n or 1,
             transfer=None if request.use_beam_search else request.kv_transfer_params,
             priority=request.priority,
+            session_id=request.session_id,
         )
 
     def _check_model(self, name: str | None) -> None:

@@ -32,7 +32,7 @@ class SimRequest:
     __slots__ = (
         *("arrival_s", "cached_tokens", "eos_id", "extras", "finish_reason", "handed", "ignore_eos"),
         *("found", "loaded_to", "max_tokens", "output", "priority", "prompt", "reported_hit", "request_id"),
-        *("sampler", "transfer"),
+        *("sampler", "session_id", "transfer"),
     )
 
     def __init__(
@@ -47,6 +47,7 @@ class SimRequest:
         ignore_eos: bool = False,
         transfer: TransferParams | None = None,
         priority: int = 0,
+        session_id: str | None = None,
     ) -> None:
         if not prompt or max_tokens < 1:
             raise ValueError(f"{request_id}: needs a prompt and max_tokens >= 1, got {max_tokens}")
@@ -66,6 +67,7 @@ class SimRequest:
         self.finish_reason: FinishReason | None = None
         self.arrival_s = 0.0
         self.priority = priority
+        self.session_id = session_id
         # Hit of the engine that computed the prompt, which the answer reports instead of this engine's.
         self.reported_hit: int | None = None
         # Parameters for the connector; None without any, or after they were used.

@@ -137,7 +137,9 @@ class Scheduler:
             request.transfer = None
         else:
             self.connector.arrived(request)
-        self._enqueue(request, self._pool.request(request.prompt, request.extras), again=False)
+        pooled = self._pool.request(request.prompt, request.extras)
+        pooled.session_id = request.session_id
+        self._enqueue(request, pooled, again=False)
 
     def abort(self, request: SimRequest) -> None:
         """Drop a request and free its blocks; no effect on a finished one."""

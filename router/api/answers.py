@@ -20,6 +20,7 @@ from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout
 from router.observe.history import HistoryInterval, RecentHistory
 from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN, Contradiction, FirstTokenSummary, Receipt
+from router.observe.requests import TURNS_MAX
 from router.placement.load.account import EngineLoad
 
 # Problems of an engine as seen by the router, with remedies: for the status page and the doctor.
@@ -288,6 +289,37 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int | None
 
 
+class SessionView(msgspec.Struct, frozen=True, kw_only=True):
+    """A session: its requests that reached an engine, the latest last. Token sums are of all its requests
+    whose engine reported its hit. ``held_tokens``: prompt and output tokens on the GPU of each engine, in
+    blocks stored for this session, by the engine's events; None if another session, of another
+    tenant for example, has the same name: events do not tell them apart."""
+
+    tenant: str
+    session: str
+    turns: int
+    prompt_tokens: int
+    cached_tokens: int
+    held_tokens: dict[str, int] | None
+    latest: list[EndedRequest]
+
+    def joined(self, other: SessionView) -> SessionView:
+        """Merge with another worker's view. Workers receive the same events."""
+        held: dict[str, int] | None = None
+        if self.held_tokens is not None and other.held_tokens is not None:
+            engines = self.held_tokens.keys() | other.held_tokens.keys()
+            held = {
+                engine: max(self.held_tokens.get(engine, 0), other.held_tokens.get(engine, 0))
+                for engine in sorted(engines)
+            }
+        latest = sorted((*self.latest, *other.latest), key=lambda turn: turn.at_s)
+        sums = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in ("turns", "prompt_tokens", "cached_tokens")
+        }
+        return msgspec.structs.replace(self, **sums, held_tokens=held, latest=latest[-TURNS_MAX:])
+
+
 class PrefixView(msgspec.Struct, frozen=True):
     """A common prompt prefix. ``rate``: number of prompts in the last ten minutes; ``holders``: engine ->
     groups of layers that hold its last block on the GPU; ``parent``: id of a shorter prefix."""
@@ -331,7 +363,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 _KINDS = (
     *(Health, Version, Ready, ModelList, ModelCard, EngineView, SourceStats, ReceiptView, ErrorAnswer),
-    *(LiveRequest, EndedRequest, PrefixView, EngineProblem, RecentHistory, HistoryInterval),
+    *(LiveRequest, EndedRequest, SessionView, PrefixView, EngineProblem, RecentHistory, HistoryInterval),
 )
 
 

@@ -34,6 +34,7 @@ from router.api.answers import (
     PromptsBrief,
     Ready,
     ReceiptView,
+    SessionView,
     Version,
     described,
     engine_problems,
@@ -335,6 +336,12 @@ def _add_requests(app: FastAPI, view: OpsView) -> None:
         """The latest ended requests, oldest first. With ``?request_id=`` all stored ones that match: an id,
         its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
         return json_answer(await view.answers(request_id))
+
+    @_get(app, "/kvatlas/sessions", {"type": "array", "items": refer(SessionView)})
+    async def sessions(session: str = "") -> Response:
+        """The latest sessions, the latest first: their latest requests, where these ran, and the tokens that
+        engines hold for them. With ``?session=`` all kept sessions whose name begins so."""
+        return json_answer(await view.sessions(session))
 
     @_get(app, "/kvatlas/history", refer(RecentHistory))
     async def history() -> Response:

@@ -1,16 +1,19 @@
-"""Data of the status page, read from live objects: requests, the last minutes, hot prefixes, blocks held."""
+"""Data of the status page, read from live objects: requests, sessions, the last minutes, hot prefixes, blocks
+held."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from array import array
+from collections import Counter, deque
+from collections.abc import Generator, Iterable
 from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 
 from publisher.events import BlockHash
-from router.api.answers import EndedRequest, LiveRequest, PrefixView
+from router.api.answers import EndedRequest, LiveRequest, PrefixView, SessionView
 from router.api.metrics_page import Sources
 from router.index.base import GPU, Plane
 from router.observe.history import Counts, Gauges, RecentHistory
@@ -21,6 +24,7 @@ from router.placement.engine import Engine
 T = TypeVar("T")
 _PREFIXES_MAX = 60
 _REQUESTS_MAX = 1000
+SESSIONS_SHOWN = 25
 # Shortest request id that is recognised inside a longer text.
 _ID_CHARS_MIN = 8
 
@@ -93,6 +97,52 @@ def _ended(record: RequestRecord, unix_offset_s: float) -> EndedRequest:
         cached_tokens=None if usage is None else usage.cached_tokens,
         completion_tokens=None if usage is None else usage.completion_tokens,
     )
+
+
+def sessions(sources: Sources, session: str = "") -> Generator[None, None, list[SessionView]]:
+    """Return the latest sessions, the latest first; with ``session`` all whose name begins so. One step for
+    each (``router.openai.members.run_cooperatively``)."""
+    ledger, unix_offset_s = sources.requests.sessions, time.time() - sources.requests.clock()
+    tenants = Counter(name for one in ledger.sessions.values() for name in one.names)
+    keys = [key for key in reversed(ledger.sessions) if key[1].startswith(session)]
+    found = []
+    for key in keys if session else keys[:SESSIONS_SHOWN]:
+        yield
+        if (turns := ledger.sessions.get(key)) is None:
+            continue
+        tenant, name = key
+        alone = all(tenants[one] == 1 for one in turns.names)
+        blocks = ((engine, kept) for one in turns.names for engine, kept in ledger.blocks(one).items())
+        found.append(
+            SessionView(
+                tenant=tenant,
+                session=name,
+                turns=turns.count,
+                prompt_tokens=turns.prompt_tokens,
+                cached_tokens=turns.cached_tokens,
+                held_tokens=_held_tokens(sources, blocks) if alone else None,
+                latest=[_ended(record, unix_offset_s) for record in turns.latest],
+            )
+        )
+    return found
+
+
+def _held_tokens(sources: Sources, blocks: Iterable[tuple[str, array[int]]]) -> dict[str, int]:
+    """Return the tokens in those of these blocks that their engine holds on its GPU, by engine."""
+    held: dict[str, int] = {}
+    for engine_id, kept in blocks:
+        status = sources.fleet.get(engine_id)
+        if status is None or status.base_model is None or status.layout is None:
+            continue
+        index, group = sources.scopes.scope(status.base_model).index, status.layout.first_group
+        slot = index.slot(engine_id)
+        if slot is None or group is None:
+            continue
+        hashes: list[BlockHash] = np.unique(np.frombuffer(kept, np.uint64)).tolist()
+        words = index.lookup(hashes).plane(Plane(GPU, group[0]), slot.word)
+        count = int(np.count_nonzero(words >> np.uint64(slot.bit) & np.uint64(1)))
+        held[engine_id] = held.get(engine_id, 0) + count * group[1]
+    return held
 
 
 def sample_history(sources: Sources) -> float:

@@ -7,7 +7,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from router.api.answers import EndedRequest, EngineView, LiveRequest, PrefixView, ReceiptView, view_receipt
+from router.api.answers import (
+    EndedRequest,
+    EngineView,
+    LiveRequest,
+    PrefixView,
+    ReceiptView,
+    SessionView,
+    view_receipt,
+)
 from router.api.insight import (
     blocks_held,
     ended_requests,
@@ -15,6 +23,7 @@ from router.api.insight import (
     is_named,
     last,
     live_requests,
+    sessions,
     show_history,
 )
 from router.api.metrics_page import Sources, families, page_steps
@@ -50,6 +59,9 @@ class OpsView(Protocol):
     async def answers(self, request_id: str = "") -> Sequence[EndedRequest]:
         """The latest ended requests, oldest first; with ``request_id`` all stored ones that match it."""
 
+    async def sessions(self, session: str = "") -> Sequence[SessionView]:
+        """The latest sessions, the latest first; with ``session`` all kept ones whose name begins so."""
+
     async def history(self) -> RecentHistory:
         """The last five minutes."""
 
@@ -82,6 +94,10 @@ class LocalView:
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
         """Return the ended requests of this process."""
         return ended_requests(self._sources.requests, LATEST_SHOWN, request_id)
+
+    async def sessions(self, session: str = "") -> list[SessionView]:
+        """Return the sessions of this process."""
+        return await run_cooperatively(sessions(self._sources, session))
 
     async def history(self) -> RecentHistory:
         """Return the history of this process."""

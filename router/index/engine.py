@@ -63,6 +63,8 @@ class EngineResidency(EngineKnowledge):
         self.budget = LearningBudget()
         # Receives each block stored and removed on the GPU.
         self.pool: PoolListener | None = None
+        # Receives the session id and blocks of events that have one, of the layout's first group.
+        self.session_stored: Callable[[str, list[BlockHash]], None] | None = None
         self._outside = OffloadedBlocks(engine_id, index, self.rejected)
         self._reset(expected=(), inside_seen=False)
 
@@ -106,7 +108,7 @@ class EngineResidency(EngineKnowledge):
         Knowledge about hashes that the snapshot did not provide is kept from ``old``; the counts are exact.
         """
         self._inherit(old)
-        self.pool = old.pool
+        self.pool, self.session_stored = old.pool, old.session_stored
         self.removals = old.removals  # what was learned about the publisher, which is the same
         self.index.adopt(self.engine_id, old.engine_id)
         self.engine_id = self._outside.engine_id = old.engine_id
@@ -205,6 +207,15 @@ class EngineResidency(EngineKnowledge):
             self._store(plane, hashes)
             if self.pool is not None:
                 self.pool.stored(hashes, None if parent is None else to_block_hash(parent))
+            self._note_session(event, hashes)
+
+    def _note_session(self, event: BlockStored, hashes: list[BlockHash]) -> None:
+        session_id, layout = event.session_id, self._layout
+        if not session_id or self.session_stored is None or layout is None:
+            return
+        # Whole blocks of one group: no token counts twice.
+        if (event.group_idx or 0, event.block_size) == layout.first_group:
+            self.session_stored(session_id, hashes)
 
     def _store(self, plane: Plane, hashes: list[BlockHash]) -> None:
         if self.removals.watching:

@@ -1,4 +1,5 @@
-"""Outcome of each proxied request: counts and times for the metrics page, and an optional log line.
+"""Outcome of each proxied request: counts and times for the metrics page, the sessions they belong to, and an
+optional log line.
 
 A ``RequestRecord`` accompanies the request and collects its events; ``end`` counts it once. Series are
 bounded: a model has its own only after an engine that serves it was found, up to ``MODELS_MAX``; engines are
@@ -11,17 +12,19 @@ import ast
 import inspect
 import itertools
 import textwrap
+from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
 
+from publisher.events import BlockHash
 from router.observe.receipts import Histogram
 from router.observe.traces import RequestTrace, Traces
-from router.openai.request import Session, Usage
+from router.openai.request import Session, Usage, session_name
 
 # Limits log lines that clients can cause: at most one per key and interval. Pure; the clock is injected.
 
@@ -98,6 +101,97 @@ class ModelTimes:
         self.overhead = Histogram(_OVERHEAD_S)
 
 
+# Sessions: the latest turns of each, and the blocks that engines stored for it, by the session id in their
+# events (``BlockStored.session_id``, vLLM 0.32 and 0.33). Events name no tenant, so blocks are kept by id
+# alone; who shows them decides whose they are. Invariants: at most ``SESSIONS_MAX`` sessions and
+# ``BLOCKS_MAX`` block hashes, 8 bytes each; the least recently used session is dropped first.
+
+
+SESSIONS_MAX = 1024
+TURNS_MAX = 16
+BLOCKS_MAX = 1 << 20
+# Of one session on one engine: 262,144 tokens in blocks of 16.
+SESSION_BLOCKS_MAX = 1 << 14
+_NAMES_MAX = 64
+
+
+class SessionStats(msgspec.Struct):
+    """Counters for metrics."""
+
+    dropped: Annotated[int, "kvatlas_sessions_dropped_total"] = 0
+    """Sessions that the ops port shows no more, since newer ones took their place."""
+    blocks_dropped: Annotated[int, "kvatlas_session_blocks_dropped_total"] = 0
+    """Blocks stored for a session that no longer count as held for it, since the router keeps a bounded
+    number."""
+
+
+class SessionTurns(msgspec.Struct, gc=False):
+    """Requests of one session that reached an engine; sums over those whose engine reported its hit."""
+
+    latest: deque[RequestRecord] = msgspec.field(default_factory=lambda: deque(maxlen=TURNS_MAX))
+    count: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    names: dict[str, None] = {}
+    """Ids by which engines may know it: its own, and those of its sub-agents."""
+
+
+class SessionLedger:
+    """Sessions of one router."""
+
+    def __init__(self) -> None:
+        self.stats = SessionStats()
+        self.sessions: OrderedDict[tuple[str, str], SessionTurns] = OrderedDict()
+        """By tenant and session, the latest one last."""
+        self._blocks: OrderedDict[str, dict[str, array[int]]] = OrderedDict()
+        """Session id in events -> engine -> block hashes, the latest last."""
+        self._num_blocks = 0
+
+    def ended(self, record: RequestRecord, session: Session) -> None:
+        """Add an ended request that reached an engine."""
+        key = record.tenant, session.id
+        turns = self.sessions.setdefault(key, SessionTurns(names={session.id: None}))
+        self.sessions.move_to_end(key)
+        turns.latest.append(record)
+        turns.count += 1
+        if session.agent and len(turns.names) < _NAMES_MAX:
+            turns.names[session.agent] = None
+        usage = record.usage
+        if usage is not None and usage.cached_tokens is not None:
+            turns.prompt_tokens += usage.prompt_tokens
+            turns.cached_tokens += usage.cached_tokens
+        if len(self.sessions) > SESSIONS_MAX:
+            self.sessions.popitem(last=False)
+            self.stats.dropped += 1
+
+    def stored(self, engine_id: str, session_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Note that an engine stored these blocks for a request of this session."""
+        name = session_name(session_id.encode(errors="replace"))
+        by_engine = self._blocks.setdefault(name, {})
+        self._blocks.move_to_end(name)
+        kept = by_engine.setdefault(engine_id, array("Q"))
+        kept.extend(hashes)
+        self._num_blocks += len(hashes)
+        if (excess := len(kept) - SESSION_BLOCKS_MAX) > 0:
+            del kept[:excess]
+            self._dropped(excess)
+        while len(self._blocks) > SESSIONS_MAX or self._num_blocks > BLOCKS_MAX:
+            self._dropped(sum(map(len, self._blocks.popitem(last=False)[1].values())))
+
+    def _dropped(self, count: int) -> None:
+        self._num_blocks -= count
+        self.stats.blocks_dropped += count
+
+    def blocks(self, name: str) -> dict[str, array[int]]:
+        """Block hashes stored for a session, by engine; some may be held no more, or be listed twice."""
+        return self._blocks.get(name, {})
+
+    def forget(self, engine_id: str) -> None:
+        """Drop the blocks of an engine that left the fleet."""
+        for by_engine in self._blocks.values():
+            self._num_blocks -= len(by_engine.pop(engine_id, ()))
+
+
 class RequestTracker:
     """All requests of one router. ``here``: whether an engine is in the fleet. ``log``: write a line for
     each."""
@@ -109,8 +203,10 @@ class RequestTracker:
         here: Callable[[str], bool] = lambda _: True,
         log: bool = False,
         traces: Traces | None = None,
+        sessions: SessionLedger | None = None,
     ) -> None:
         self.clock = clock
+        self.sessions = sessions or SessionLedger()
         self.log = log
         self.traces = traces
         self.on_end: Callable[[RequestRecord, float], None] | None = None
@@ -175,6 +271,8 @@ class RequestTracker:
             self.on_end(record, now)
         record.placement_facts = _no_facts
         self.ended.append(record)
+        if record.session is not None and record.engine:
+            self.sessions.ended(record, record.session)
 
     def forget(self, engine_id: str) -> None:
         """Drop the counts of an engine that left the fleet."""

@@ -142,10 +142,10 @@ def session_in_headers(told: Mapping[bytes, bytes]) -> Session | None:
     if told.keys().isdisjoint(_SESSION_NAMES):
         return None
     for fields in _SESSION_FIELDS:
-        if name := _printable(told.get(fields.session, b"")):
-            if parent := _printable(told.get(fields.parent, b"")):
+        if name := session_name(told.get(fields.session, b"")):
+            if parent := session_name(told.get(fields.parent, b"")):
                 return Session(parent, "" if parent == name else name)
-            agent = _printable(told.get(fields.agent, b""))
+            agent = session_name(told.get(fields.agent, b""))
             return Session(name, "" if agent == name else agent)
     return None
 
@@ -154,13 +154,13 @@ def session_in_body(session_id: str | None, user_id: str | None, cache_key: str 
     """The session that these members of a body name."""
     found = None if session_id or not user_id else _IN_USER_ID.search(user_id)
     text = session_id or (found[1] if found else cache_key)
-    name = _printable(text.encode(errors="replace")) if text else ""
+    name = session_name(text.encode(errors="replace")) if text else ""
     return Session(name) if name else None
 
 
-def _printable(value: bytes) -> str:
-    """A client's name for a session. Where it is too long or has other characters, its digest stands for
-    it."""
+def session_name(value: bytes) -> str:
+    """A client's name for a session, as kept here. Where it is too long or has other characters, its digest
+    stands for it."""
     value = value.strip()
     if not value or _PRINTABLE.fullmatch(value):
         return value.decode("ascii")

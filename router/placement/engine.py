@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, Protocol
 
 import msgspec
@@ -31,6 +31,7 @@ from router.index.model import HashedPrompt, Residency
 from router.index.query_plan import EngineHit
 from router.observe.history import HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
+from router.observe.requests import SessionLedger
 from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.inflight import InflightPrefixes
@@ -157,6 +158,7 @@ class Accounts:
         self.affinity = AffinityMap()
         self.hot = HotPrefixes()
         self.retention = RetentionHints()
+        self.sessions = SessionLedger()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()
@@ -172,6 +174,7 @@ class Accounts:
         self.inflight.forget(engine_id)
         self.affinity.forget(engine_id)
         self.responses.forget(engine_id)
+        self.sessions.forget(engine_id)
 
 
 class PromptView(msgspec.Struct, gc=False):
@@ -313,6 +316,7 @@ class Engine(EngineStatus):
         else:
             pool = self.evictions
             residency.writer.pool = PoolListener(pool.stored, pool.removed, pool.clear)
+            residency.writer.session_stored = partial(self._accounts.sessions.stored, self.engine_id)
         if shadow is None:
             self.shadow = None
         elif self.shadow is None:

@@ -267,7 +267,9 @@ class ProxyApp:
         request.isolated = isolation is not None
         request.session = record.session = session
         if session is not None and SESSION not in dict(head.fields):
-            head.fields.append((SESSION, session.id.encode()))  # vLLM 0.33 shows it in its KV events
+            head.fields.append(
+                (SESSION, session.id.encode())
+            )  # vLLM 0.32 and 0.33 show it in their KV events
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(

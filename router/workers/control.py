@@ -155,7 +155,7 @@ class ControlPort:
             held = self._responses.known(asked[1].removeprefix(_RESPONSES))
             return Response(status_code=404) if held is None else Response(msgspec.msgpack.encode(held))
         name = request.url.path.removeprefix(PREFIX)
-        part = await self._view.own_part(name, request.query_params.get("request_id", ""))
+        part = await self._view.own_part(name, request.query_params.get("wanted", ""))
         return Response(status_code=404) if part is None or request.method != "GET" else Response(part)
 
 

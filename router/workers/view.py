@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView
+from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
+from router.api.insight import SESSIONS_SHOWN
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, LocalView
@@ -334,12 +336,14 @@ class AggregateView:
         found = await run_cooperatively(in_steps(family_of, families(self._sources)))
         return WorkerPage(self._worker.slot, self._worker.life, found)
 
-    async def own_part(self, name: str, request_id: str = "") -> bytes | None:
-        """Return this worker's part of the named method's result, encoded; None for an unknown name."""
+    async def own_part(self, name: str, wanted: str = "") -> bytes | None:
+        """Return this worker's part of the named method's result, encoded; None for an unknown name.
+        ``wanted``: a request id or a session."""
         parts: dict[str, Callable[[], Awaitable[Any]]] = {
             "engines": self._own.engines,
-            "receipts": partial(self._own.receipts, request_id),
-            "answers": partial(self._own.answers, request_id),
+            "receipts": partial(self._own.receipts, wanted),
+            "answers": partial(self._own.answers, wanted),
+            "sessions": partial(self._own.sessions, wanted),
             "history": self._own.history,
             "requests": self._own.requests,
             "prefixes": self._own.prefixes,
@@ -379,17 +383,31 @@ class AggregateView:
     async def receipts(self, request_id: str = "") -> Sequence[ReceiptView | msgspec.Raw]:
         """Return the receipts of all workers."""
         found: list[ReceiptView | msgspec.Raw] = list(await self._own.receipts(request_id))
-        for answer in (await self._calls.call_all(_of_request("receipts", request_id))).values():
+        for answer in (await self._calls.call_all(_worker_path("receipts", request_id))).values():
             found += msgspec.json.decode(answer, type=list[msgspec.Raw])
         return found
 
     async def answers(self, request_id: str = "") -> list[EndedRequest]:
         """Return the ended requests of all workers, ordered by their end."""
         found = await self._own.answers(request_id)
-        for answer in (await self._calls.call_all(_of_request("answers", request_id))).values():
+        for answer in (await self._calls.call_all(_worker_path("answers", request_id))).values():
             found += msgspec.json.decode(answer, type=list[EndedRequest])
         found.sort(key=lambda request: request.at_s)
         return found if request_id else found[-LATEST_SHOWN:]
+
+    async def sessions(self, session: str = "") -> list[SessionView]:
+        """Return the sessions of all workers, the latest first."""
+        found = {(one.tenant, one.session): one for one in await self._own.sessions(session)}
+        for answer in (await self._calls.call_all(_worker_path("sessions", session))).values():
+            for other in msgspec.json.decode(answer, type=list[SessionView]):
+                key = other.tenant, other.session
+                found[key] = found[key].joined(other) if key in found else other
+        tenants = Counter(name for _, name in found)
+        shown = [
+            one if tenants[one.session] == 1 else msgspec.structs.replace(one, held_tokens=None)
+            for one in sorted(found.values(), key=lambda one: -one.latest[-1].at_s)
+        ]
+        return shown if session else shown[:SESSIONS_SHOWN]
 
     async def history(self) -> RecentHistory:
         """Return the history, summed over all workers."""
@@ -418,8 +436,8 @@ class AggregateView:
         return sorted(known.values(), key=lambda prefix: prefix.tokens)
 
 
-def _of_request(page: str, request_id: str) -> str:
-    return f"/worker/{page}?{urlencode({'request_id': request_id})}" if request_id else f"/worker/{page}"
+def _worker_path(name: str, wanted: str) -> str:
+    return f"/worker/{name}?{urlencode({'wanted': wanted})}" if wanted else f"/worker/{name}"
 
 
 def _add(view: dict[str, Any], other: dict[str, Any]) -> None:

@@ -109,6 +109,12 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
         return self.alignment if not self.lookahead and any(c.spec.is_eagle for c in self.classes) else 0
 
     @property
+    def first_group(self) -> tuple[int, int] | None:
+        """A group of the first class, full attention if there is any, and its block size; None without
+        one."""
+        return (self.classes[0].group_idxs[0], self.classes[0].block_size) if self.classes else None
+
+    @property
     def missing_facts(self) -> tuple[str, ...]:
         """Settings without which no hit can be predicted; empty if the description is complete."""
         missing = []

@@ -53,7 +53,7 @@ def test_every_answer_is_what_the_document_says() -> None:
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
             for _ in range(2 * EVERY):  # so many that the sampled prefixes have some too
-                status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT)
+                status, _ = await rig.ask("POST", "/v1/chat/completions", CHAT, {"x-session-id": "s"})
                 assert status == 200
             status, document = await rig.ask("GET", DOCUMENT)
             assert (status, document["info"]["title"]) == (200, "kvatlas")

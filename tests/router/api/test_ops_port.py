@@ -32,6 +32,7 @@ PATHS = [
     ("GET", "/kvatlas/sources"),
     ("GET", "/kvatlas/receipts"),
     ("GET", "/kvatlas/usage"),
+    ("GET", "/kvatlas/sessions"),
     ("POST", "/kvatlas/explain"),
     ("GET", "/kvatlas/openapi.json"),
 ]

@@ -276,6 +276,7 @@ def test_without_engines_and_a_router_that_goes_away() -> None:
                 await tab.shows("#engines", "No engines")
                 await tab.shows("#tiles", "0 of 0")
                 await tab.shows("#done", "None yet")
+                await tab.shows("#sessions", "No request named its session")
                 assert await tab.js("document.getElementById('banner').hidden")
                 failed = [error for error in tab.errors if "503" not in error]  # /ready
                 assert failed == []
@@ -307,7 +308,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
                 body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 2, "model": model}
                 url, headers = (
                     f"{rig.url}/v1/chat/completions",
-                    {"x-request-id": EVIL, "authorization": "Bearer a-key"},
+                    {"x-request-id": EVIL, "x-session-id": EVIL, "authorization": "Bearer a-key"},
                 )
                 async with rig.session.post(url, json=body, headers=headers) as answer:
                     assert answer.status == (200 if model == EVIL else 404)
@@ -316,6 +317,8 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
             await tab.shows("#done", EVIL)
             await tab.shows("#done", "</script>")
             await tab.shows("#done", tenant)
+            for text in (EVIL, tenant, " on " + engines[0].base_url.removeprefix("http://")):
+                await tab.shows("#sessions", text)
             await tab.js("document.querySelector('#done a').click()")
             await tab.shows("#found", EVIL)
             assert await tab.js("document.querySelectorAll('img').length") == 0

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
+from publisher.events import BlockHash
+from router.observe import requests as requests_module
 from router.observe.receipts import Histogram
 from router.observe.requests import (
     ENDED_KEPT,
     MODELS_MAX,
     OTHER,
     REQUEST_ID_CHARS_MAX,
+    SESSIONS_MAX,
+    TURNS_MAX,
     RequestRecord,
     RequestTracker,
+    SessionLedger,
 )
-from router.openai.request import Usage
+from router.openai.request import Session, Usage
 
 
 class Clock:
@@ -167,3 +173,64 @@ def test_the_latest_are_kept_without_prompts_and_with_texts_cut() -> None:
     assert latest.ended_s == clock.now
     assert latest.why() == {}
     assert max(len(latest.path), len(latest.model), len(latest.request_id)) <= REQUEST_ID_CHARS_MAX
+
+
+def turn(tracker: RequestTracker, session: Session | None, tenant: str = "ada", engine: str = "e") -> None:
+    record = tracker.begin("POST", "/v1/chat/completions")
+    record.session, record.tenant, record.engine = session, tenant, engine
+    record.usage = Usage(10, 3, 8)
+    tracker.end(record)
+
+
+def test_a_sessions_turns_are_kept_by_tenant_and_bounded() -> None:
+    tracker = RequestTracker(Clock())
+    ledger = tracker.sessions
+    for _ in range(TURNS_MAX + 4):
+        turn(tracker, Session("s", "helper"))
+    turn(tracker, Session("s"), tenant="eve")
+    turn(tracker, Session("s"), tenant="eve", engine="")  # no engine was asked
+    turn(tracker, None)
+    assert [(key, turns.count) for key, turns in ledger.sessions.items()] == [
+        (("ada", "s"), TURNS_MAX + 4),
+        (("eve", "s"), 1),
+    ]
+    first = ledger.sessions["ada", "s"]
+    assert (len(first.latest), list(first.names)) == (TURNS_MAX, ["s", "helper"])
+    assert (first.prompt_tokens, first.cached_tokens) == (10 * first.count, 8 * first.count)
+    turn(tracker, Session("s"))  # used last, so it stays longest
+    for number in range(SESSIONS_MAX - 1):
+        turn(tracker, Session(f"another {number}"))
+    assert (len(ledger.sessions), ledger.stats.dropped) == (SESSIONS_MAX, 1)
+    assert ("ada", "s") in ledger.sessions
+    assert ("eve", "s") not in ledger.sessions
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from("efg"), st.sampled_from("stuv"), st.integers(0, 7)),
+            st.sampled_from("efg"),
+        ),
+        max_size=60,
+    )
+)
+def test_blocks_of_sessions_are_the_latest_within_the_bounds(steps: list[tuple[str, str, int] | str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, bound in (("BLOCKS_MAX", 24), ("SESSION_BLOCKS_MAX", 8), ("SESSIONS_MAX", 3)):
+            patch.setattr(requests_module, name, bound)
+        ledger, added, forgotten = SessionLedger(), 0, 0
+        for step in steps:
+            kept = {name: {e: list(b) for e, b in ledger.blocks(name).items()} for name in "stuv"}
+            if isinstance(step, str):
+                ledger.forget(step)
+                forgotten += sum(len(by_engine.get(step, ())) for by_engine in kept.values())
+                continue
+            engine, name, count = step
+            hashes = [BlockHash(added + number) for number in range(count)]
+            added += count
+            ledger.stored(engine, name, hashes)
+            assert list(ledger.blocks(name)[engine]) == [*kept[name].get(engine, []), *hashes][-8:]
+        left = [len(blocks) for name in "stuv" for blocks in ledger.blocks(name).values()]
+        assert sum(bool(ledger.blocks(name)) for name in "stuv") <= 3
+        assert sum(left) <= 24
+        assert added == sum(left) + forgotten + ledger.stats.blocks_dropped

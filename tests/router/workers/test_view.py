@@ -8,9 +8,11 @@ from typing import Any, cast
 import msgspec
 from prometheus_client.core import CounterMetricFamily
 
+from router.api.insight import SESSIONS_SHOWN
 from router.api.views import LATEST_SHOWN, LocalView
 from router.app import Router
 from router.config.schema import Config
+from router.openai.request import Session, Usage
 from router.workers.context import WorkerSockets
 from router.workers.view import AggregateView, SiblingCalls, WorkerPage, family_of
 
@@ -93,9 +95,49 @@ async def _merged() -> None:
         assert {one.request_id for one in shown} == {"theirs"}, "the latest of all"
         found = await view.answers("one & only")
         assert found[0].request_id == "one & only"
-        assert sibling.asked[-1] == "/worker/answers?request_id=one+%26+only"
+        assert sibling.asked[-1] == "/worker/answers?wanted=one+%26+only"
         assert await view.receipts("one & only") == []
         assert (await view.history()).intervals[-1].requests == 4
+    finally:
+        router.proxy.close()
+        router.reader.close()
+        sockets.close()
+
+
+def test_sessions_of_all_workers() -> None:
+    asyncio.run(_sessions())
+
+
+async def _sessions() -> None:
+    sockets = WorkerSockets(2, ("127.0.0.1", 0))
+    router = Router(Config())
+    try:
+        for tenant, name in (("ada", "shared"), ("ada", "own"), ("ada", "split")):
+            record = router.proxy.requests.begin("POST", "/v1/completions")
+            record.tenant, record.session, record.engine = tenant, Session(name), "e"
+            record.usage = Usage(10, 1, 4)
+            router.proxy.requests.end(record)
+        worker = sockets.open_worker(0, 0, lambda: None, -1)
+        mine = {one.session: one for one in await LocalView(router.sources).sessions()}
+        turn = mine["split"].latest[0]
+        later = msgspec.structs.replace(turn, at_s=turn.at_s + 60, engine="f")
+        theirs = [
+            msgspec.structs.replace(mine["split"], latest=[later], held_tokens={"e": 16, "f": 32}),
+            msgspec.structs.replace(mine["shared"], tenant="eve"),
+        ]
+        sibling = Sibling(sessions=theirs)
+        view = AggregateView(worker, router.sources, cast("SiblingCalls", cast("Any", sibling)))
+        shown = await view.sessions("s")
+        assert sibling.asked == ["/worker/sessions?wanted=s"]
+        first = shown[0]
+        assert (first.session, [one.engine for one in first.latest]) == ("split", ["e", "f"])
+        assert (first.turns, first.prompt_tokens, first.cached_tokens) == (2, 20, 8)
+        assert first.held_tokens == {"e": 16, "f": 32}
+        rest = {(one.tenant, one.session): one.held_tokens for one in shown[1:]}
+        assert rest == {("ada", "shared"): None, ("eve", "shared"): None}
+        many = [msgspec.structs.replace(theirs[0], session=str(number)) for number in range(SESSIONS_SHOWN)]
+        sibling.pages["sessions"] = many
+        assert [one.session for one in await view.sessions()] == [one.session for one in many]
     finally:
         router.proxy.close()
         router.reader.close()
