@@ -16,10 +16,10 @@ import vllm
 
 log = logging.getLogger(__name__)
 
+# ``major.minor`` of the vLLM releases that the test suite has run with.
 TESTED_VERSIONS = ("0.32", "0.33")
-"""``major.minor`` of the vLLM releases that the test suite has run with."""
+# Environment variable: ``major.minor`` of one more version that may be used at the user's risk.
 ALLOW_UNTESTED = "KVATLAS_ALLOW_UNTESTED_VLLM"
-"""Environment variable: ``major.minor`` of one more version that may be used at the user's risk."""
 
 _REMEDY = "install one of these, or a release of kvatlas that was tested with yours"
 

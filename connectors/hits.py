@@ -338,11 +338,9 @@ class HitResolver:
         return hit if hit > num_local_tokens else 0
 
     def load_mask(self, num_local_tokens: int, hit_tokens: int) -> dict[int, list[int]]:
-        """Group -> indices in the request's block table to load for a hit of ``hit_tokens``.
-
-        These are the blocks that the engine allocates and reads: all after the local ones that its manager
-        does not skip at this length.
-        """
+        """Group -> indices in the request's block table to load for a hit of ``hit_tokens``."""
+        # These are the blocks that the engine allocates and reads: all after the local ones that its manager
+        # does not skip at this length.
         mask: dict[int, list[int]] = {}
         for group_idx, family in self._by_group.items():
             tokens = family.block_tokens
@@ -362,9 +360,10 @@ class HitResolver:
 
         Only blocks that can serve a hit at a boundary. ``first_token``: tokens computed at the previous call;
         blocks due then are omitted. ``shared_prefix_tokens``: end of the prefix that another request shares
-        (the engine's ``shared_prefix_boundary``), 0 for none. State groups have no blocks here: their states
-        are stored at the boundaries that the engine passes to the connector (``state_key``).
+        (the engine's ``shared_prefix_boundary``), 0 for none.
         """
+        # State groups have no blocks here: their states are stored at the boundaries that the engine passes
+        # to the connector (``state_key``).
         from vllm.v1.core.kv_cache_coordinator import replay_boundaries  # noqa: PLC0415
 
         boundaries = list(
@@ -424,11 +423,9 @@ class HitResolver:
     def _loadable_hit(
         self, block_hashes: Sequence[bytes], limit: int, held: Callable[[bytes], bool], num_local_tokens: int
     ) -> int:
-        """The longest joint hit whose last blocks are held under the hash at its end.
-
-        With partial hits the rules also accept a block held under a later hash: the engine finds that block
-        by its id, but a load has only the key.
-        """
+        """The longest joint hit whose last blocks are held under the hash at its end."""
+        # With partial hits the rules also accept a block held under a later hash: the engine finds that block
+        # by its id, but a load has only the key.
         hit = self._joint_hit(block_hashes, limit, held, num_local_tokens)
         while hit > num_local_tokens and not all(
             held(self.state_key(block_hashes, group_idx, hit))
@@ -441,11 +438,9 @@ class HitResolver:
     def _joint_hit(
         self, block_hashes: Sequence[bytes], limit: int, held: Callable[[bytes], bool], num_local_tokens: int
     ) -> int:
-        """The longest length that all families accept: each may shorten it, until none does.
-
-        An EAGLE family proves a length by matching beyond it and dropping that part. It does so once per
-        length that the others agreed on; otherwise every round would shorten the hit again.
-        """
+        """The longest length that all families accept: each may shorten it, until none does."""
+        # An EAGLE family proves a length by matching beyond it and dropping that part. It does so once per
+        # length that the others agreed on; otherwise every round would shorten the hit again.
         local = frozenset(block_hashes[: num_local_tokens // self.hash_block_tokens])
         pool = OffloadedBlocks(self.hash_block_tokens, held, local)
         full_reach: dict[int, int] = {}

@@ -18,8 +18,8 @@ from itertools import product
 from typing import Any
 
 ROW_ALIGNMENT_BYTES = 64
+# Most pieces of one block of one group; with more, copies would be too slow.
 PIECES_PER_BLOCK_MAX = 65_536
-"""Most pieces of one block of one group; with more, copies would be too slow."""
 
 
 class LayoutError(Exception):
@@ -201,10 +201,11 @@ def round_up_row(size_bytes: int) -> int:
 def row_bytes_from_config(kv_cache_config: Any) -> int:
     """Size of a host row in bytes, from vLLM's KVCacheConfig alone: equal in scheduler and worker.
 
-    A block of the pool is as large as the largest group's block, and every allocation has its total size.
-    Group specs are not sufficient: for a group with different layers, the scheduler's copy of the
-    configuration keeps one layer's spec. LayoutError if nothing is cached or sizes contradict each other.
+    LayoutError if nothing is cached or sizes contradict each other.
     """
+    # A block of the pool is as large as the largest group's block, and every allocation has its total size.
+    # Group specs are not sufficient: for a group with different layers, the scheduler's copy of the
+    # configuration keeps one layer's spec.
     sizes = {t.size for t in kv_cache_config.kv_cache_tensors if not t.host_resident}
     if not sizes:
         raise LayoutError("this model caches nothing: there are no KV cache tensors to transfer")
@@ -216,11 +217,9 @@ def row_bytes_from_config(kv_cache_config: Any) -> int:
 
 
 def layout_digest(view: CacheView) -> str:
-    """16 hex digits, equal exactly for caches with interchangeable rows; addresses do not matter.
-
-    The order within one head's token (keys before values, scales) is defined by the attention backend and not
-    visible in strides: a namespace must include the backend or its cache type too.
-    """
+    """16 hex digits, equal exactly for caches with interchangeable rows; addresses do not matter."""
+    # The order within one head's token (keys before values, scales) is defined by the attention backend and
+    # not visible in strides: a namespace must include the backend or its cache type too.
     digest = hashlib.sha256(b"kvatlas-row-1")
     for group in view.groups:
         content: tuple[object, ...] = group.row_format or tuple(
@@ -242,8 +241,8 @@ def layout_digest(view: CacheView) -> str:
 
 
 BRIDGED_PADDING_BYTES_MAX = 4096
+# Padding of up to an eighth of the preceding piece is copied too: cheaper than one more piece.
 BRIDGED_PADDING_SHARE = 8
-"""Padding of up to an eighth of the preceding piece is copied too: cheaper than one more piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +300,8 @@ def _group(group_idx: int, layers: list[str], kv_caches: Mapping[str, Any], num_
 
 
 def _bridge_padding(ordered: list[tuple[_Part, int]]) -> list[tuple[_Part, int]]:
-    """Add small gaps between pieces as pieces, so that all merge into one.
-
-    Only if a block is one window of its stride: then the gaps belong to the block and are never read.
-    """
+    """Add small gaps between pieces as pieces, so that all merge into one."""
+    # Only if a block is one window of its stride: then the gaps belong to the block and are never read.
     pieces = [part.pieces[place] for part, place in ordered]
     strides = {(part.storage, part.pieces[place].block_stride_bytes) for part, place in ordered}
     if len(strides) != 1:

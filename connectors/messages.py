@@ -91,8 +91,8 @@ class Counts:
         return sums
 
     def transfer(self, result: TransferResult) -> None:
-        """Count one ended job of one rank. Its time is divided among its groups in proportion to their
-        bytes."""
+        """Count one ended job of one rank."""
+        # Its time is divided among its groups in proportion to their bytes.
         direction = result.direction.value
         self.add(f"jobs/{direction}/{'ok' if result.ok else 'failed'}")
         total = sum(result.bytes_by_group.values())

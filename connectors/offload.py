@@ -27,8 +27,8 @@ from connectors.worker.worker import EngineFactory, OffloadWorker, Replicas, mak
 
 log = logging.getLogger(__name__)
 
+# ``ownership`` of this tier in KV events.
 HOST_OWNERSHIP = "kvatlas-host"
-"""``ownership`` of this tier in KV events."""
 
 
 @dataclass

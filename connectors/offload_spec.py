@@ -37,8 +37,8 @@ from connectors.worker.worker import open_rows
 
 log = logging.getLogger(f"vllm.{__name__}")
 
+# How long a step may wait for stores that still read blocks it will overwrite.
 WAIT_TIMEOUT_S = 60.0
-"""How long a step may wait for stores that still read blocks it will overwrite."""
 
 
 class RowOffloadingWorker(OffloadingWorker):
@@ -301,11 +301,9 @@ class HostOffloadingSpec(OffloadingSpec):
 
 
 def view_of(kv_caches: Any) -> CacheView:
-    """View of the cache that vLLM registers with a spec, in vLLM's order of groups.
-
-    A row holds the pages of a group's layers consecutively. ``LayoutError`` if pages overlap or the caches
-    are not in vLLM's canonical form.
-    """
+    """View of the cache that vLLM registers with a spec, in vLLM's order of groups."""
+    # A row holds the pages of a group's layers consecutively. ``LayoutError`` if pages overlap or the caches
+    # are not in vLLM's canonical form.
     check_canonical(kv_caches)
     num_blocks = int(kv_caches.tensors[0].tensor.shape[0])
     groups = []

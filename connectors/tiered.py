@@ -170,10 +170,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadStats(data=counts) if counts else None
 
     def check_host_memory(self, host_bytes: int) -> None:
-        """Raise ``ConfigError`` unless ``host_bytes`` of all ranks of this machine are available.
-
-        Every rank calls it in its constructor; no rank allocates memory before all have checked.
-        """
+        """Raise ``ConfigError`` unless ``host_bytes`` of all ranks of this machine are available."""
+        # Every rank calls it in its constructor; no rank allocates memory before all have checked.
         nodes = max(1, int(getattr(self._vllm_config.parallel_config, "nnodes_within_dp", 1)))
         available = available_bytes()
         wait_for_ranks()

@@ -26,19 +26,18 @@ import xxhash
 
 from publisher.events import BlockHash
 
+# vLLM's fixed seed since 0.29, used unless PYTHONHASHSEED is set in the engine's environment.
 DEFAULT_SEED = "vllm-none-hash"
-"""vLLM's fixed seed since 0.29, used unless PYTHONHASHSEED is set in the engine's environment."""
 
+# Algorithms that a router can reproduce if it knows the seed. The xxhash ones need a PYTHONHASHSEED in the
+# engine's environment; without it they are seeded at random. There are two more names: ``SGLANG``, and
+# ``learned``: our own chain (xxh3-128 over msgpack), for engines whose hashes cannot be reproduced and are
+# looked up by token prefix instead.
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
-"""Algorithms that a router can reproduce if it knows the seed. The xxhash ones need a PYTHONHASHSEED in the
-engine's environment; without it they are seeded at random.
 
-There are two more names: ``SGLANG``, and ``learned``: our own chain (xxh3-128 over msgpack), for engines
-whose hashes cannot be reproduced and are looked up by token prefix instead."""
-
+# SGLang's page hashes: SHA-256 over the digest before and the page's tokens as little-endian 32-bit words.
+# Events carry its first eight bytes (``get_hash_str``, srt/mem_cache/utils.py of SGLang 0.5.23).
 SGLANG = "sglang"
-"""SGLang's page hashes: SHA-256 over the digest before and the page's tokens as little-endian 32-bit words.
-Events carry its first eight bytes (``get_hash_str``, srt/mem_cache/utils.py of SGLang 0.5.23)."""
 _U32 = (1 << 32) - 1
 _SGLANG_SALT = b"sglang-cache-salt-v1\0"
 
@@ -144,7 +143,8 @@ def num_hash_blocks(num_tokens: int, scheme: HashScheme) -> int:
 if TYPE_CHECKING:
     _Words = array[int]
 else:
-    _Words = array  # subscriptable only from Python 3.12 on
+    # Subscriptable only from Python 3.12 on.
+    _Words = array
 
 
 class PromptHashes(_Words):

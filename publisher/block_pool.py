@@ -154,6 +154,8 @@ class HybridBlockPool:
         """
         if request.started:
             raise ValueError("the request has been started already")
+        # vLLM offers the connector the hit of full attention alone, since the states come with the load
+        # (``get_computed_blocks_for_connector``).
         if loads_states and reach is not None:
             part = self._finder.find_of_full(request.known_hashes(), request.num_tokens - 1)
             end = reach(request, part.length)
@@ -164,6 +166,7 @@ class HybridBlockPool:
         hit = self._finder.find(request.known_hashes(), request.num_tokens - 1)
         request.shared_prefix_boundary = hit.boundary
         end = hit.length if reach is None else reach(request, hit.length)
+        # A load that ends within the replayed part would be computed again entirely.
         if end > max(hit.length, self.layout.replay):
             return self._start_load(request, hit, end, reserved_blocks)
         hit = self._used(hit)
@@ -176,6 +179,8 @@ class HybridBlockPool:
             return None
         blocks = [[first_copy(copies) for copies in column] for column in hit.columns]
         reached = max(hit.length, self._resumed(hit.length) + chunk)
+        # The whole request must fit (``scheduler_reserve_full_isl``, vLLM 0.32), with the cap of window
+        # groups; then its first chunk, without it.
         for num_tokens, capped in ((request.num_tokens, True), (reached, False)):
             needed = sum(
                 table.blocks_to_admit(column, hit.length, num_tokens, capped=capped)
@@ -189,14 +194,13 @@ class HybridBlockPool:
         return hit.length
 
     def loaded(self, request: PoolRequest) -> None:
-        """End the load that ``start`` began: store its blocks and continue computing after it.
-
-        If nothing is left to compute, the last token is computed again to produce the next one. Raises
-        ``ValueError`` if no load was begun.
-        """
+        """End the load that ``start`` began: store its blocks and continue computing after it. Raises
+        ``ValueError`` if no load was begun."""
+        # If nothing is left to compute, the last token is computed again to produce the next one.
         if not request.loading_to:
             raise ValueError("the request loads nothing")
         self._cache(request, request.loading_to)
+        # The last token is always computed: its logits give the next token.
         request.num_computed = min(self._resumed(request.loading_to), request.num_tokens - 1)
         request.loading_to = 0
 
@@ -217,6 +221,7 @@ class HybridBlockPool:
 
     def pin(self, blocks: Sequence[int]) -> None:
         """Protect blocks from reuse while they are copied, even after their requests end."""
+        # A second user: the copy reads the block after its request may have ended.
         self._store.touch(blocks)
         self._pinned.update(blocks)
 
@@ -225,6 +230,7 @@ class HybridBlockPool:
         if any(count > self._pinned[block] for block, count in Counter(blocks).items()):
             raise ValueError("cannot unpin a block that is not pinned")
         self._pinned -= Counter(blocks)
+        # The last block first, as at the end of a request: the start of the prefix is evicted later.
         self._store.free(blocks[::-1])
 
     def writes(self, blocks: Sequence[int]) -> list[int]:
@@ -255,14 +261,18 @@ class HybridBlockPool:
         now = before + num_tokens
         if num_tokens <= 0 or now > len(request.token_ids) or not request.started or request.loading_to:
             raise ValueError(f"cannot compute {num_tokens} of {len(request.token_ids) - before} tokens")
+        # A decoded token inside a block changes nothing in any group: most calls end here.
         if now <= request.quiet_to:
             request.num_computed = now
             return True
         tables = self._tables
         for table in tables:
+            # Before counting: blocks that fall out of the window may serve this very chunk, as in
+            # ``KVCacheManager.allocate_slots``.
             table.drop_skipped(request, before)
         # With bounded replay the blocks of a hit stay held while its end is recomputed.
         reached = max(now, request.hit)
+        # All groups are counted before any allocates: a failure must leave nothing allocated.
         if sum([table.blocks_needed(request, reached) for table in tables]) > self._store.num_free:
             return False
         for table in tables:
@@ -292,6 +302,8 @@ class HybridBlockPool:
 
     def end_step(self) -> None:
         """End a scheduler step: free copied blocks and make the blocks it stored findable."""
+        # Both blocks of a copy were in use until now, so that nothing overwrites them before the forward
+        # pass.
         copied = [block for table in self._tables for pair in table.copies for block in pair]
         for table in self._tables:
             table.copies.clear()
@@ -367,6 +379,7 @@ class HybridBlockPool:
 
         Source: ``Scheduler.schedule``, vLLM 0.32.
         """
+        # A hit shorter than the replayed window would be computed again entirely, so vLLM ignores it.
         if not 0 < hit.length <= self.layout.replay:
             return hit
         return hit._replace(length=0, columns=[[] for _ in hit.columns])
@@ -387,6 +400,7 @@ class HybridBlockPool:
         """Positions at which later prompts are expected to continue from this one."""
         boundaries = self.layout.replay_boundaries(request.num_prompt_tokens)
         if request.shared_prefix_boundary:
+            # Another prompt has shown that prompts branch here: storing its end lets the third one hit.
             boundaries += (request.shared_prefix_boundary,)
         return boundaries
 

@@ -18,20 +18,19 @@ BlockHash = NewType("BlockHash", int)
 """Unsigned 64-bit form of an engine's block hash: the last 8 bytes, big endian (vLLM's int form)."""
 
 MEDIA = ("GPU", "CPU", "STORAGE")
+# Bound on ``group_idx``; the largest hybrid models known have fewer than 10 groups.
 GROUPS_MAX = 64
-"""Bound on ``group_idx``; the largest hybrid models known have fewer than 10 groups."""
 
+# Most events in one batch. A step that evicts the blocks of 65,536 tokens in 8 groups sends 32,768 removals.
 EVENTS_MAX = 1 << 17
-"""Most events in one batch. A step that evicts the blocks of 65,536 tokens in 8 groups sends 32,768
-removals."""
+# Most blocks in one event: a million tokens at 16 per block.
 BLOCKS_MAX = 1 << 16
-"""Most blocks in one event: a million tokens at 16 per block."""
+# Estimated memory of the nested lists of one batch; an empty list takes one byte on the wire and 64 here.
 NESTED_BYTES_MAX = 64 << 20
-"""Estimated memory of the nested lists of one batch; an empty list takes one byte on the wire and 64 here."""
+# Most characters kept of an event type's name.
 TYPE_CHARS_MAX = 64
-"""Most characters kept of an event type's name."""
+# Most unknown types that are counted separately.
 UNKNOWN_TYPES_MAX = 16
-"""Most unknown types that are counted separately."""
 
 _U64 = (1 << 64) - 1
 WireHash = int | bytes
@@ -118,12 +117,10 @@ class DecodedBatch(msgspec.Struct, gc=False):
 
 
 class _Stored032(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """``BlockStored`` with the 14 fields of vLLM 0.32.
+    """``BlockStored`` with the 14 fields of vLLM 0.32."""
 
-    The number of declared fields decides the form of the map's header, even if defaults are omitted: with one
-    more, the bytes would differ from vLLM's.
-    """
-
+    # The number of declared fields decides the form of the map's header, even if defaults are omitted: with
+    # one more, the bytes would differ from vLLM's.
     block_hashes: Hashes
     parent_block_hash: WireHash | None
     token_ids: msgspec.Raw

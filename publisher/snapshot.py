@@ -32,17 +32,20 @@ from publisher.events import (
     to_block_hash,
 )
 
+# Eight bytes on purpose: a publisher without snapshots reads it as a seq that it never reached.
 REQUEST = b"snapshot"
-"""Eight bytes on purpose: a publisher without snapshots reads it as a seq that it never reached."""
+# Cut of an answer without a snapshot; the reader may retry later.
 UNAVAILABLE = -2
-"""Cut of an answer without a snapshot; the reader may retry later."""
 
+# A shard is copied in one turn of the loop: 4,000 blocks at the bound of 4 million.
 _SHARDS = 1024
 _SHARD_MASK = _SHARDS - 1
 _HASHES_PER_EVENT = 1024
 _EVENTS_PER_CHUNK = 64
+# Enough to show block size and hash scheme; their tokens are sent too.
 _SAMPLE_BLOCKS_MAX = 4
 _SAMPLE_TOKENS_MAX = 1 << 16
+# Media and groups come from events: an invalid publisher must not create dictionaries without end.
 _SCOPES_MAX = 256
 _NO_TOKENS = encode_tokens([])
 
@@ -70,6 +73,7 @@ class SnapshotLedger:
 
     def apply(self, batch: DecodedBatch) -> None:
         """Count the blocks of one published batch."""
+        # An unread event may have stored or removed blocks: no snapshot is better than a wrong one.
         if batch.rejected:
             self._lose("an event could not be read")
         for event in batch.events:
@@ -132,6 +136,7 @@ class SnapshotLedger:
             shard = self._shard(scope, block)
             held = shard.get(block, 0)
             left = remaining[number] if remaining is not None else None
+            # The engine's own count is believed; without it a removal takes one copy.
             now = left if left is not None else held - 1
             if now > 0:
                 shard[block] = now
@@ -145,6 +150,7 @@ class SnapshotLedger:
         gone = [scope for scope in self._scopes if scope[0] == "GPU"]
         for scope in gone:
             self._blocks -= sum(len(shard) for shard in self._scopes.pop(scope) if shard)
+        # A clear empties the GPU only; with other tiers their content stays unknown.
         if self.lost and not self._offload_seen:
             self.lost = ""
 
@@ -162,6 +168,7 @@ class SnapshotLedger:
             shards = self._scopes[scope] = [None] * _SHARDS
         number = block & _SHARD_MASK
         for snapshot in self._open:
+            # Copied before the change, so that the snapshot shows one moment.
             snapshot.encode_shard(scope, number)
         shard = shards[number]
         if shard is None:

@@ -29,8 +29,8 @@ from publisher.event_decoder import decode_batch
 from publisher.events import Event, encode_batch, encode_sglang_batch
 from publisher.snapshot import REQUEST, UNAVAILABLE, SnapshotLedger
 
+# Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number (vLLM's ``END_SEQ``).
 END_SEQ = b"\xff" * 8
-"""Seq frame of the message that ends a replay answer: -1 as a signed 64-bit number (vLLM's ``END_SEQ``)."""
 
 # Replay messages sent before yielding to the loop: about half a millisecond.
 _SLICE_MESSAGES = 128
@@ -123,6 +123,7 @@ class ZmqPublisher:
             context = self._own_context = zmq.Context()
         self._pub = context.socket(zmq.PUB)
         try:
+            # vLLM's default: a slow subscriber loses batches beyond it and repairs the gap by replay.
             self._pub.set_hwm(hwm)
             self.endpoint = _bind(self._pub, rank_endpoint(endpoint, data_parallel_rank))
             self.replay_endpoint: str | None = None
@@ -145,10 +146,8 @@ class ZmqPublisher:
         return self._pub.closed
 
     def renumber(self, next_seq: int) -> None:
-        """Set the seq of the next batch, to publish a recorded stream.
-
-        A lower seq means a restarted engine: earlier batches are no longer replayed.
-        """
+        """Set the seq of the next batch, to publish a recorded stream."""
+        # A lower seq means a restarted engine: earlier batches are no longer replayed.
         if next_seq < self._next_seq:
             self._ring.clear()
         self._next_seq = next_seq
@@ -169,6 +168,7 @@ class ZmqPublisher:
         seq = self._next_seq
         self._next_seq = seq + 1
         if self._ledger is not None:
+            # Before the batch is sent: a snapshot cut at this seq must contain it.
             self._ledger.apply(decode_batch(payload))
             self._published = True
         # Store before sending: a peer that saw a seq live can also have it replayed.
@@ -209,6 +209,7 @@ class ZmqPublisher:
             self._replay.close(linger=0)
         self._pub.close(linger=0)
         if self._own_context is not None:
+            # Without it ZMQ closes the sockets later, and a restarted engine cannot bind its ports.
             self._own_context.term()
 
     def _take_requests(self, replay: zmq.Socket[bytes]) -> None:
@@ -244,7 +245,8 @@ class ZmqPublisher:
                 break
             try:
                 replay.send_multipart(message, zmq.NOBLOCK)
-            except zmq.ZMQError:  # the peer is gone or its queue is full; it times out and retries
+            except zmq.ZMQError:
+                # The peer is gone or its queue is full; it times out and retries.
                 self._answers.popleft()
                 break
         # Sending may have consumed the edge that signalled a waiting request.
@@ -252,6 +254,8 @@ class ZmqPublisher:
 
     def _answer(self, peer: bytes, start_seq: int) -> Generator[list[bytes] | None, None, None]:
         """The messages of one answer, from the ring's content when the answer begins."""
+        # A copy: batches published during the answer are sent live, and would otherwise extend it without
+        # end.
         for seq, payload in [entry for entry in self._ring if entry[0] >= start_seq]:
             self.stats.replayed_batches += 1
             yield [peer, b"", self._topic, seq.to_bytes(8, "big"), payload]

@@ -33,7 +33,8 @@ def run(words: Sequence[str]) -> int:
     """Run one command; returns its exit status and prints to stderr why it is not 0."""
     gc.set_threshold(_COLLECT_EVERY)
     try:
-        for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows "?"
+        # A terminal that lacks a character shows "?".
+        for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
         from router.cli import call  # noqa: PLC0415  # a bare wheel cannot import it
@@ -63,7 +64,8 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 130
     if isinstance(error, BrokenPipeError) and pipe_closed:
-        return 1  # the reader has closed the pipe: head, or a pager that was quit
+        # The reader has closed the pipe: head, or a pager that was quit.
+        return 1
     if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) not in _OWN:
         extra = _EXTRA_OF.get(name, "router")
         _print_error(

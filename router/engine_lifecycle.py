@@ -29,7 +29,8 @@ from router.prompts.model_config import ModelConfigFile
 from router.prompts.reader import AdapterPaths
 from router.prompts.settings import ModelPrompts
 
-if TYPE_CHECKING:  # it imports redis-py, which a router without a shared index does not need
+# It imports redis-py, which a router without a shared index does not need.
+if TYPE_CHECKING:
     from router.replication.service import SharedIndex
 
 _log = structlog.get_logger()
@@ -95,7 +96,8 @@ class EngineLifecycle:
         self._audit.audit(engine)
 
     def _applied(self, engine_id: str) -> None:
-        self._accounts.inflight.applied(engine_id)  # resolved late: sharing may replace it
+        # Resolved late: sharing may replace it.
+        self._accounts.inflight.applied(engine_id)
 
     def is_stored(self, engine_id: str, block: BlockHash) -> bool:
         """Whether the engine's events have shown that it stored this block, or will never show it here."""
@@ -103,9 +105,11 @@ class EngineLifecycle:
         if engine is None or not engine.publishes_events or engine.residency is None:
             return True
         if self._shared is not None and not self._shared.lease_manager.follows(engine_id):
-            return False  # the replica that follows it writes them to the index
+            # The replica that follows it writes them to the index.
+            return False
         if engine.residency.writer.learned is not None:
-            return True  # its hashes are not those of prompts in flight
+            # Its hashes are not those of prompts in flight.
+            return True
         return engine.residency.holds(block)
 
     def engine_up(self, engine: Engine) -> None:
@@ -114,7 +118,8 @@ class EngineLifecycle:
         if base is None or self._tasks is None:
             return
         self._learn_adapters(engine, base)
-        if not self._control.follows(address, base):  # new, moved, or another model: follow it from the start
+        # new, moved, or another model: follow it from the start.
+        if not self._control.follows(address, base):
             self._control.stop(engine.engine_id)
             self.scopes.remove(engine.engine_id)
         shadow = None if engine.publishes_events else self._config.model(base).shadow_spec()
@@ -124,7 +129,8 @@ class EngineLifecycle:
             self._control.follow(address, base, self._tasks)
 
     def engine_down(self, engine: Engine) -> None:
-        """Implement ``FleetListener``. Without events the state of its cache is unknown now: start over."""
+        """Implement ``FleetListener``."""
+        # Without events the state of its cache is unknown now: start over.
         engine.reset()
         self._abandon(engine)
         if not engine.silent:
@@ -248,8 +254,8 @@ class EngineLifecycle:
         self._relearn({base for base in bases if _cache_facts(before, base) != _cache_facts(config, base)})
 
     def learn_file(self, model: str, file: ModelConfigFile) -> None:
-        """Use a served model's own ``config.json``. Configured values take precedence over it, and the
-        events' values of a group over both."""
+        """Use a served model's own ``config.json``."""
+        # Configured values take precedence over it, and the events' values of a group over both.
         if self._files.get(model) == file:
             return
         before = self._facts(model)
@@ -263,9 +269,10 @@ class EngineLifecycle:
                 self._learn_setup(engine)
 
     def _compare_layout(self, model: str, engine: Engine, layout: CacheLayout) -> None:
-        """Compare a model's file with the groups that an engine's events show. Kinds that the events do not
-        name (vLLM 0.20 and 0.21) are taken from the file once it yields the same number of groups; not
-        before, since a look-up in a window that is not there would predict too much."""
+        """Compare a model's file with the groups that an engine's events show."""
+        # Kinds that the events do not name (vLLM 0.20 and 0.21) are taken from the file once it yields the
+        # same number of groups; not before, since a look-up in a window that is not there would predict too
+        # much.
         if self._layouts.get(model) == layout:
             return
         self._layouts[model] = layout

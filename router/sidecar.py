@@ -299,8 +299,8 @@ class _Answerer(Attempt):
 
     @property
     def answer_headers(self) -> Fields:
-        """Implement ``Attempt``. The prompt has been computed by then, except perhaps if both requests were
-        sent at once."""
+        """Implement ``Attempt``."""
+        # The prompt has been computed by then, except perhaps if both requests were sent at once.
         return (prefilled_field(Prefilled(self._place, self._helper.cached_tokens)),)
 
 

@@ -83,7 +83,7 @@ BUDGETS = {
     "noqa": 147,
 }
 """Counts over the packages that may only fall: lower a number in the commit that lowers its count."""
-COMMENT_SHARE_MIN = 0.018
+COMMENT_SHARE_MIN = 0.029
 """Comment lines in all lines of the packages; may only rise."""
 
 

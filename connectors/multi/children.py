@@ -128,11 +128,10 @@ def check_hma(children: list[Child], vllm_config: Any) -> None:
 
 
 def required_layout(children: list[Child], vllm_config: Any) -> str | None:
-    """The KV cache layout for all children; None if no child has a preference.
-
-    Layouts of our own connectors are preferences, because they copy from any layout; requirements of others
-    take precedence. ``ConfigError`` if two children require different ones.
-    """
+    """The KV cache layout for all children; None if no child has a preference. ``ConfigError`` if two
+    children require different ones."""
+    # Layouts of our own connectors are preferences, because they copy from any layout; requirements of others
+    # take precedence.
     required: dict[str, str] = {}
     preferred: dict[str, str] = {}
     for child in children:

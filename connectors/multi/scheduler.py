@@ -42,7 +42,8 @@ class MultiSchedulerPart(ConnectorGroup):
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The longest offer. Every child is called every time, as some keep state in this call."""
+        """The longest offer."""
+        # Every child is called every time, as some keep state in this call.
         offers = [
             connector.get_num_new_matched_tokens(request, num_computed_tokens)
             for connector in self._connectors
@@ -97,10 +98,10 @@ class MultiSchedulerPart(ConnectorGroup):
     ) -> tuple[bool, dict[str, Any] | None]:
         """(Whether any child still saves the blocks, merged parameters of all children).
 
-        The saving children are recorded, because vLLM's count of saves omits children that only took over
-        partial blocks, and attributes one child's report to another. ``RuntimeError`` if two children return
-        the same key.
+        ``RuntimeError`` if two children return the same key.
         """
+        # The saving children are recorded, because vLLM's count of saves omits children that only took over
+        # partial blocks, and attributes one child's report to another.
         state = self._requests.pop(request.request_id, None)
         savers = set() if state is None else state.tail_savers
 

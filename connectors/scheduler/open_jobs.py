@@ -94,6 +94,7 @@ def _merge(job: OpenJob, result: TransferResult) -> None:
     level = logging.WARNING if job.direction is Direction.LOAD else logging.INFO
     log.log(level, "%s of request %s failed: %s", job.direction.value, job.request_id, result.error)
     job.failed_keys.update(result.failed_keys)
+    # The rank does not know which blocks failed, so none may be used.
     if not result.failed_keys:
         job.discarded = True
 
@@ -106,8 +107,8 @@ def _merge(job: OpenJob, result: TransferResult) -> None:
 # not know, the request waits until the deadline, counted from its first lookup.
 
 
+# Repeated lookups of a request take at most 1/REST of the engine core's time.
 REST = 20
-"""Repeated lookups of a request take at most 1/REST of the engine core's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,7 @@ class Lookups:
         hit = self._work_out(request, num_local_tokens)
         if hit is None:
             since = self._waiting_since.setdefault(request_id, now)
+            # A store that does not answer must not keep the request from computing.
             if now - since < self._deadline_s:
                 return None
             self._counters.add("lookups/late")
@@ -163,6 +165,8 @@ class Lookups:
             num_local_tokens,
             request.num_tokens,
             hit,
+            # The engine asks for a waiting request in each step, and a lookup of a long prompt takes tens of
+            # milliseconds: a result that could have grown is used for REST times its own duration.
             good_until=now + (REST + 1) * (self._clock() - now),
             keys=self._needed(request, num_local_tokens, hit),
         )
@@ -202,6 +206,7 @@ class Lookups:
         """Keys of the blocks to load; None at the first lookup, as most requests need only one."""
         if not hit_tokens:
             return frozenset()
+        # Most requests are looked up once, and collecting keys costs as much as the lookup.
         if request.request_id not in self._asked_again:
             self._asked_again.add(request.request_id)
             return None
@@ -249,6 +254,7 @@ class SourcePins:
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Pin these blocks, which belong to a request or to the prefix cache."""
+        # The engine's own reference count: vLLM then neither reuses nor counts the block as free.
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
         self._pins.update(block_ids)
 
@@ -265,6 +271,7 @@ class SourcePins:
 
     def frees_on_completion(self) -> bool:
         """Whether some pinned block has no other user, so that the end of its store frees it."""
+        # Only then is it worth waiting for the store instead of preempting.
         return any(self._pool.blocks[block_id].ref_cnt <= pins for block_id, pins in self._pins.items())
 
 
@@ -317,6 +324,7 @@ class PendingEvents:
         if self._log is None:
             return []
         events = self._log.events(changes)
+        # Stored without becoming loadable now, e.g. because the tier had announced the block before.
         for key in self._ended:
             self._log.dropped(key)
         self._ended.clear()

@@ -48,8 +48,8 @@ class EngineRequest(Protocol):
     def all_token_ids(self) -> Sequence[int]: ...
 
 
+# Member of ``kv_transfer_params`` in which a router sends a retention hint.
 HINT = "retention_hint"
-"""Member of ``kv_transfer_params`` in which a router sends a retention hint."""
 
 
 def retention_hint(request: EngineRequest) -> RetentionHint | None:
@@ -113,11 +113,7 @@ class PlannedBlock:
 def plan_load(
     resolver: HitResolver, request: EngineRequest, table: BlockTable, num_local_tokens: int, hit_tokens: int
 ) -> list[PlannedBlock] | None:
-    """Blocks that a hit of ``hit_tokens`` fills; None if the table does not fit such a hit.
-
-    Every block after the local ones must be null or filled: the engine would cache an allocated but unfilled
-    block under a hash that does not match its content.
-    """
+    """Blocks that a hit of ``hit_tokens`` fills; None if the table does not fit such a hit."""
     blocks: list[PlannedBlock] = []
     for group_idx, indices in resolver.load_mask(num_local_tokens, hit_tokens).items():
         size = block_tokens(resolver, group_idx)
@@ -127,6 +123,8 @@ def plan_load(
             return None
         wanted = set(indices)
         for index in range(num_local_tokens // size, last):
+            # An allocated block that is not filled would be cached under a hash that does not match its
+            # content: wrong answers.
             if (row[index] != 0) != (index in wanted):
                 return None
         blocks += [
@@ -155,6 +153,7 @@ def plan_store(
 
     def add(group_idx: int, index: int, size: int, end: int) -> None:
         row = table[group_idx]
+        # Null blocks (outside the window, or skipped states) have no content.
         if index < len(row) and row[index] != 0:
             key = resolver.state_key(hashes, group_idx, end)
             blocks.append(PlannedBlock(end, group_idx, index * size, row[index], key))
@@ -179,11 +178,9 @@ def plan_store(
 def plan_states(
     resolver: HitResolver, request: EngineRequest, offers: Iterable[tuple[int, int, int]], end_max: int
 ) -> list[PlannedBlock]:
-    """States that the engine offers for storing: ``offers`` are (group, block id, boundary in tokens).
-
-    Groups whose tables are rewritten in place are stored only through these offers. Offers beyond ``end_max``
-    or without a hash are skipped.
-    """
+    """States that the engine offers for storing: ``offers`` are (group, block id, boundary in tokens)."""
+    # Groups whose tables are rewritten in place are stored only through these offers. Offers beyond
+    # ``end_max`` or without a hash are skipped.
     hash_tokens = resolver.hash_block_tokens
     limit = min(end_max, len(request.block_hashes) * hash_tokens)
     return sorted(
@@ -254,6 +251,7 @@ class StoreThreshold:
             return blocks
         admitted = []
         for block in blocks:
+            # Moved to the end: blocks in use are forgotten last. Blocks that are tried again count once.
             offers = self._offers.pop(block.key, 0) + (block.end_token > state.offered_token)
             self._offers[block.key] = offers
             if offers >= self._threshold:
@@ -286,6 +284,7 @@ class LazyStores:
         for block in blocks:
             self._planned.pop(block.key, None)
             self._planned[block.key] = request, block
+        # More blocks than the pool has cannot be in it.
         while len(self._planned) > self._pool.num_gpu_blocks:
             self._planned.popitem(last=False)
 
@@ -294,7 +293,8 @@ class LazyStores:
         queue = self._pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         if not self._planned or head is self._head:
-            return []  # no block was reused since the last call
+            # No block was reused since the last call.
+            return []
         found: dict[str, tuple[EngineRequest, list[PlannedBlock]]] = {}
         for _, block in zip(range(self._blocks_ahead), queue.iter_blocks_after(None), strict=False):
             if room <= 0:
@@ -343,10 +343,8 @@ class StoreSelection:
 
 
 def blocks_of_a_step(shapes: Sequence[GroupShape], max_tokens: int) -> int:
-    """Twice the blocks that an engine may allocate in one step of ``max_tokens`` tokens.
-
-    Twice, because the allocations of the following step are known only after they have happened.
-    """
+    """Twice the blocks that an engine may allocate in one step of ``max_tokens`` tokens."""
+    # Twice, because the allocations of the following step are known only after they have happened.
     total = 0
     for shape in shapes:
         if shape.kind is GroupKind.STATE:

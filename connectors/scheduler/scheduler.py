@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# How long an engine without free blocks waits for running stores before it preempts.
 BLOCK_FREES_WAIT_S = 0.25
-"""How long an engine without free blocks waits for running stores before it preempts."""
 
 
 class OffloadScheduler:
@@ -102,6 +102,7 @@ class OffloadScheduler:
         It only caches results, so it may be called any number of times.
         """
         state = self._requests.get(request.request_id)
+        # A failed load is not tried again before the request was admitted without one: it could fail forever.
         if state is None or state.must_compute or request.skip_reading_prefix_cache:
             return 0, False
         state.num_local_tokens = num_computed_tokens
@@ -109,6 +110,7 @@ class OffloadScheduler:
         if hit is None:
             return None, False
         external = hit - num_computed_tokens
+        # A short load costs more than computing: the request waits for the link for a step.
         if external < self._settings.load_min_tokens:
             return 0, False
         return external, True
@@ -138,6 +140,7 @@ class OffloadScheduler:
             self.counters.add("blocks_refused", state.refused_blocks)
             self._lookups.forget(request.request_id)
             self._tier.forget_request(request.request_id)
+        # False: the engine frees the blocks at once. Running stores hold their sources by reference count.
         return False, None
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -150,6 +153,7 @@ class OffloadScheduler:
         if block_state is not None:
             offers = block_state.boundary_state_offloads
         scheduled = scheduler_output.num_scheduled_tokens
+        # Boundary states are offered also for requests that this step does not schedule.
         for request_id in [*scheduled, *(i for i in offers if i not in scheduled)]:
             state = self._requests.get(request_id)
             if state is None or block_state is None:
@@ -160,9 +164,12 @@ class OffloadScheduler:
             )
             blocks = self._selection.at_once(state, blocks)
             refused = self._begin_store(step, state.request, blocks, states)
+            # Over the limit of pinned blocks: tried again in a later step, while the blocks are still held.
             if refused:
                 state.refused_blocks = len(refused)
                 state.next_token = min(block.start_token for block in refused)
+        # Lazy stores copy blocks shortly before the engine reuses them; there is no later step for those that
+        # do not fit.
         for request, blocks in self._selection.before_reuse(self._pins.room):
             self.counters.add("blocks_refused", len(self._begin_store(step, request, blocks, [])))
         self._note_changes()
@@ -186,6 +193,8 @@ class OffloadScheduler:
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping: results arrive only with steps."""
+        # Results arrive only with steps, and an idle engine makes none: a store would pin its blocks until
+        # the next request.
         return bool(self._jobs) or bool(self._next.loads) or self._tier.busy()
 
     def has_pending_block_frees(self) -> bool:
@@ -194,6 +203,7 @@ class OffloadScheduler:
             return False
         if self._frees_awaited_since is None:
             self._frees_awaited_since = self._clock()
+        # Bounded: a store that hangs must not stop the engine, which can still preempt.
         return self._clock() - self._frees_awaited_since < BLOCK_FREES_WAIT_S
 
     def reset_cache(self) -> bool:
@@ -221,6 +231,8 @@ class OffloadScheduler:
         if not changes:
             return
         self._changes += changes
+        # Cached lookups must not promise a removed block: its load would fail and the prompt be computed
+        # late.
         removed = frozenset(key for stored, key in changes if not stored)
         self.counters.add("blocks_removed", sum(not stored for stored, _ in changes))
         self.counters.add("blocks_stored", sum(stored for stored, _ in changes))
@@ -259,6 +271,7 @@ class OffloadScheduler:
     def _due_blocks(self, state: RequestState, num_scheduled: int, block_state: Any) -> list[PlannedBlock]:
         """Blocks of this request that are full and hashed after this step, and were not tried before."""
         request, unit = state.request, self._resolver.hash_block_tokens
+        # Start again: the blocks offered before may have been freed.
         if request.num_computed_tokens < state.next_token:  # preempted, or its load failed
             self.counters.add("blocks_refused", state.refused_blocks)
             state.next_token = state.refused_blocks = 0
@@ -296,6 +309,7 @@ class OffloadScheduler:
         if not chosen:
             return refused
         self._events.begun(request, chosen)
+        # Before the job is sent: the engine may free the request's blocks in this very step.
         self._pins.pin([block.block_id for block in chosen])
         job_id = self._jobs.open(Direction.STORE, request.request_id, chosen)
         step.stores.append(make_job(job_id, Direction.STORE, chosen, slots))

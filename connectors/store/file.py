@@ -27,8 +27,8 @@ from connectors.store.base import Counters, Deadline, Options, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
+# Bound on a key: its hexadecimal digits and the suffix of a temporary file fit a file name.
 KEY_BYTES_MAX = 100
-"""Bound on a key: its hexadecimal digits and the suffix of a temporary file fit a file name."""
 _SUFFIX = ".kv"
 _TEMPORARY = ".tmp-"
 # Share of the cap that a sweep leaves, so that not every new file begins another.

@@ -164,7 +164,8 @@ class RedisLink:
         try:
             yield
         except Exception as error:
-            if deadline.passed():  # a socket closed by the timer raises various errors
+            # A socket closed by the timer raises various errors.
+            if deadline.passed():
                 raise StoreUnavailable("the deadline passed") from error
             if isinstance(error, RedisError | OSError):
                 raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
@@ -177,8 +178,8 @@ log = logging.getLogger(__name__)
 
 PIPELINE_BYTES_MAX = 8 << 20
 PIPELINE_COMMANDS_MAX = 1024
+# Servers' default limit (``proto-max-bulk-len``, 512 MiB), minus room for the command.
 VALUE_BYTES_MAX = 512 * 1000 * 1000
-"""Servers' default limit (``proto-max-bulk-len``, 512 MiB), minus room for the command."""
 
 Item = TypeVar("Item")
 

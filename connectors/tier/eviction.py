@@ -342,10 +342,8 @@ class BoundaryPolicy:
         return bool(spare)
 
     def _doom_run(self, leaf: Node) -> None:
-        """Doom an end of a prompt and the nodes that lead only to it, at most ``_RUN_MAX`` at a time.
-
-        The remaining ones end in a leaf after these are evicted.
-        """
+        """Doom an end of a prompt and the nodes that lead only to it, at most ``_RUN_MAX`` at a time."""
+        # The remaining ones end in a leaf after these are evicted.
         doomed, tails, lacking = self._doomed, len(self._tails), 0
         for at, node in enumerate(leaf.up()):
             if at:

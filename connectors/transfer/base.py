@@ -87,8 +87,8 @@ class TransferResult:
     failed_keys: tuple[bytes, ...] = ()
 
 
+# Timeout of a shutdown for running copies: they take milliseconds, or hang.
 CLOSE_S = 10.0
-"""Timeout of a shutdown for running copies: they take milliseconds, or hang."""
 
 StreamMark = object
 """A point in the work of a device's compute stream; opaque except to the engine that made it."""
@@ -135,8 +135,8 @@ class TransferEngine(Protocol):
 # outside the named blocks and rows is addressed; ``TransferPlan.refusal`` checks that before a job runs.
 
 
+# One descriptor copies at most this much, so that a merged run cannot occupy a copy engine for long.
 MERGED_PIECE_BYTES_MAX = 32 << 20
-"""One descriptor copies at most this much, so that a merged run cannot occupy a copy engine for long."""
 
 # Up to this count, sorting numbers is as fast as counting them, for any range.
 _SORTED_MAX = 4096
@@ -265,12 +265,10 @@ class TransferPlan:
 
 
 def _repeats(named: Indices) -> bool:
-    """Whether a number occurs twice, at a cost that depends on the count of numbers, not on their size.
-
-    Runs on the step's thread for every job. Counting is linear and sorting is not (65,536 numbers: 0.4 ms
-    against 20 ms), but counting needs a table of the numbers' range (256 numbers among 500,000: 300 us
-    against 4 us).
-    """
+    """Whether a number occurs twice, at a cost that depends on the count of numbers, not on their size."""
+    # Runs on the step's thread for every job. Counting is linear and sorting is not (65,536 numbers: 0.4 ms
+    # against 20 ms), but counting needs a table of the numbers' range (256 numbers among 500,000: 300 us
+    # against 4 us).
     if len(named) < 2:
         return False
     low = int(named.min())

@@ -29,8 +29,8 @@ PIECE_BYTES = (4 << 10, 8 << 10, 16 << 10, 24 << 10, 32 << 10, 64 << 10)
 PIECE_COUNTS = (256, 64, 16, 4)
 SCRATCH_BYTES = 16 << 20
 ROUNDS = 3
+# Minimum speedup of the kernel that justifies the multiprocessors it takes.
 KERNEL_GAIN_MIN = 1.25
-"""Minimum speedup of the kernel that justifies the multiprocessors it takes."""
 BUDGET_S = 0.8
 CHECKED_PIECES = 21
 
@@ -80,11 +80,9 @@ class Probe(Protocol):
 
 
 def calibrate(device: Device, driver: Driver) -> Calibration:
-    """Measure on scratch memory (16 MiB on either side, freed afterwards).
-
-    Compiling the kernel, at a machine's first start, is not part of the time budget. If the kernel cannot
-    run, the calibration has the reason. Raises DriverError, HostMemoryError.
-    """
+    """Measure on scratch memory (16 MiB on either side, freed afterwards). If the kernel cannot
+    run, the calibration has the reason. Raises DriverError, HostMemoryError."""
+    # Compiling the kernel, at a machine's first start, is not part of the time budget.
     if not driver.batched:
         log.info("this CUDA driver has no batched copies (12.8 has): pieces are copied one call each")
     host = PinnedHostPool(SCRATCH_BYTES, SCRATCH_BYTES, driver=driver)

@@ -117,8 +117,8 @@ def cut_at_chunks(pieces: Pieces, host_side: int, base: int, chunk_bytes: int) -
 
 
 PART_PIECES_MAX = 16_384
+# Most bytes in a part, unless it is a single piece.
 PART_BYTES_MAX = 32 << 20
-"""Most bytes in a part, unless it is a single piece."""
 
 
 class EventPool:
@@ -236,12 +236,10 @@ class Lane:
         return self.wanting and not self.throttling
 
     def take_queued(self, device: Device) -> list[QueuedJob]:
-        """Jobs to begin enqueueing now; empty while earlier ones continue.
-
-        Several are taken only while parts are in flight, so that joining them delays nothing, and only as
-        many as fit one part, so that the first is delayed by at most one part. A job whose mark would delay
-        the others is not joined.
-        """
+        """Jobs to begin enqueueing now; empty while earlier ones continue."""
+        # Several are taken only while parts are in flight, so that joining them delays nothing, and only as
+        # many as fit one part, so that the first is delayed by at most one part. A job whose mark would delay
+        # the others is not joined.
         if self.current is not None:
             return []
         taken = [self.waiting.popleft()]
@@ -296,8 +294,8 @@ class Lane:
 log = logging.getLogger(__name__)
 
 QUEUED_STORES_MAX = 64
+# Most bytes in flight per direction: about ten milliseconds of a PCIe link, to keep the device busy.
 INFLIGHT_BYTES_MAX = 512 << 20
-"""Most bytes in flight per direction: about ten milliseconds of a PCIe link, to keep the device busy."""
 POLL_INTERVAL_S = 0.0002
 
 
@@ -480,7 +478,8 @@ class CudaTransferEngine:
     def _retire(self) -> None:
         """Report completed parts. The lock is held."""
         if self._failure:
-            return  # the submit thread answers the remaining jobs when the streams are idle
+            # The submit thread answers the remaining jobs when the streams are idle.
+            return
         try:
             ended = [
                 queued for lane in self._lanes.values() for queued in lane.retire(self._device, self._events)

@@ -18,11 +18,13 @@ import numpy as np
 
 from connectors.transfer.base import Direction, Indices
 
+# Interface version of ``cuMemcpyBatchAsync`` used here: the one that reports the failing index.
 BATCH_COPY_VERSION = 12080
-"""Interface version of ``cuMemcpyBatchAsync`` used here: the one that reports the failing index."""
 
-_SRC_ORDER_STREAM = 1  # the source is read in stream order: it may still be written by earlier work
-_SRC_ORDER_ANY = 3  # the source is stable from the call on
+# The source is read in stream order: it may still be written by earlier work.
+_SRC_ORDER_STREAM = 1
+# The source is stable from the call on.
+_SRC_ORDER_ANY = 3
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _NO_INDEX = ctypes.c_size_t(-1).value
 

@@ -90,8 +90,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def _group_available(root: Path, place: str, names: tuple[str, str, str]) -> int:
-    """Bytes left by a group and its ancestors. In a container the group itself may be outside the visible
-    tree."""
+    """Bytes left by a group and its ancestors."""
+    # In a container the group itself may be outside the visible tree.
     available = _UNLIMITED_BYTES
     group = root / place.strip("/")
     while group.is_relative_to(root):
@@ -124,10 +124,8 @@ def cpus_of_node(node: int, sys: Path = Path("/sys")) -> frozenset[int]:
 
 
 def prefer_node(address: int, size_bytes: int, node: int) -> str:
-    """Prefer a node for pages touched from now on; returns the reason of a refusal, else an empty text.
-
-    Preferred, not bound: when the node is full, pages come from another one instead of ending the process.
-    """
+    """Prefer a node for pages touched from now on; returns the reason of a refusal, else an empty text."""
+    # Preferred, not bound: when the node is full, pages come from another one instead of ending the process.
     call = _MBIND_CALLS.get(platform.machine())
     if call is None:
         return f"binding memory is not known for {platform.machine()}"
@@ -151,19 +149,17 @@ def advise_huge_pages(address: int, size_bytes: int) -> bool:
 
 
 def keep_from_children(address: int, size_bytes: int) -> bool:
-    """Exclude memory from forked processes.
-
-    A copy-on-write of pinned pages would separate the process from the pages that the device writes to.
-    """
+    """Exclude memory from forked processes."""
+    # A copy-on-write of pinned pages would separate the process from the pages that the device writes to.
     return _madvise(address, size_bytes, _MADV_DONTFORK) == 0
 
 
 def populate(address: int, size_bytes: int, cpus: frozenset[int] = frozenset()) -> None:
     """Allocate every page now; ``address`` is page-aligned. MemoryError if there is not enough memory.
 
-    ``cpus``: if not empty, only these processors touch the pages. By default the kernel places a page on the
-    node of the processor that touches it first.
+    ``cpus``: if not empty, only these processors touch the pages.
     """
+    # By default the kernel places a page on the node of the processor that touches it first.
     steps = range(0, size_bytes, _POPULATE_STEP_BYTES)
 
     def settle() -> None:
@@ -193,7 +189,8 @@ def touch(address: int, size_bytes: int) -> None:
 
 
 def _madvise(address: int, size_bytes: int, advice: int) -> int:
-    """Call madvise; returns 0 or the errno. A call interrupted while it populates is repeated."""
+    """Call madvise; returns 0 or the errno."""
+    # A call interrupted while it populates is repeated.
     while _libc.madvise(address, size_bytes, advice):
         code = ctypes.get_errno()
         if code not in {errno.EINTR, errno.EAGAIN}:
@@ -211,8 +208,8 @@ def _lines(path: Path) -> list[str]:
 log = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2 << 20
+# Most bytes registered in one call: drivers on some machines refuse much larger ranges.
 REGISTER_CHUNK_BYTES = 64 << 30
-"""Most bytes registered in one call: drivers on some machines refuse much larger ranges."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +295,8 @@ class PinnedHostPool:
             address = self._registered.pop()
             try:
                 self._driver.unregister_host(address)
-            except Exception:  # the device may be gone; the memory must still be freed
+            except Exception:
+                # The device may be gone; the memory must still be freed.
                 log.warning("unpinning host memory failed", exc_info=True)
         self._bytes = np.empty(0, np.uint8)
 
@@ -537,7 +535,8 @@ class HostTransferEngine:
                 self._copy(job)
             else:
                 self._fault(job, lambda: self._copy(job))
-        except Exception as error:  # the job must be answered after any error
+        except Exception as error:
+            # The job must be answered after any error.
             log.warning("transfer job %d failed", job.job_id, exc_info=True)
             reason = f"{type(error).__name__}: {error}"
             seconds = time.monotonic() - started

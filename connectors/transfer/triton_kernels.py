@@ -22,10 +22,10 @@ import triton.language as tl
 from connectors.transfer.base import Indices
 
 WORD_BYTES = 8
+# Programs per launch: enough to fill a PCIe link, few enough to leave most of the device to the model.
 PROGRAMS_MAX = 12
-"""Programs per launch: enough to fill a PCIe link, few enough to leave most of the device to the model."""
+# Minimum capacity of a launch's descriptor buffer.
 DESCRIPTORS_MIN = 1024
-"""Minimum capacity of a launch's descriptor buffer."""
 # (longest piece in words, pieces in a tile, words in a tile): 32 KiB in flight in every program, so that 12
 # programs cover a PCIe link's latency. Few shapes, so that all are compiled before the first load.
 _TILES = ((1024, 8, 512), (2048, 2, 2048), (None, 1, 4096))

@@ -85,14 +85,16 @@ class OffloadWorker:
     def bind(self, step: StepJobs) -> None:
         """Receive a step before its forward pass is launched.
 
-        vLLM starts loads only after the launch, to launch the pass early. Earlier work on the loads' blocks
-        (zeroing, or copying from them) is enqueued already, and no request of this pass uses them. So loads
-        wait for this point of the compute stream and run beside the pass, not after it.
+        vLLM starts loads only after the launch, to launch the pass early.
         """
+        # Earlier work on the loads' blocks (zeroing, or copying from them) is enqueued already, and no
+        # request of this pass uses them. So loads wait for this point of the compute stream and run beside
+        # the pass, not after it.
         self._before_forward = self.engine.mark() if step.loads else None
 
     def start_load_kv(self, step: StepJobs) -> None:
-        """Begin the step's loads. A job without blocks is one that the scheduler wants to fail."""
+        """Begin the step's loads."""
+        # A job without blocks is one that the scheduler wants to fail.
         after, self._before_forward = self._before_forward, None
         for job in step.loads:
             self._waiting[job.job_id] = step.load_requests[job.job_id]
@@ -305,7 +307,8 @@ def make_engine(
                 f"share_replicas: ranks that share {path} must meet, and cannot; set it to false"
             )
     finally:
-        path.unlink(missing_ok=True)  # existing mappings stay valid; a crash leaves no file behind
+        # Existing mappings stay valid; a crash leaves no file behind.
+        path.unlink(missing_ok=True)
     return ShareOfStores(engine, replicas.by_slot)
 
 
@@ -314,9 +317,10 @@ def open_rows(
 ) -> tuple[TransferEngine, PinnedHostPool]:
     """Make ``rows`` rows of ``row_bytes`` for a ``cpu`` or ``cuda`` cache, and an engine that copies to them.
 
-    Close the engine, then the pool. As many stores may wait as there are rows, which bounds them already.
+    Close the engine, then the pool.
     ConfigError for other devices, HostMemoryError if there is not enough memory.
     """
+    # As many stores may wait as there are rows, which bounds them already.
     kind, _, index = device.partition(":")
     if kind == "cpu":
         from connectors.transfer.host import HostTransferEngine  # noqa: PLC0415 - only where it is used

@@ -4,7 +4,7 @@ shortens the prefix.
 A finder takes the hashes of a prompt and a limit. It returns the longest prefix that its groups can serve,
 with the copies that serve it, block by block (0 for a block that is not needed). Nothing here changes the
 pool. The algorithm differs from that of the router's index on purpose, so that tests can compare the two.
-Facts: the ``find_longest_cache_hit`` methods of vLLM 0.32.
+Sources: ``v1/core/kv_cache_coordinator.py`` and ``single_type_kv_cache_manager.py`` of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class FullFinder(ClassFinder):
         columns = self.columns(view[:count], 0)
         length = count * self.block_size
         if self.fine:
+            # Only the first block after the run can be held in part:
+            # ``FullAttentionManager.find_longest_cache_hit``, vLLM 0.32.
             end = min((count + 1) * self.scale - 1, limit // self.hash_size, len(hashes))
             for position in range(end - 1, count * self.scale - 1, -1):
                 if self.present(hashes[position]):
@@ -110,6 +112,8 @@ class FullFinder(ClassFinder):
                     length = (position + 1) * self.hash_size
                     break
         if drop and length:
+            # EAGLE needs the hidden state of the token before the first new one, so the engine drops the last
+            # unit of a hit and computes it again.
             length -= min(self.alignment, self.block_size)
         length -= length % self.alignment
         blocks = -(-length // self.block_size)
@@ -128,8 +132,11 @@ class WindowFinder(ClassFinder):
     def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
         view = self.view(hashes, limit)
         start, run, whole = self._last_run(view, drop=drop)
+        # A run that fills the window is aligned already; one that reaches the start is cut to the alignment.
         end = start + run if whole else self._aligned(run)
         if drop and end:
+            # Dropping the EAGLE block may break the alignment (hybrids with different block sizes): align
+            # again, as ``SlidingWindowManager`` does.
             end = self._aligned(end - 1)
         return Found(end * self.block_size, self.columns(view[start:end], min(start, end)))
 
@@ -141,6 +148,8 @@ class WindowFinder(ClassFinder):
         for position in range(len(view) - 1, -1, -1):
             block_hash = view[position]
             if block_hash in only if only is not None else self.present(block_hash):
+                # The first block from the right must end at the alignment once the EAGLE block is dropped.
+                # Blocks to its left need not: they only fill the window.
                 if not run and size != alignment and (position + 1 - drop) * size % alignment:
                     continue
                 run += 1
@@ -163,7 +172,9 @@ class ChunkedFinder(ClassFinder):
         self.chunk = cls.spec.attention_chunk_size or cls.spec.block_size
 
     def find(self, hashes: Sequence[WireHash], limit: int, *, drop: bool) -> Found:
-        del drop  # the layout refuses EAGLE here, as the engine does
+        # The layout refuses EAGLE here, as the engine does.
+        del drop
+        # Tokens before the current chunk are not attended to, so the engine puts null blocks there.
         start = limit // self.chunk * self.chunk // self.block_size
         view = self.view(hashes, limit)[start:]
         count = self.run_length(view)
@@ -178,6 +189,7 @@ class MambaFinder(ClassFinder):
         size = self.hash_size if self.fine else self.block_size
         view = hashes[: limit // size] if self.fine else self.view(hashes, limit)
         per = 1 if self.fine else max(self.alignment // size, 1)
+        # From the right: one state holds everything before it, so the last one that is held is enough.
         for position in range(len(view) // per * per - 1, -1, -per):
             if self.present(view[position]):
                 length = (position + 1) * size
@@ -209,6 +221,7 @@ class HitFinder:
 
     def find(self, hashes: Sequence[WireHash], limit: int) -> Hit:
         """The longest prefix of at most ``limit`` tokens that every class serves."""
+        # One group has no common alignment: ``UnitaryKVCacheCoordinator`` asks its manager directly.
         if self._layout.single:
             finder = self._finders[0]
             found = finder.find(hashes, limit, drop=finder.drops_last)
@@ -216,6 +229,7 @@ class HitFinder:
         length, longest, found_by = self._fixed_point(hashes, limit)
         columns: list[Column] = [[] for _ in self._layout.groups]
         for position, finder in enumerate(self._finders):
+            # Only full attention is cut to the common length; other columns end there already.
             keep = -(-length // finder.block_size) if finder.is_full else None
             for group_idx, column in zip(finder.group_idxs, found_by[position].columns, strict=True):
                 columns[group_idx] = column[:keep]
@@ -228,6 +242,8 @@ class HitFinder:
         ``find`` if the model has no states, or if another class reaches further. Source:
         ``get_computed_blocks_for_connector`` of vLLM 0.30 to 0.33.
         """
+        # A connector loads the Mamba state together with the blocks after the hit, so the states on the GPU
+        # do not limit the hit.
         full = next((finder for finder in self._finders if finder.is_full), None)
         if full is None or not any(isinstance(finder, MambaFinder) for finder in self._finders):
             return self.find(hashes, limit)
@@ -257,23 +273,32 @@ class HitFinder:
         while True:
             length = limit
             for position, finder in enumerate(self._finders):
+                # Full attention is downward closed: a shorter limit only cuts its run, so one lookup is
+                # enough.
                 if finder.is_full and position in found_by:
                     length = min(length, found_by[position].length)
                     continue
                 drop = finder.drops_last and position not in dropped
                 reach = length
                 if drop and not isinstance(finder, MambaFinder):
+                    # The EAGLE rule finds one unit more and drops it. Mamba is excluded, since its finder
+                    # drops nothing and the hit would exceed the candidate.
                     reach = min(length + finder.margin, hashed)
                 found = finder.find(hashes, reach, drop=drop)
                 if drop:
                     dropped.add(position)
+                # A shorter candidate has not been verified with the drop yet (vLLM issue #32802).
                 elif found.length < length:
                     dropped.clear()
                 length = found.length
                 found_by[position] = found
+                # The longest length of any class is a prefix that requests share and sparse groups have not
+                # stored: vLLM stores its end when it is computed.
                 longest = max(longest, length)
             if length >= limit:
                 return limit, longest, found_by
             limit = length
+            # vLLM stops after one pass for full attention and one other class (``is_simple_hybrid``): the
+            # second result cannot lengthen the first.
             if self._one_pass:
                 return limit, longest, found_by

@@ -1,8 +1,6 @@
 """Blocks that a KV connector would keep outside a simulated engine's GPU, load and report.
 
-Blocks are stored in chains, the blocks of one request in prompt order. The least recently used blocks are
-evicted, those of a chain from its end on; a block is never evicted for another block of the same chain.
-Blocks with a retention hint are evicted later (``RetentionOrder``). This is the connectors' policy
+The least recently used blocks are evicted, those with a retention hint later. This is the connectors' policy
 ``hinted``, and without hints ``lru``, with the same hits (``tests/connectors/tier/test_simulated_tier.py``).
 A request loads the blocks held here after its GPU hit, as far as all groups can resume, like a connector;
 moving the bytes takes time and no compute.
@@ -49,8 +47,8 @@ OWNERS_MAX = 256
 HINTED_SHARE_MAX = 0.75
 OWNER_SHARE = 0.5
 TTL_S_MAX = 86_400.0
+# Values are compared by quarter: finer differences are within the error of an estimate.
 VALUE_LEVELS = 4
-"""Values are compared by quarter: finer differences are within the error of an estimate."""
 _DEADLINES_SPARE = 64
 
 K = TypeVar("K", bound=Hashable)
@@ -130,22 +128,21 @@ class RetentionOrder(Generic[K]):
         self._expire(now)
         for key in reversed(keys):
             queue, live = self._queue(key), key in self._live
+            # Without its hint this key would have been evicted: younger ones have been.
             self.counters.saved += live and queue[key] < self._evicted_stamp
             del queue[key]
             (queue if live else self._plain)[key] = next(self._stamps)
 
     def retain(self, keys: Sequence[K], hint: RetentionHint, now: float) -> None:
-        """Apply a hint to different keys of one request, in prompt order, that were just added or used.
-
-        A live hint of another owner stays as it is: owners cannot shorten each other's. Where the shares do
-        not suffice, the start of the prompt gets the hint, since its end is useless without it.
-        """
+        """Apply a hint to different keys of one request, in prompt order, that were just added or used."""
         self._expire(now)
         owner = hint.owner
+        # Owners cannot shorten each other's hints: a tenant could otherwise evict another one's prefix.
         keys = [key for key in keys if (live := self._live.get(key)) is None or live.owner == owner]
         too_many_owners = owner not in self._sizes and len(self._sizes) >= OWNERS_MAX
         for key in keys:
             self.remove(key)
+        # The start of the prompt gets the hint: the end of a prefix is useless without it.
         room = 0 if too_many_owners else self._make_room(hint, len(keys))
         self.counters.retained += room
         self.counters.over_share += len(keys) - room
@@ -158,6 +155,8 @@ class RetentionOrder(Generic[K]):
             self._sizes[owner] += 1
             self._live[key] = _Live(owner, hint.level, deadline_s)
             heapq.heappush(self._deadlines, (deadline_s, stamp, key))
+        # Removed and renewed hints leave their deadlines in the heap; rebuilding it at twice the live ones is
+        # O(1) per hint.
         if len(self._deadlines) > 2 * len(self._live) + _DEADLINES_SPARE:
             self._deadlines = [entry for entry in self._deadlines if self._is_current(entry)]
             heapq.heapify(self._deadlines)
@@ -194,6 +193,7 @@ class RetentionOrder(Generic[K]):
 
     def _make_room(self, hint: RetentionHint, wanted: int) -> int:
         """Take hints away until ``wanted`` more keys of this owner fit; returns how many do."""
+        # Once: the search costs as much as there are owners.
         largest = max(self._sizes, key=self._sizes.__getitem__, default=hint.owner)
         while True:
             own, left = self._sizes.get(hint.owner, 0), self._hinted_max - len(self._live)
@@ -201,6 +201,8 @@ class RetentionOrder(Generic[K]):
             if room >= wanted:
                 return wanted
             giver = hint.owner
+            # The limit of all hints is reached: the owner with the most keys gives up some, so that one
+            # tenant cannot occupy all.
             if room == left and self._sizes.get(largest, 0) > own + room + 1:
                 giver = largest
             least = self._least(giver)
@@ -249,6 +251,7 @@ class HostTier:
         owner: str | None = OWNER,
     ) -> None:
         if layout.uses_eagle:
+            # A connector finds hits of whole blocks only, if EAGLE drops the last one.
             layout = replace(layout, alignment=layout.scheduler_block_size, partial_hits=False)
         self._layout = layout
         self._blocks_max = blocks_max

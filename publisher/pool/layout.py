@@ -58,8 +58,11 @@ class PoolLayout(msgspec.Struct, frozen=True):
         """Tokens of a computed prefix that a group may store: no more than a later hit can use."""
         if self.single or self.partial_hits:
             return num_tokens
+        # Hits end at the common block size, so blocks beyond it could never be used: vLLM does not store
+        # them.
         aligned = num_tokens - num_tokens % self.scheduler_block_size
         if group_idx in self.eagle and aligned > 0:
+            # EAGLE drops one block of a hit, so one block beyond the boundary serves it.
             return min(num_tokens, aligned + self.groups[group_idx].block_size)
         return aligned
 
@@ -68,6 +71,8 @@ class PoolLayout(msgspec.Struct, frozen=True):
         if not self.uses_eagle:
             return (num_prompt_tokens - 1,)
         size = self.scheduler_block_size
+        # A resend computes at least its last token; an extension may use the whole prompt. EAGLE drops a
+        # block of either.
         resend = (num_prompt_tokens - 1) // size * size
         extension = num_prompt_tokens // size * size
         return tuple(sorted({max(resend - size, 0), max(extension - size, 0)}))
@@ -137,6 +142,7 @@ def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme, dcp_world_s
             raise ValueError(f"group {group.group_idx} stands at position {position}")
         _check_group(group, scheme.hash_block_size)
         _check_ranks(group, dcp_world_size)
+    # Bounded replay recomputes one length for all groups.
     windows = [group for group in groups if group.family is Family.WINDOW]
     replayed = {group.sliding_window for group in windows if not group.cacheable}
     if len(replayed) > 1:
@@ -145,6 +151,7 @@ def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme, dcp_world_s
         raise ValueError(
             f"one group: hash block {scheme.hash_block_size} must equal its block size {groups[0].block_size}"
         )
+    # ``mamba_cache_mode`` is one setting of vLLM's CacheConfig.
     modes = {group.mamba_cache_mode for group in groups if group.family is Family.MAMBA}
     if len(modes) > 1:
         raise ValueError(f"Mamba groups of different modes: {sorted(map(str, modes))}")
@@ -194,12 +201,12 @@ def _check_retention(groups: tuple[GroupSpec, ...], interval: int | None, sched_
 
 
 def _partial_hits(groups: tuple[GroupSpec, ...], hash_size: int, dcp_world_size: int) -> bool:
-    """Whether sub-block hits are on.
-
-    They need an align-mode Mamba group with blocks longer than the hash block (with decode context
-    parallelism: at least as long), and support in every other group. Source: ``partial_hash_hits_enabled``,
-    ``v1/core/kv_cache_utils.py``, vLLM 0.32.
-    """
+    """Whether sub-block hits are on. Source: ``partial_hash_hits_enabled``,
+    ``v1/core/kv_cache_utils.py``, vLLM 0.32."""
+    # Equal sizes give sub-block hits only with decode context parallelism, where a full-attention block spans
+    # all ranks.
+    # They need an align-mode Mamba group with blocks longer than the hash block (with decode context
+    # parallelism: at least as long), and support in every other group.
     least = hash_size + (dcp_world_size == 1)
     coarse = any(g.mamba_cache_mode == "align" and g.block_size >= least for g in groups)
     able = (Family.FULL, Family.MAMBA)

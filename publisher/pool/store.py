@@ -1,14 +1,8 @@
 """Physical blocks: their users, their content, and the order in which they are reused.
 
 Block 0 is the null block. A free block stays findable by its hash until ``take`` allocates it, which removes
-its hashes, with one event each. Free blocks without a hash are reused last in, first out; the others in the
-order they were freed. Equal content is never merged: a hash may have several copies, the oldest first.
-``writes`` counts how often each block was allocated, so that a reader of a freed block can detect that its
-content was replaced. Facts: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32.
-
-Every operation is O(1) per block. The queue of hashed blocks is a deque; a block taken out of the middle
-leaves a stale entry. Entries of one block leave in the order they came, so a count of its stale entries is
-enough to skip them. The deque is rewritten when stale entries outnumber the blocks.
+its hashes, with one event each. Source: ``BlockPool`` and ``FreeKVCacheBlockQueue`` of vLLM 0.32. Every
+operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -66,9 +60,14 @@ class BlockStore:
         self.group_of = [0] * num_blocks
         self.hash_of: list[WireHash | None] = [None] * num_blocks
         self.span_of = [0] * num_blocks
+        # Number of allocations of each block: a reader of a freed block sees whether its content was
+        # replaced.
         self.writes = [0] * num_blocks
         self._extra: dict[int, list[WireHash]] = {}
+        # Blocks without a hash, reused last in, first out and before all others (``BlockPool.free_blocks``).
         self._front: list[int] = []
+        # Hashed blocks, in the order they were freed. A deque: a block taken out of the middle leaves a stale
+        # entry.
         self._back: deque[int] = deque(range(1, num_blocks))
         self._stale = [0] * num_blocks
         self.num_free = num_blocks - 1
@@ -78,6 +77,7 @@ class BlockStore:
         front, back, stale = self._front, self._back, self._stale
         refs, hash_of, writes = self.refs, self.hash_of, self.writes
         blocks: list[int] = []
+        # Blocks without a hash first: reusing them evicts nothing.
         if front and count:
             blocks = front[-count:][::-1]
             del front[-count:]
@@ -124,10 +124,13 @@ class BlockStore:
                     bare.append(block)
                 else:
                     hashed.append(block)
+        # ``prepend_n`` keeps the order of its argument, and ``_front`` is taken from its end.
         bare.reverse()
         self._front += bare
         self._back += hashed
         self.num_free += len(bare) + len(hashed)
+        # Rewritten when stale entries outnumber the blocks: memory stays bounded, and the cost is O(1) per
+        # freed block.
         if len(self._back) > 2 * self.num_blocks:
             self._rewrite_queue()
 
@@ -138,6 +141,8 @@ class BlockStore:
     def insert_run(self, group_idx: int, blocks: Iterable[int], hashes: Iterable[WireHash]) -> None:
         """Make whole blocks findable; hashes of a prefix inside a block are removed first."""
         mapping, hash_of, group_of = self.maps[group_idx], self.hash_of, self.group_of
+        # Equal content is never merged, as in vLLM: a block table that is in use must not change. A hash with
+        # several blocks keeps them oldest first.
         for block, block_hash in zip(blocks, hashes, strict=True):
             if hash_of[block] is not None:
                 self.forget(block)
@@ -182,6 +187,8 @@ class BlockStore:
 
     def reset(self) -> bool:
         """Remove every hash. Returns False, with nothing changed, while any block is in use."""
+        # vLLM's ``reset_prefix_cache`` fails too while blocks are in use: their requests would read blocks
+        # without hashes as hits.
         if self.num_free != self.num_blocks - 1:
             return False
         for mapping in self.maps:
@@ -333,6 +340,7 @@ class PoolRequest:
     def append(self, token_id: int) -> None:
         """Add one generated token. Raises ``ValueError`` if the supplied hashes are too few."""
         self.token_ids.append(token_id)
+        # Hashes change only at the end of a whole hash block.
         if not len(self.token_ids) % self._hash_block_size:
             self._cover()
 
@@ -381,7 +389,10 @@ class EventWriter:
             request,
             spec,
             block_size=size,
+            # Only stored blocks are listed, but the tokens cover all: readers derive the masked blocks from
+            # the difference. The list may be empty.
             hash_positions=[(position + 1) * scale - 1 for position in held],
+            # The parent is the hash before the first full block, even if that block itself was not stored.
             parent=start * scale - 1,
             span=(start * size, end * size),
             keys=[self._keys(request, position * size, (position + 1) * size) for position in held],
@@ -423,6 +434,7 @@ class EventWriter:
             parent_block_hash=request.hashes[parent] if parent >= 0 else None,
             token_ids=encode_tokens(request.token_ids[slice(*span)]),
             block_size=block_size,
+            # vLLM refuses adapter ids below 1 (``LoRARequest``).
             lora_id=None if name is None else self._lora_ids.setdefault(name, len(self._lora_ids) + 1),
             medium=MEDIUM,
             lora_name=name,

@@ -1,11 +1,9 @@
 """Block tables, one class per kind of group: blocks that a request needs, frees and stores.
 
 A request is adopted with the blocks of its hit. Then, for every chunk, blocks out of reach are freed, new
-ones are allocated, and full ones are stored under their hash unless retention skips them. A block of a Mamba
-group holds a state, and only the last state is needed to continue; a state stored in a step is written when
-that step ends, so a request that hits it waits for the next step. Facts:
-``single_type_kv_cache_manager.py`` of vLLM 0.32; for Mamba, without draft tokens and without checkpoints
-inside a chunk.
+ones are allocated, and full ones are stored under their hash unless retention skips them. Source:
+``v1/core/single_type_kv_cache_manager.py`` of vLLM 0.32; for Mamba, without draft tokens and without
+checkpoints inside a chunk.
 
 Invariant: a table covers all computed tokens, block by block; 0 marks a block that is no longer held.
 """
@@ -81,8 +79,13 @@ class GroupTable:
         if capped and self.blocks_max is not None:
             required = min(required, self.blocks_max)
         skipped = max(self.skipped_tokens(max(hit, loaded_to)), 0) // self.block_size
+        # Blocks of the hit inside the window count towards the requirement; otherwise the skipped positions
+        # do, which are null blocks.
         fresh = max(required - max(skipped, len(hit_blocks)), 0)
+        # A hit inside a block gets a private copy, because the request will write into the rest of it.
         copied = 1 if hit_blocks and hit % self.block_size else 0
+        # Free blocks of the hit leave the free queue when touched, so they count as needed
+        # (``_get_num_evictable_blocks``).
         return fresh + copied + self.num_unused(hit_blocks[skipped:])
 
     def num_unused(self, blocks: Iterable[int]) -> int:
@@ -99,6 +102,7 @@ class GroupTable:
         request.num_cached[self.group_idx] = skipped + len(blocks)
         if blocks and hit % self.block_size:
             request.partial[self.group_idx] = (hit // self.block_size, blocks[-1])
+            # The copied block is stored again under its own hash when it becomes full.
             request.num_cached[self.group_idx] = hit // self.block_size
 
     def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
@@ -113,6 +117,8 @@ class GroupTable:
         if end > start:
             request.dropped[self.group_idx] = end
             freed = table[start:end]
+            # Last block first: with equal age the start of the prefix, which more prompts share, is evicted
+            # later.
             freed.reverse()
             table[start:end] = [NULL] * (end - start)
             self.store.free(freed)
@@ -144,6 +150,7 @@ class GroupTable:
         position, source = request.partial.pop(self.group_idx)
         request.tables[self.group_idx][position] = target
         self.copies.append((source, target))
+        # The copy runs with the step's forward pass: both blocks stay in use until it has ended.
         self.store.refs[target] += 1
 
     def cache(self, request: PoolRequest, num_tokens: int, boundaries: Sequence[int]) -> None:
@@ -189,6 +196,7 @@ class GroupTable:
         block_hash = request.hashes[num_tokens // self.layout.hash_block_size - 1]
         if store.holds(block, self.group_idx, block_hash):
             return
+        # The block grew: its hash for a shorter prefix would now name other content.
         if store.hash_of[block] is not None and store.span_of[block] < num_tokens:
             store.forget(block)
         if store.hash_of[block] is None:
@@ -237,6 +245,8 @@ class FullTable(GroupTable):
 
     def _last_boundary(self, request: PoolRequest) -> int:
         """The last hash boundary from which a resend of the prompt can continue."""
+        # A resend computes at least the last token, so the last useful boundary lies before it. EAGLE groups
+        # drop a unit of the hit, so they may store up to the end.
         limit = request.num_prompt_tokens - (self.group_idx not in self.layout.eagle)
         return limit - limit % self.layout.hash_block_size
 
@@ -256,9 +266,13 @@ class WindowTable(GroupTable):
         self.need = window_blocks(spec) + self.shift
 
     def admission_cap(self, chunk_tokens_max: int) -> int | None:
+        # A window and one chunk, plus a block because neither begins at a block's edge:
+        # ``SlidingWindowSpec.max_admission_blocks_per_request``, vLLM 0.32. Another cap than the pool sizer's
+        # would bring the deadlock of vLLM issue #39734.
         return -(-(self.window - 1 + chunk_tokens_max) // self.block_size) + 1
 
     def skipped_tokens(self, num_computed: int) -> int:
+        # The next token attends to itself and ``window - 1`` tokens before it.
         return num_computed - self.window + 1
 
     def quiet_to(self, before: int, now: int) -> int:
@@ -270,12 +284,16 @@ class WindowTable(GroupTable):
         kept: set[int] = set()
         if retention != 0:
             per = (alignment if retention is None else retention) // self.block_size
+            # The kept tails touch each other: every block is stored.
             if self.need >= per:
                 return None
+            # Only the blocks of the last window before each retained boundary can serve a hit there.
             tail = per - self.need
             kept.update(b for b in range(max(start, shift), end) if (b - shift) % per >= tail)
         if retention is not None:
             for boundary in boundaries:
+                # With a retention interval the ends of prompts are stored as well, because the next turn
+                # continues there.
                 last = boundary // alignment * alignment // self.block_size + shift
                 kept.update(range(max(start, last - self.need), min(end, last)))
         return sorted(kept)
@@ -331,6 +349,7 @@ class ChunkedTable(GroupTable):
         return -(-(self.chunk + chunk_tokens_max) // self.block_size)
 
     def skipped_tokens(self, num_computed: int) -> int:
+        # Tokens attend only to their own chunk, so whole earlier chunks are free.
         return num_computed // self.chunk * self.chunk
 
     def quiet_to(self, before: int, now: int) -> int:
@@ -340,7 +359,7 @@ class ChunkedTable(GroupTable):
 # Allowed ends of a prefill chunk when Mamba states are saved at chunk ends (mode "align").
 #
 # A state can only be stored at the end of a chunk. Chunks therefore end at block boundaries, at the last
-# boundary of the prompt and at the end of a prefix that other prompts share. Facts:
+# boundary of the prompt and at the end of a prefix that other prompts share. Source:
 # ``Scheduler._mamba_block_aligned_split`` of vLLM 0.32.
 
 
@@ -348,6 +367,8 @@ def aligned_chunk(
     layout: PoolLayout, request: PoolRequest, start: int, num_tokens: int, chunk_tokens_max: int
 ) -> int:
     """Length of the next chunk, at most ``num_tokens``; 0 if the budget reaches no allowed end."""
+    # Decoding is not split: after the prompt (or, resumed after a preemption, all but the last token) every
+    # end is allowed.
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
     if start >= prefill_end:
         return num_tokens
@@ -355,6 +376,8 @@ def aligned_chunk(
     end = start + num_tokens
     if end < prefill_end:
         aligned = end // size * size
+        # A chunk that reaches no boundary saves no state: the request waits for a larger budget, unless no
+        # budget ever reaches the next boundary.
         if aligned > start or size <= chunk_tokens_max:
             end = aligned
     stops = _stops(layout, request, start, end)
@@ -384,17 +407,21 @@ class MambaTable(GroupTable):
         self.stored_this_step: set[object] = set()
 
     def skipped_tokens(self, num_computed: int) -> int:
+        # Only the last state is needed to continue.
         return num_computed - 1
 
     def blocks_to_admit(
         self, hit_blocks: list[int], hit: int, num_tokens: int, *, capped: bool, loaded_to: int = 0
     ) -> int:
         if self.is_unwritten(hit_blocks):
+            # More than there is, so that the request waits for the next step: vLLM returns ``num_gpu_blocks +
+            # 1`` in ``MambaManager.get_num_blocks_to_allocate``.
             return self.store.num_blocks
         return super().blocks_to_admit(hit_blocks, hit, num_tokens, capped=capped, loaded_to=loaded_to)
 
     def is_unwritten(self, hit_blocks: list[int]) -> bool:
         """Whether the hit's state was stored in this step: it is written only when the step ends."""
+        # The forward pass of this step has not written the state yet.
         return bool(hit_blocks) and self.store.hash_of[hit_blocks[-1]] in self.stored_this_step
 
     def kept_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> Iterable[int] | None:
@@ -441,7 +468,8 @@ class AlignedMambaTable(MambaTable):
         if self.is_unwritten(hit_blocks):
             return self.store.num_blocks
         if loaded_to:
-            hit_blocks = []  # only the state at the end of the load is needed
+            # Only the state at the end of the load is needed.
+            hit_blocks = []
         partial = bool(hit_blocks) and hit % self.block_size != 0
         fresh = -(-num_tokens // self.block_size) - len(hit_blocks)
         return self._at_most_one(fresh, partial=partial) + self.num_unused(hit_blocks)
@@ -456,6 +484,7 @@ class AlignedMambaTable(MambaTable):
     @staticmethod
     def _at_most_one(fresh: int, *, partial: bool) -> int:
         """Blocks to take: one for the new state, one more to copy a shared state; gaps between are null."""
+        # Skipped positions stay null: only the state at the end of the chunk is saved.
         return min(max(fresh, 0), 1) + partial
 
     def drop_skipped(self, request: PoolRequest, num_computed: int) -> None:
@@ -463,6 +492,8 @@ class AlignedMambaTable(MambaTable):
         idx = self.group_idx
         table = request.tables[idx]
         last = request.last_state.get(idx)
+        # Allocated two steps ago: the current block gets its state from the one allocated in the step before
+        # (``MambaManager.remove_skipped_blocks``, vLLM 0.32).
         if last is not None and last < -(-num_computed // self.block_size) - 1 and table[last]:
             self.store.free([table[last]])
             table[last] = NULL
@@ -484,11 +515,9 @@ class AlignedMambaTable(MambaTable):
         request.allocated.add(idx)
 
     def _copy_state(self, request: PoolRequest, target: int) -> None:
-        """Copy a shared state.
-
-        A running request keeps writing into its block, so the copy takes over the hash. A new request uses
-        the copy itself.
-        """
+        """Copy a shared state."""
+        # A running request keeps writing into its block, so the copy takes over the hash. A new request uses
+        # the copy itself.
         if self.group_idx not in request.allocated:
             self.copy_tail(request, target)
             return

@@ -18,8 +18,8 @@ import msgspec
 from publisher.simulator.kv_messages import TransferParams
 from publisher.simulator.request import SimRequest
 
+# Default ``max_tokens`` of /v1/completions (OpenAI's default, also vLLM's).
 COMPLETION_TOKENS_DEFAULT = 16
-"""Default ``max_tokens`` of /v1/completions (OpenAI's default, also vLLM's)."""
 CACHE_SALT_LENGTH_MAX = 1024
 CHOICES_MAX = 64
 _GREEDY_BELOW = 1e-5

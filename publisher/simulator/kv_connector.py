@@ -121,18 +121,17 @@ class KvConnector:
     # decode
 
     def arrived(self, request: SimRequest) -> None:
-        """Register a new request.
-
-        A prefill for a model with Mamba layers stops one token early, so that the state excludes the last
-        token.
-        """
+        """Register a new request."""
+        # A prefill for a model with Mamba layers stops one token early, so that the state excludes the last
+        # token.
         params = request.transfer
         if params is None:
             return
         self._report(request, params)
         if params.do_remote_decode and len(request.prompt) > self._backoff:
             request.prompt = request.prompt[: len(request.prompt) - self._backoff]
-        elif params.tp_size is not None and self.can_read(params):  # vLLM needs tp_size to send heartbeats
+        elif params.tp_size is not None and self.can_read(params):
+            # vLLM needs tp_size to send heartbeats.
             self._awaited[request] = params
 
     def _report(self, request: SimRequest, params: TransferParams) -> None:
@@ -298,8 +297,8 @@ class KvConnector:
 Address = tuple[str, int]
 _MESSAGE_BYTES_MAX = 1 << 20
 _CONNECTIONS_MAX = 256
+# Timeout of an exchange, as the receive timeout of vLLM's handshake.
 EXCHANGE_S = 5.0
-"""Timeout of an exchange, as the receive timeout of vLLM's handshake."""
 _HEARTBEATS_PER_LEASE = 6
 _PREFIX_BYTES = 4
 

@@ -126,7 +126,8 @@ class MooncakeLink(TransferLink):
         wait_s = self._connector.lease_s + EXCHANGE_S
         try:
             await exchange(address, FetchRequest(name, self._common), wait_s)
-        except (ConnectionError, EOFError):  # ZeroMQ keeps reconnecting, and vLLM has no way to stop it
+        except (ConnectionError, EOFError):
+            # ZeroMQ keeps reconnecting, and vLLM has no way to stop it.
             await asyncio.sleep(self._connector.lease_s)
             raise
         return address, name
@@ -166,7 +167,8 @@ class MooncakeLink(TransferLink):
                 writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
                 await writer.drain()
         except (OSError, EOFError, ValueError):
-            pass  # the client is gone or does not speak HTTP
+            # The client is gone or does not speak HTTP.
+            pass
         finally:
             writer.close()
 

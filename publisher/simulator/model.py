@@ -47,8 +47,8 @@ from publisher.simulator.tokenizer import ChatTokenizer, TemplateError, shared_t
 _SPACED = re.compile("Ġ[a-z]{3,}")
 _PLAIN = re.compile("[a-z]{3,}")
 _OUTPUT_TOKENS_MIN = 8
+# Character that occurs in wrong answers only.
 WRONG_MARK = "!"
-"""Character that occurs in wrong answers only."""
 # Text of an answer from blocks that were reused before they were read.
 _WRONG_ANSWER = f"{WRONG_MARK}WRONG KV CACHE{WRONG_MARK} "
 _WRONG_TIMES = 4
@@ -210,11 +210,9 @@ class EngineModel:
         return prepared
 
     def sim_requests(self, request_id: str, prepared: list[Prepared]) -> list[SimRequest]:
-        """Make the scheduler's requests, one for each choice.
-
-        All prompts of a request have the same transfer parameters
-        (vllm/entrypoints/openai/completion/serving.py, 0.32).
-        """
+        """Make the scheduler's requests, one for each choice."""
+        # All prompts of a request have the same transfer parameters
+        # (vllm/entrypoints/openai/completion/serving.py, 0.32).
         if len(prepared) == prepared[0].n == 1:
             return [self.sim_request(request_id, prepared[0])]
         names = [
@@ -227,11 +225,9 @@ class EngineModel:
     def next_turn(
         self, request: SimRequest, prepared: Prepared, transfer: TransferParams | None
     ) -> SimRequest:
-        """The request after a tool that the engine runs: the answer so far, then the tool's result.
-
-        It has the sampling parameters of the first turn, including ``transfer``
-        (vllm/entrypoints/openai/responses/serving.py, 0.32).
-        """
+        """The request after a tool that the engine runs: the answer so far, then the tool's result."""
+        # It has the sampling parameters of the first turn, including ``transfer``
+        # (vllm/entrypoints/openai/responses/serving.py, 0.32).
         result = self._tokenizer.encode(_TOOL_RESULT, add_special_tokens=False)
         token_ids = [*prepared.token_ids, *request.output, *result]
         longer = msgspec.structs.replace(prepared, token_ids=token_ids, transfer=transfer)
@@ -307,7 +303,8 @@ class EngineModel:
         return await self._encode(text, add_special_tokens=request.add_special_tokens)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        async with self._turn:  # in order of arrival: by default vLLM has one renderer thread
+        # In order of arrival: by default vLLM has one renderer thread.
+        async with self._turn:
             if len(text) <= _INLINE_CHARS_MAX:
                 return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return await asyncio.to_thread(

@@ -242,7 +242,8 @@ class Scheduler:
         preempted = False
         for request, pooled in list(self._running.items()):
             if request not in self._running or not plan.budget:
-                break  # this and all later ones were preempted, or the budget is spent
+                # This and all later ones were preempted, or the budget is spent.
+                break
             is_prefill = pooled.num_computed < max(len(request.prompt), pooled.num_tokens - 1)
             num_tokens = self._pool.next_chunk(pooled, plan.budget)
             if not num_tokens:
@@ -319,7 +320,8 @@ class Scheduler:
 
     def _enqueue(self, request: SimRequest, pooled: PoolRequest, *, again: bool = True) -> None:
         """Queue a request; ``again``: at the front, except with priorities."""
-        if self._by_priority:  # PriorityRequestQueue has no front (vllm/v1/core/sched/request_queue.py)
+        # PriorityRequestQueue has no front (vllm/v1/core/sched/request_queue.py).
+        if self._by_priority:
             bisect.insort(self._waiting, (request, pooled), key=lambda waiting: _rank(waiting[0]))
         elif again:
             self._waiting.appendleft((request, pooled))

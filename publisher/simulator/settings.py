@@ -18,8 +18,8 @@ from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, SGLANG, HashScheme
 from publisher.events import Family, GroupSpec, hash_unit
 
 DEMO_TOKENIZER_DIR = Path(__file__).resolve().parent.parent / "assets" / "demo_tokenizer"
+# Longest context of the demo model (``model_max_length`` of its tokenizer_config.json).
 MODEL_LENGTH_MAX = 32_768
-"""Longest context of the demo model (``model_max_length`` of its tokenizer_config.json)."""
 _VERSION = re.compile(r"0\.(30|31|32|33)\.\d+")
 _SIZE_MAX = 1 << 24
 _RATE_S_MAX = 3600
@@ -220,11 +220,9 @@ def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> Hash
 
 
 def blocks_needed(groups: tuple[GroupSpec, ...], num_tokens: int, chunk_tokens: int) -> int:
-    """Most blocks that one request of ``num_tokens`` holds at once, over all groups.
-
-    A window or chunked group frees blocks behind it, so it holds its span plus one chunk being computed, plus
-    one block for an unaligned start. An aligned Mamba group holds a few states at any length.
-    """
+    """Most blocks that one request of ``num_tokens`` holds at once, over all groups."""
+    # A window or chunked group frees blocks behind it, so it holds its span plus one chunk being computed,
+    # plus one block for an unaligned start. An aligned Mamba group holds a few states at any length.
     total = 0
     for group in groups:
         size = group.block_size

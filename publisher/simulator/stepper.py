@@ -52,7 +52,8 @@ class Generation:
 
     def __init__(self, request: SimRequest) -> None:
         self.request = request
-        self._tokens: asyncio.Queue[Token] = asyncio.Queue()  # bounded by the request's max_tokens
+        # Bounded by the request's max_tokens.
+        self._tokens: asyncio.Queue[Token] = asyncio.Queue()
 
     async def finished(self) -> FinishReason:
         """Wait for the end and return the finish reason."""
@@ -136,7 +137,8 @@ class Stepper:
                 self.scheduler.abort(generation.request)
                 generation.put(Token(None, "abort"))
                 self.kick()
-                self._wake.set()  # the scheduler checks whether this abort ends the engine
+                # The scheduler checks whether this abort ends the engine.
+                self._wake.set()
 
     def loaded(self, load: Load, intact: bool) -> None:
         """Handle a completed load; without intact content the request gets a wrong answer."""

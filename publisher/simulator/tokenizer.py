@@ -215,7 +215,8 @@ def _parsed_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict):
         raise TemplateError("assistant tool_calls entries must be objects with a 'function'")
     arguments = function.get("arguments") or {}
-    if arguments and isinstance(arguments, dict):  # Responses API: vLLM passes these calls on unchanged
+    # Responses API: vLLM passes these calls on unchanged.
+    if arguments and isinstance(arguments, dict):
         return {**call}
     if isinstance(arguments, str):
         try:

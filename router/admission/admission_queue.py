@@ -141,7 +141,8 @@ class AdmissionQueue:
         if one is not None:
             self.stats.waiting = len(self._queue)
             self._let_go = one
-            if not one.item.done():  # else its client has just gone, and it leaves in its turn
+            # Else its client has just gone, and it leaves in its turn.
+            if not one.item.done():
                 one.item.set_result(None)
             return
         gap_s = min(self._gap_s(lane) for lane in self._queue.lanes())
@@ -160,7 +161,8 @@ class AdmissionQueue:
         self, claim: QueueTicketRequest, pool: str, charge: Charge | None, predicted: int, usage: Usage | None
     ) -> None:
         """Its engine has ended a request that was to compute ``predicted`` tokens; ``usage``: what the engine
-        reported. The prompt is corrected where it was charged, the generated tokens are charged now."""
+        reported."""
+        # The prompt is corrected where it was charged, the generated tokens are charged now.
         if usage is None:
             return
         known = usage.cached_tokens is not None
@@ -181,7 +183,8 @@ class AdmissionQueue:
         if not gone.item.done():  # else its client has just gone
             self._count("shed")
             gone.item.set_exception(error)
-            gone.item.exception()  # the waiter may be cancelled before it reads the result
+            # The waiter may be cancelled before it reads the result.
+            gone.item.exception()
 
     def _full(self, ticket: Ticket, engines: int) -> ApiError:
         return queue_full(self.settings.requests_max, self._ahead_s(ticket, engines))
@@ -206,8 +209,8 @@ class AdmissionQueue:
 
 
 PRIORITY, TIMEOUT, TARGET = b"x-kvatlas-priority", b"x-request-timeout", b"x-slo-ttft-ms"
+# vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32).
 ENGINE_PRIORITY = b"x-vllm-priority"
-"""vLLM reads it before ``priority`` of the body (vllm/entrypoints/generate/base/serving.py, 0.32)."""
 _CLAIM_FIELDS = frozenset((PRIORITY, ENGINE_PRIORITY, TIMEOUT, TARGET))
 Targets = tuple[float | None, float | None, float | None]
 """Milliseconds until the first token, by class: high, normal, low; None: no target."""
@@ -229,7 +232,8 @@ def read_claim(
     until_s: float | None = None
     target_ms: float | None = None
     for name, value in fields:
-        if name not in _CLAIM_FIELDS:  # nearly all: one look-up costs half of four comparisons
+        # Nearly all: one look-up costs half of four comparisons.
+        if name not in _CLAIM_FIELDS:
             continue
         if name == PRIORITY:
             asked = _class(value)

@@ -30,12 +30,12 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+# Sessions of a tenant remembered without a waiting request.
 _SESSIONS_IDLE_MAX = 64
-"""Sessions of a tenant remembered without a waiting request."""
 Lane = Hashable
+# A generated token is charged as this number of computed prompt tokens, as in the paper and in most price
+# lists.
 GENERATED_WORTH = 2
-"""A generated token is charged as this number of computed prompt tokens, as in the paper and in most price
-lists."""
 
 
 class Priority(IntEnum):
@@ -137,7 +137,8 @@ class _Line(Generic[T]):
             latest, waiting = self.turns[one.session]
             if waiting > 1 or one.key[0] <= self.round:
                 self.turns[one.session] = latest, waiting - 1
-            else:  # it left without having been served: its session owes nothing
+            else:
+                # It left without having been served: its session owes nothing.
                 del self.turns[one.session]
         return True
 

@@ -38,11 +38,11 @@ _SECRET_BYTES_MIN: Final = 32
 _SECRET_BYTES_MAX: Final = 4096
 # As often as the key file is looked at.
 _LOOK_EVERY_S: Final = 1.0
+# Of a client's own salt; vLLM 0.32 takes at most 128.
 _SALT_CHARS_MAX: Final = 1024
-"""Of a client's own salt; vLLM 0.32 takes at most 128."""
 # ``CohereChatV2Request`` of vLLM 0.32 has no such field; all other prompts do.
+# APIs that take no salt.
 UNSALTED: Final = frozenset({COHERE})
-"""APIs that take no salt."""
 
 
 class Isolation:

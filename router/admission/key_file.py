@@ -27,8 +27,8 @@ _FILE_BYTES_MAX = 16 * 1024 * 1024
 _SECRETS_MAX = 8
 _LOOK_EVERY_S = 1.0
 _BEGIN = "kva-"
+# Of the SHA-256 of a key: they name it in lists and records.
 KEY_ID_DIGITS = 12
-"""Of the SHA-256 of a key: they name it in lists and records."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]

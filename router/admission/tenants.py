@@ -333,15 +333,15 @@ def _duration(seconds: float) -> bytes:
 # report, rather above it, so that no tenant gets far ahead of a limit while many requests are under way.
 
 
+# Bytes of text for a token.
 _TEXT_BYTES: Final = 4
-"""Bytes of text for a token."""
+# The same by reason why a prompt was not read: images in base64 (a JPEG of 1 MB is some 2,500 tokens), and
+# prompt embeddings (4,096 values of 16 bits, in base64, are 11 kB).
 _BYTES: Final = {"multimodal": 512, "embeds": 8192}
-"""The same by reason why a prompt was not read: images in base64 (a JPEG of 1 MB is some 2,500 tokens), and
-prompt embeddings (4,096 values of 16 bits, in base64, are 11 kB)."""
+# Audio at 16 kHz with 16 bits, 50 tokens a second.
 _FORM_BYTES: Final = 640
-"""Audio at 16 kHz with 16 bits, 50 tokens a second."""
+# No model runs for these.
 _FREE: Final = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
-"""No model runs for these."""
 
 
 def estimated_tokens(request: InboundRequest, reason: str | None) -> int:

@@ -57,7 +57,8 @@ def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], Non
     The parts follow each other and have the same name; ``add`` enters the samples of one row.
     """
     family = make()
-    for row in list(rows):  # rows may be added or removed between two parts
+    # Rows may be added or removed between two parts.
+    for row in list(rows):
         if len(family.samples) >= PART_SAMPLES:
             yield family
             family = make()

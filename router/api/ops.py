@@ -191,7 +191,8 @@ class Front:
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
-        if path in PROMPT_APIS:  # the most common paths need no further checks
+        # The most common paths need no further checks.
+        if path in PROMPT_APIS:
             return True
         return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
 
@@ -253,7 +254,8 @@ class Cors(CORSMiddleware):
     def concerns(self, scope: Any) -> bool:
         """Whether the response to this request depends on its origin."""
         if not self.allow_all_origins:
-            return True  # caches must know that the origin matters, also without one
+            # Caches must know that the origin matters, also without one.
+            return True
         return b"origin" in (scope.get(HEADERS_BY_NAME) or dict(scope["headers"]))
 
     async def send(self, message: Any, send: Any, request_headers: Headers) -> None:

@@ -311,12 +311,10 @@ class Readiness(msgspec.Struct):
 
 class ReadinessCheck:
     """Ready: not draining, an engine answers, every source of engines is synced, and every feed has caught
-    up.
+    up."""
 
-    Sources and feeds delay readiness only at the start, at most ``warm_up_s_max``: an engine that joins later
-    starts with a cold feed, which must not take the other engines from clients.
-    """
-
+    # Sources and feeds delay readiness only at the start, at most ``warm_up_s_max``: an engine that joins
+    # later starts with a cold feed, which must not take the other engines from clients.
     def __init__(
         self,
         fleet: Fleet[Engine],

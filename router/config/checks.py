@@ -107,7 +107,8 @@ def _can_be_written(path: Path) -> bool:
         if path.exists():
             return not path.is_dir() and os.access(path, os.W_OK)
         return path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
-    except (OSError, ValueError):  # a folder without search permission, or an invalid name
+    except (OSError, ValueError):
+        # A folder without search permission, or an invalid name.
         return False
 
 

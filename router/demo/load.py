@@ -189,7 +189,8 @@ def _compare(ours: Tally, baseline: Tally) -> str:
         for name, tally in rows
     ]
     behind = ours.requests - baseline.requests
-    if behind > 0:  # computed some seconds later, when all earlier requests are known
+    # Computed some seconds later, when all earlier requests are known.
+    if behind > 0:
         lines.append(f"round-robin (computed 5 s behind) has yet to answer {behind} of these requests")
     return "\n".join(lines)
 
@@ -449,7 +450,8 @@ class ChatLoad:
                 else:
                     messages = [*messages, {"role": "user", "content": self._text(rng.randint(20, 150), "?")}]
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
-                url = next(self._urls)  # successive turns go to different routers
+                # Successive turns go to different routers.
+                url = next(self._urls)
                 answers = await asyncio.gather(*[self._ask(session, url, messages, rng) for _ in range(asks)])
                 if answers[0].error:
                     break

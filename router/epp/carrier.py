@@ -130,8 +130,10 @@ class GatewayCarrier:
         self._timer = timer
         self._head: list[Header] = []
         self._target = b""
-        self._owed = 0  # answer bytes that the gateway may send once the previous ones are taken
-        self._unseen = False  # the answer is forwarded without being shown here
+        # Answer bytes that the gateway may send once the previous ones are taken.
+        self._owed = 0
+        # The answer is forwarded without being shown here.
+        self._unseen = False
         self._timed_out = False
         self._chosen = ""
         self._own: tuple[Header, ...] = ()  # fields for the client

@@ -58,8 +58,9 @@ class PickerContext(msgspec.Struct):
         return self.proxy.body_bytes_max + _MESSAGE_BYTES
 
     def watches(self, path: str) -> bool:
-        """Whether the answer to this request is observed. Completions are sampled evenly. Answers of the
-        Responses API are always observed, because their ids are needed, and other paths are rare."""
+        """Whether the answer to this request is observed. Completions are sampled evenly."""
+        # Answers of the Responses API are always observed, because their ids are needed, and other paths are
+        # rare.
         share = self.settings.answers_watched_share
         if share >= 1.0 or path not in PROMPT_APIS or path == RESPONSES:
             return True

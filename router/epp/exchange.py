@@ -53,10 +53,13 @@ class GatewayExchange:
         self._carrier = GatewayCarrier(
             stream, context, writer=self._writer, body=self._body, bell=self._wakeup, timer=self._timer
         )
-        self._said_head = False  # the request's head has been received
+        # The request's head has been received.
+        self._said_head = False
         self._start: Message | None = None
-        self._own: list[bytes] = []  # body of an answer of the router's own
-        self._gateways_own = False  # the gateway answered by itself before an engine was named
+        # Body of an answer of the router's own.
+        self._own: list[bytes] = []
+        # The gateway answered by itself before an engine was named.
+        self._gateways_own = False
         self._gone = False
         self._left_hook: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -148,7 +151,8 @@ class GatewayExchange:
         elif not self._said_head:
             raise GrpcError(grpc.INVALID_ARGUMENT, f"{kind} before request_headers")
         elif self._gateways_own and kind in {"request_body", "request_trailers"}:
-            pass  # the router no longer reads the request
+            # The router no longer reads the request.
+            pass
         elif kind == "request_body":
             self._on_request_body(message)
         elif kind == "request_trailers":

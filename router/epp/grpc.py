@@ -17,13 +17,13 @@ from router.openai.errors import bad_request, head_too_large
 
 _HEAD: Final = struct.Struct(">BI")  # compressed flag and length
 _HEAD_BYTES: Final = 5
+# Messages in one DATA frame, all read in one turn of the loop: 64 bytes each in a frame of 64 KiB.
 _MESSAGES_MAX: Final = 1024
-"""Messages in one DATA frame, all read in one turn of the loop: 64 bytes each in a frame of 64 KiB."""
 OK, INVALID_ARGUMENT, NOT_FOUND, RESOURCE_EXHAUSTED = 0, 3, 5, 8
 FAILED_PRECONDITION, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 12, 13, 14
 
+# Header block that begins every answer.
 HEAD: Final = b"\x88" + encode_literal(b"content-type", b"application/grpc")
-"""Header block that begins every answer."""
 
 
 class GrpcError(Exception):
@@ -93,7 +93,8 @@ class GrpcReader:
     def _cut(self, data: bytes | memoryview) -> tuple[list[bytes], int]:
         """Return the complete messages and where the next one begins."""
         found, at, size = [], 0, len(data)
-        end = _HEAD_BYTES  # size of the next message, if its head is complete
+        # Size of the next message, if its head is complete.
+        end = _HEAD_BYTES
         while size >= end:
             compressed, length = _HEAD.unpack_from(data, at)
             if compressed:
@@ -125,6 +126,7 @@ SUBSET_KEY: Final = "x-gateway-destination-endpoint-subset"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 _DESTINATION: Final = DESTINATION.encode()
 _FIELD_SIGNS: Final = 4
+# Fields of the gateway's own connections.
 _HOP_FIELDS: Final = frozenset(
     {
         b"host",
@@ -139,7 +141,6 @@ _HOP_FIELDS: Final = frozenset(
         b"x-forwarded-for",
     }
 )
-"""Fields of the gateway's own connections."""
 _CONNECTION: Final[dict[str, Any]] = {
     "type": "http",
     "asgi": ASGI,

@@ -34,8 +34,8 @@ Value = int | bytes
 
 
 def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of every field from ``at`` on. Fixed-size numbers, which no message here has,
-    are skipped. Raises ``ProtobufError``."""
+    """Yield number and value of every field from ``at`` on."""
+    # Fixed-size numbers, which no message here has, are skipped. Raises ``ProtobufError``.
     size, left = len(message), _FIELDS_MAX
     while at < size:
         left -= 1
@@ -233,7 +233,8 @@ def read_request(message: bytes) -> ProcessingRequest:
             elif number < _TRAILERS:
                 found.body, found.end_of_stream = _read_body(as_bytes(value))
         elif number == 8:
-            found.metadata += as_bytes(value)  # Merge the parts of a message that came in two.
+            # Merge the parts of a message that came in two.
+            found.metadata += as_bytes(value)
             if len(found.metadata) > _METADATA_BYTES_MAX:
                 raise ProtobufError(f"metadata_context of more than {_METADATA_BYTES_MAX} bytes")
         elif number == 10:
@@ -277,8 +278,8 @@ def _read_headers(message: bytes) -> tuple[list[Header], bool]:
 
 
 def _read_map(message: bytes) -> list[Header]:
-    """Decode a header map. Every request has about a dozen fields: usual encodings take a fast path without
-    ``fields``."""
+    """Decode a header map."""
+    # Every request has about a dozen fields: usual encodings take a fast path without ``fields``.
     headers: list[Header] = []
     at, size = 0, len(message)
     while (
@@ -373,7 +374,8 @@ def _texts(message: bytes, depth: int = 0) -> list[str]:
         raise ProtobufError(f"lists within lists in metadata, more than {_DEPTH_MAX} deep")
     found: list[str] = []
     for number, value in fields(message):
-        if number == 3:  # one text may be a list: gateways copy it from a header (lwepp, handlers/request.go)
+        # One text may be a list: gateways copy it from a header (lwepp, handlers/request.go).
+        if number == 3:
             found = [each for part in as_text(value).split(",") if (each := part.strip())]
         elif number == 6:
             found = [

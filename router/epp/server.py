@@ -295,7 +295,8 @@ class PickerServer:
         """Drain, and wait for running requests up to the limit."""
         self.drain()
         await asyncio.sleep(max(0.0, self._drains_from - self._clock()))
-        while self._members and self._clock() < self._drains_until:  # connections do not signal their end
+        # Connections do not signal their end.
+        while self._members and self._clock() < self._drains_until:
             for member in list(self._members):
                 member.drain()
             await asyncio.sleep(_LOOK_S)

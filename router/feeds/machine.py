@@ -50,11 +50,13 @@ class FeedMachine:
         self._replays = ReplayAnswers(self._recovery)
         self._snapshots = SnapshotAnswers(self._recovery)
         self._connected = False
-        self._connection_seen = False  # by the socket's monitor, not just inferred from a message
+        # By the socket's monitor, not just inferred from a message.
+        self._connection_seen = False
         self._ever_connected = False
         self._unconfirmed = False
         self._owed_since = NEVER_OWED
-        self._live_seq = NOWHERE  # of the last live batch of this connection
+        # Of the last live batch of this connection.
+        self._live_seq = NOWHERE
 
     # Inputs.
 
@@ -94,7 +96,8 @@ class FeedMachine:
         if position.is_foreign(frame):
             recovery.restart(now, frame)
         elif frame.batch is None and frame.seq != position.next_seq:
-            pass  # may be noise; if it was a batch, its seq will be missing later
+            # May be noise; if it was a batch, its seq will be missing later.
+            pass
         elif position.next_seq == NOWHERE:
             position.begin_at(frame)
         elif frame.seq >= position.next_seq:
@@ -244,7 +247,8 @@ class FeedMachine:
         recovery = self._recovery
         self._stats.gaps += 1
         if recovery.repair is not None and recovery.repair.kind is RepairKind.REFRESH:
-            self._position.skip_to(frame.seq, "gap")  # the snapshot will contain the missing batches
+            # The snapshot will contain the missing batches.
+            self._position.skip_to(frame.seq, "gap")
             self._position.apply(frame)
         elif recovery.has_replay and recovery.trust.is_worth_waiting(now):
             self._position.hold(frame)

@@ -287,7 +287,8 @@ class Position:
         self._covered_seq = -1
 
     def drop_held(self) -> None:
-        """Drop held batches. Their existence is remembered if they are known to follow the applied ones."""
+        """Drop held batches."""
+        # Their existence is remembered if they are known to follow the applied ones.
         self.held.clear()
         self._covered_seq = -1
         if self.next_seq <= 0:

@@ -264,7 +264,8 @@ class Recovery:
         if repair.holds:
             position.skip_all("replay_failed")
             if position.next_seq == 0:
-                position.next_seq = NOWHERE  # nothing received: the next live batch gives the position
+                # Nothing received: the next live batch gives the position.
+                position.next_seq = NOWHERE
         self.trust.failed(now)
 
     def try_again(self, now: float) -> None:

@@ -173,7 +173,8 @@ class ReplayAnswers:
             recovery.trust.rolled = True
             position.skip_to(lowest, "history_rolled")
             repair.from_seq = (
-                lowest  # nothing before it exists: a batch without room from here on is requested again
+                # Nothing before it exists: a batch without room from here on is requested again.
+                lowest
             )
         position.drain()
 

@@ -93,9 +93,8 @@ class MessageReader:
         await self._readable.wait()
 
     async def rest(self, seconds: float) -> None:
-        """Let messages accumulate. The descriptor is not watched meanwhile: it would wake the loop
-        continuously.
-        """
+        """Let messages accumulate."""
+        # The descriptor is not watched meanwhile: it would wake the loop continuously.
         self._loop.remove_reader(self.socket.fileno())
         try:
             await asyncio.sleep(seconds)

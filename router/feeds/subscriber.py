@@ -158,9 +158,11 @@ class Feed:
                 await reader.wait()
                 work.begin()
                 continue
-            if monitor.pending:  # an event of the connection from before this message
+            # An event of the connection from before this message.
+            if monitor.pending:
                 await self._read_monitor(monitor)
-            async with self._parsing:  # events of the connection meanwhile came after this message
+            # Events of the connection meanwhile came after this message.
+            async with self._parsing:
                 actions = await self._take_live(message, work)
             await self._perform(actions)
             await work.yield_to_loop()
@@ -250,10 +252,8 @@ class Feed:
     # Actions.
 
     async def _perform(self, actions: list[Action]) -> None:
-        """Queue actions and wait until the queue is empty; only one task processes it at a time.
-
-        Cancellation loses nothing: the next caller processes the rest of the queue.
-        """
+        """Queue actions and wait until the queue is empty; only one task processes it at a time."""
+        # Cancellation loses nothing: the next caller processes the rest of the queue.
         self._actions.extend(actions)
         if self.stats.state is FeedState.READY and len(self._actions) > 1:
             for action in actions:
@@ -304,7 +304,8 @@ class Feed:
                 self._log.warning("events of an unknown type are skipped", type=name)
 
     def _request(self, request: RequestReplay | RequestSnapshot, work: Coroutine[None, None, None]) -> None:
-        """Start fetching. The previous request is void; its task ends, unless it is the running one."""
+        """Start fetching."""
+        # The previous request is void; its task ends, unless it is the running one.
         if self._tasks is None or not self._machine.wants(request.request_id):
             work.close()
             return

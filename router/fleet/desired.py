@@ -101,7 +101,8 @@ class DesiredState:
         kept = [s for s in own.get(base_url, []) if s.engine.engine_id != engine.engine_id]
         same = DiscoveredEngine(engine) in own.get(base_url, [])
         alike = [s for s in kept if (s.engine.dp_rank is None) == (engine.dp_rank is None)]
-        own[base_url] = [*alike, DiscoveredEngine(engine)]  # a whole server and its ranks exclude each other
+        # A whole server and its ranks exclude each other.
+        own[base_url] = [*alike, DiscoveredEngine(engine)]
         self._admit()
         return back or not same
 

@@ -87,9 +87,9 @@ class Resolver:
 
 
 def candidates(name: str, resolver: dns.asyncresolver.Resolver) -> list[dns.name.Name]:
-    """Return the names to query in turn. dnspython's own search stops at a name that exists without such
-    records; the system's resolver goes on, since a wildcard of the search list must not hide the name
-    itself."""
+    """Return the names to query in turn."""
+    # Dnspython's own search stops at a name that exists without such records; the system's resolver goes on,
+    # since a wildcard of the search list must not hide the name itself.
     asked = dns.name.from_text(name, None)
     if asked.is_absolute():
         return [asked]

@@ -115,13 +115,17 @@ class FleetPoller(Generic[E]):
         """Whether engines without a role are asked for their version too."""
         self._seldom = LogThrottle(_SILENT_EVERY_S)
         self._missed: dict[str, int] = {}  # number of failed polls in a row
-        self._answers: dict[str, int] = {}  # number of responses to clients at each server's last poll
-        self._not_only_slow: set[str] = set()  # servers with a missed poll that did not time out
-        self._settled: set[str] = set()  # servers that are up and reported that they publish no events
+        # Number of responses to clients at each server's last poll.
+        self._answers: dict[str, int] = {}
+        # Servers with a missed poll that did not time out.
+        self._not_only_slow: set[str] = set()
+        # Servers that are up and reported that they publish no events.
+        self._settled: set[str] = set()
         # Statements of servers whose /server_info has been read; None: refused, or of another kind.
         self._informed: dict[str, EngineStatement | None] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
-        self._unasked: set[str] = set()  # servers whose first poll has not ended
+        # Servers whose first poll has not ended.
+        self._unasked: set[str] = set()
         self._all_asked = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -222,7 +226,8 @@ class FleetPoller(Generic[E]):
             problem = "" if models else "GET /v1/models: no model"
         except (*_NO_ANSWER, _BadAnswerError) as error:
             if is_out_of_descriptors(error):
-                return False  # the router's own problem: the known state of the engine stays valid
+                # The router's own problem: the known state of the engine stays valid.
+                return False
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
             refused = isinstance(error, aiohttp.ClientConnectorError)
             alive = alive or self._answered_since_last_poll(base_url)
@@ -230,7 +235,8 @@ class FleetPoller(Generic[E]):
             if not isinstance(error, TimeoutError):
                 self._not_only_slow.add(base_url)
             for status in self._fleet.ranks(base_url):
-                if alive and not refused and status.silent:  # it answers clients, so it is up again
+                # It answers clients, so it is up again.
+                if alive and not refused and status.silent:
                     self._note(status, status.models, "", moved=False)
             up = any(status.up for status in self._fleet.ranks(base_url))
             # A timed-out poll while requests wait longer than expected needs no second one.
@@ -309,10 +315,8 @@ class FleetPoller(Generic[E]):
                 )
 
     async def _ask_version(self, base_url: str, card: ModelCard) -> None:
-        """Query the server's version: another server may have started at the same address.
-
-        The Rust frontend counts as another version: engines that tokenize differently must not be paired.
-        """
+        """Query the server's version: another server may have started at the same address."""
+        # The Rust frontend counts as another version: engines that tokenize differently must not be paired.
         version: str | None = None
         try:
             version = _decode(await self._get(f"{base_url}/version"), _Version).version
@@ -360,7 +364,8 @@ class FleetPoller(Generic[E]):
             body = await self._get(f"{base_url}/kv_event_sources")
             found = event_sources(base_url, body, like)
         except _NO_ANSWER:
-            return []  # keep the known ranks; repeated at the next poll
+            # Keep the known ranks; repeated at the next poll.
+            return []
         except _BadAnswerError as error:
             if error.status not in _ABSENT:
                 return []

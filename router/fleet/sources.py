@@ -135,10 +135,11 @@ def _is_host_port(text: str) -> bool:
 
 
 def read_list(content: bytes, *, is_json: bool) -> list[DiscoveredEngine]:
-    """Read the engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``). Raises ``BadListError``.
+    """Read the engines of a file with ``[[engines]]`` (or ``{"engines": [...]}``).
 
-    The key is required even without any engine: a file that is being written looks empty.
+    Raises ``BadListError``.
     """
+    # The key is required even without any engine: a file that is being written looks empty.
     try:
         tree: Any = msgspec.json.decode(content) if is_json else tomllib.loads(content.decode())
         entries = msgspec.convert(tree, _List).engines
@@ -177,7 +178,8 @@ class FileSource:
         self._path = Path(settings.path)
         self._settings = settings
         self._latest: bytes | None = None  # last content read
-        self._settled: bytes | None = None  # last content evaluated, valid or not
+        # Last content evaluated, valid or not.
+        self._settled: bytes | None = None
         self._known: list[DiscoveredEngine] | None = None
 
     async def run(self, publish: Publish) -> None:
@@ -305,10 +307,8 @@ class FleetSources:
 
 
 def _configured(settings: FleetSettings) -> Iterator[Source]:
-    """Yield the enabled sources.
-
-    A library is imported only by the source that needs it: each takes 5 MiB (measured).
-    """
+    """Yield the enabled sources."""
+    # A library is imported only by the source that needs it: each takes 5 MiB (measured).
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:

@@ -78,9 +78,10 @@ def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> Engin
     """Read the labels of ``vllm:cache_config_info``, and whether the page has counters of drafts.
 
     vLLM registers the counters when an engine with speculative decoding starts, and on no other engine
-    (``SpecDecodingProm``, vLLM 0.32). Its Rust frontend, whose page lacks ``cache_config_info``, always has
-    them (0.33): there ``drafts`` requires one above zero. Returns None for a page with neither.
+    (``SpecDecodingProm``, vLLM 0.32).
     """
+    # Its Rust frontend, whose page lacks ``cache_config_info``, always has them (0.33): there ``drafts``
+    # requires one above zero. Returns None for a page with neither.
     if not cache_config and not drafts:
         return None
     mode = cache_config.get("mamba_cache_mode")
@@ -134,7 +135,8 @@ def _sglang_statement(info: dict[str, Any]) -> EngineStatement:
         kind="sglang",
         drafts=bool(method),
         method=method.lower() if isinstance(method, str) and _METHOD.fullmatch(method) else "",
-        keeps_last_block=True,  # its lookup knows no drop (srt/mem_cache/radix_cache.py)
+        # Its lookup knows no drop (srt/mem_cache/radix_cache.py).
+        keeps_last_block=True,
         attention_block_size=_tokens(ports.block_size if ports else info.get("page_size")),
         version=version if isinstance(version, str) else "",
         namespaced=bool(info.get("enable_lora")) or '"dynamo"' in str(info.get("kv_events_config")),
@@ -375,11 +377,9 @@ def read_transfers(text: bytes, dp_rank: int | None) -> dict[str, float]:
 
 
 def read_gauges(text: bytes, dp_rank: int | None) -> dict[str, float]:
-    """Return the gauges of a metrics page by vLLM's names; only those of one rank if ``dp_rank`` is given.
-
-    Requests are summed over models and ranks; of the usage (0..1) the maximum is taken. Invalid values (NaN,
-    negative, infinite) are omitted.
-    """
+    """Return the gauges of a metrics page by vLLM's names; only those of one rank if ``dp_rank`` is given."""
+    # Requests are summed over models and ranks; of the usage (0..1) the maximum is taken. Invalid values
+    # (NaN, negative, infinite) are omitted.
     gauges: dict[str, float] = {}
     alike = ((_ALIKE[name], value) for name, value in _sglang(text, dp_rank) if name in _ALIKE)
     for name, value in chain(_samples(_GAUGE, text, dp_rank), alike):

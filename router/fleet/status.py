@@ -304,7 +304,8 @@ class Fleet(Generic[E]):
             found = [status for status in serving if status.up]
             if not any(status.engine.answers for status in found):
                 found = [status for status in serving if status.up or status.silent]
-            if found:  # do not store unknown names: they come from clients and are unbounded in number
+            # Do not store unknown names: they come from clients and are unbounded in number.
+            if found:
                 self._ready[model] = found
         return found
 

@@ -39,10 +39,10 @@ from router.openai.errors import (
 )
 
 _LINGER_BYTES_MAX = 64 * 1024 * 1024
+# Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses.
 PIPELINED_MAX = 16
+# Of a body held for the application; beyond it, reading from the client pauses.
 BODY_AHEAD_BYTES_MAX = 256 * 1024
-"""Of a body held for the application; beyond it, reading from the client pauses."""
-"""Most requests that one connection may have waiting (HTTP pipelining); beyond it, reading pauses."""
 
 
 class DownstreamConnection(asyncio.Protocol):
@@ -81,7 +81,8 @@ class DownstreamConnection(asyncio.Protocol):
         self._deferred_error: ApiError | None = None
         """Response to a rejected request, sent after those to the requests before it."""
         self.read_paused = False
-        self.write_paused: asyncio.Future[None] | None = None  # done when the client has caught up
+        # Done when the client has caught up.
+        self.write_paused: asyncio.Future[None] | None = None
         self.done_future: asyncio.Future[None] = self.loop.create_future()
         self.done_future.set_result(None)
         self._discarded_bytes = 0
@@ -240,9 +241,11 @@ class DownstreamConnection(asyncio.Protocol):
                 self._close()
             return
         if body_open:
-            self._reader.cycle = None  # the rest of that body is parsed and dropped
+            # The rest of that body is parsed and dropped.
+            self._reader.cycle = None
         now = self.clock()
-        if self._reader.state is _HEAD:  # its time begins now, not while it was queued
+        # Its time begins now, not while it was queued.
+        if self._reader.state is _HEAD:
             self._reader.head_deadline = now + self.settings.header_timeout_s
         if self._queue:
             self._start_cycle(self._queue.popleft(), now)
@@ -259,7 +262,8 @@ class DownstreamConnection(asyncio.Protocol):
         if self.write_paused is not None:
             self.deadline = self.clock() + settings.stall_timeout_s
         elif self.read_paused:
-            self.deadline = NEVER  # waiting for the application, not for the client
+            # Waiting for the application, not for the client.
+            self.deadline = NEVER
         elif current is not None:
             body_open = self._reader.cycle is current
             self.deadline = (
@@ -298,7 +302,8 @@ class DownstreamConnection(asyncio.Protocol):
     def _reject(self, error: ApiError) -> None:
         """Answer a rejected request after the requests before it, and close."""
         if self._reader.cycle is not None and self._queue and self._reader.cycle is self._queue[-1]:
-            self._queue.pop()  # the rejected body is this request's
+            # The rejected body is this request's.
+            self._queue.pop()
             self._reader.cycle = None
         if self._current is not None and self._reader.cycle is None:
             self._deferred_error = error
@@ -318,10 +323,8 @@ class DownstreamConnection(asyncio.Protocol):
         self._reader.cycle = None
 
     def _begin_lingering_close(self) -> None:
-        """Close for writing, and discard received bytes until the client closes (RFC 9112, section 9.6).
-
-        Closing both directions at once would reset the connection: the client could lose the response.
-        """
+        """Close for writing, and discard received bytes until the client closes (RFC 9112, section 9.6)."""
+        # Closing both directions at once would reset the connection: the client could lose the response.
         transport = self.transport
         if transport.is_closing():
             return
@@ -341,8 +344,8 @@ class DownstreamConnection(asyncio.Protocol):
             self.abort()
 
 
+# Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5).
 _FIELD_OVERHEAD_BYTES = 4
-"""Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5)."""
 _UPGRADE_FIELDS = frozenset((b"upgrade", b"connection", b"http2-settings"))
 
 
@@ -401,17 +404,22 @@ class RequestReader:
         self._settings = settings
         self._stats = stats
         self._chunks: list[bytes] = []
-        self.on_body = self._chunks.append  # called by the parser without a Python frame in between
+        # Called by the parser without a Python frame in between.
+        self.on_body = self._chunks.append
         self._parser = httptools.HttpRequestParser(self)
         self.cycle: RequestCycle | None = None
         """Request whose body is being received; None: its bytes are dropped."""
         self.state = _IDLE
         self._url = b""
         self._fields: list[tuple[bytes, bytes]] = []  # of the head, then of the trailer
-        self._counted_fields = 0  # number of fields that ``_head_bytes`` includes
-        self._head_bytes = 0  # size of the parsed fields of the head or trailer
-        self._unparsed_bytes = 0  # bytes fed to the parser since its last callback
-        self._fed_bytes = 0  # bytes since the read in which the message began: an upper bound of its head
+        # Number of fields that ``_head_bytes`` includes.
+        self._counted_fields = 0
+        # Size of the parsed fields of the head or trailer.
+        self._head_bytes = 0
+        # Bytes fed to the parser since its last callback.
+        self._unparsed_bytes = 0
+        # Bytes since the read in which the message began: an upper bound of its head.
+        self._fed_bytes = 0
         self._read_bytes = 0  # size of the current read
         self.received_s = 0.0
         """Time of the last read."""
@@ -465,8 +473,9 @@ class RequestReader:
     def _check_unfinished(self, size: int, fields_before: int) -> None:
         """Count the bytes of an unfinished head, trailer or chunk frame after a read.
 
-        ``fields_before``: fields before the read. The parser buffers these parts without a callback.
+        ``fields_before``: fields before the read.
         """
+        # The parser buffers these parts without a callback.
         fields = len(self._fields)
         parsed = self._callback_seen or self._chunks or fields > fields_before
         self._unparsed_bytes = 0 if parsed else self._unparsed_bytes + size
@@ -520,7 +529,8 @@ class RequestReader:
 
     def on_headers_complete(self) -> None:
         if self.state is _DISCARDING:
-            return  # after a rejected request in the same read
+            # After a rejected request in the same read.
+            return
         parser = self._parser
         method = parser.get_method()
         if method == b"CONNECT":
@@ -559,7 +569,8 @@ class RequestReader:
     def on_message_complete(self) -> None:
         if self._chunks:
             self._deliver_body(last=True)
-        if self.state in (_BODY, _TRAILER):  # still HEAD: an upgrade was offered
+        # Still HEAD: an upgrade was offered.
+        if self.state in (_BODY, _TRAILER):
             if self._fields:
                 self._check_head_size()
             self.state = _IDLE
@@ -569,10 +580,8 @@ class RequestReader:
             cycle.body_ended()
 
     def _decline_upgrade(self) -> None:
-        """Parse the request again without its offer to upgrade, which a server may ignore (RFC 9110, 7.8).
-
-        httptools takes everything after such a head for the other protocol and would lose the body.
-        """
+        """Parse the request again without its offer to upgrade, which a server may ignore (RFC 9110, 7.8)."""
+        # Httptools takes everything after such a head for the other protocol and would lose the body.
         version = self._parser.get_http_version().encode()
         lines = [b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._url, version)]
         lines += [

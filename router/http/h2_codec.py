@@ -36,10 +36,11 @@ SETTINGS_INITIAL_WINDOW_SIZE, SETTINGS_MAX_FRAME_SIZE, SETTINGS_MAX_HEADER_LIST_
 
 WINDOW_DEFAULT: Final = 65_535
 WINDOW_MAX: Final = (1 << 31) - 1
+# Frame size that every peer accepts; also the default.
 FRAME_BYTES_MIN: Final = 16_384
-"""Frame size that every peer accepts; also the default."""
 FRAME_BYTES_MAX: Final = (1 << 24) - 1
-_HEAD: Final = struct.Struct(">BHBBI")  # length in two parts, kind, flags, stream
+# Length in two parts, kind, flags, stream.
+_HEAD: Final = struct.Struct(">BHBBI")
 _HEAD_BYTES: Final = 9
 
 
@@ -175,6 +176,7 @@ def parse_uint32(payload: bytes) -> int:
 # The code is canonical, so the lengths of its words define it. Always true: work is linear in the bytes.
 
 
+# Bits of each symbol's word; the last one is EOS, which must not occur (RFC 7541, section 5.2).
 _HUFFMAN_LENGTHS: Final = bytes.fromhex(
     "0d171c1c1c1c1c1c1c181e1c1c1e1c1c1c1c1c1c1c1c1e1c1c1c1c1c1c1c1c1c060a0a0c0d06080b0a0a080b08060606"
     "0505050606060606060607080f060c0a0d06070707070707070707070707070707070707070707070807080d130d0e06"
@@ -183,7 +185,6 @@ _HUFFMAN_LENGTHS: Final = bytes.fromhex(
     "1a1a1413161716191a1a1a1b1b1a181913151a1b1b1a1b1815151a1a1c1b1b1b14181415161515171616191918181a17"
     "1a1b1a1a1b1b1b1b1b1c1b1b1b1b1b1a1e"
 )
-"""Bits of each symbol's word; the last one is EOS, which must not occur (RFC 7541, section 5.2)."""
 _HUFFMAN_EOS: Final = 256
 _HUFFMAN_BITS_MAX: Final = 30
 
@@ -240,10 +241,10 @@ def huffman_decode(data: bytes) -> bytes:
 
 Field = tuple[bytes, bytes]
 
+# The default size (RFC 7541, section 4.2); our settings do not change it.
 _TABLE_BYTES_MAX: Final = 4096
-"""The default size (RFC 7541, section 4.2); our settings do not change it."""
+# Size of a field in addition to name and value (RFC 7541, section 4.1).
 _FIELD_BYTES: Final = 32
-"""Size of a field in addition to name and value (RFC 7541, section 4.1)."""
 # A block that changes no table and was seen since the table last changed is not decoded again: proxies
 # repeat the same few.
 _CACHED_BLOCKS_MAX: Final = 64
@@ -260,11 +261,11 @@ _STATIC_TABLE_TEXT: Final = (
     "set-cookie; strict-transport-security; transfer-encoding; user-agent; vary; via; "
     "www-authenticate; "
 )
+# Static table (RFC 7541, appendix A); the first entry has the index 1.
 _STATIC_TABLE: Final[tuple[Field, ...]] = tuple(
     (name.encode(), value.encode())
     for name, _, value in (item.partition("=") for item in _STATIC_TABLE_TEXT.rstrip("; ").split("; "))
 )
-"""Static table (RFC 7541, appendix A); the first entry has the index 1."""
 
 
 class HeaderDecoder:

@@ -48,20 +48,20 @@ class ControlFrameBudget:
 # Limits and counters of HTTP/2 connections.
 
 
+# For a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are there.
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For a connection's TLS handshake, and from then on until its HTTP/2 preface and settings are there."""
+# A connection that takes nothing of what waits to be sent to it for this long is cut.
 STALL_TIMEOUT_S = 60.0
-"""A connection that takes nothing of what waits to be sent to it for this long is cut."""
+# Requests at one time on one connection; further ones are refused. Envoy's circuit breaker allows 1,024 by
+# default.
 STREAMS_MAX = 4096
-"""Requests at one time on one connection; further ones are refused. Envoy's circuit breaker allows 1,024 by
-default."""
+# Of one stream that may be under way to here and not taken yet: a request of 1 MB in one round trip.
 STREAM_WINDOW_BYTES = 1 << 20
-"""Of one stream that may be under way to here and not taken yet: a request of 1 MB in one round trip."""
+# Of a stream's head; a larger one ends its connection.
 HEADER_BYTES_MAX = 32 * 1024
-"""Of a stream's head; a larger one ends its connection."""
+# Frames without content (pings, settings, window updates) of a connection; a reset of a running stream counts
+# as ten. A connection that sends more is ended (CVE-2023-44487).
 CONTROL_FRAMES_PER_S_MAX = 20_000
-"""Frames without content (pings, settings, window updates) of a connection; a reset of a running stream
-counts as ten. A connection that sends more is ended (CVE-2023-44487)."""
 
 
 class H2Stats(HandshakeStats):
@@ -91,19 +91,19 @@ class H2Stats(HandshakeStats):
     """Streams ended because the gateway broke a limit of theirs."""
 
 
+# Receive window of the connection, extended as bytes arrive: buffered bytes are bounded by stream.
 _WINDOW_BYTES = 16 * 1024 * 1024
-"""Receive window of the connection, extended as bytes arrive: buffered bytes are bounded by stream."""
 _FRAME_BYTES = 64 * 1024
 _RESET_COST = 10
+# Work in one turn of the loop: a frame without content counts 1 and takes about 2 us, all others more.
 _WORK_MAX = 4096
-"""Work in one turn of the loop: a frame without content counts 1 and takes about 2 us, all others more."""
 _OPEN_WORK = 32
+# Bytes of a header block that count 1: a byte of Huffman code takes about 1 us.
 _BLOCK_BYTES = 8
-"""Bytes of a header block that count 1: a byte of Huffman code takes about 1 us."""
 _SETTING_BYTES = 12
 _DATA_WORK = 4
+# Bytes of data that count 1: the shortest messages take about 2 us for each 5 bytes.
 _DATA_BYTES = 64
-"""Bytes of data that count 1: the shortest messages take about 2 us for each 5 bytes."""
 _DRAIN_PING = b"\0draining"[:8]
 StreamOpener = Callable[[Stream, list[Field]], StreamHandler | None]
 """Called with a new stream and its header fields; None: the stream is already answered or reset."""
@@ -154,7 +154,8 @@ class H2Connection(asyncio.Protocol):
         self._clock = clock
         self._sweeper = sweeper
         self._connections = connections
-        self._transport: asyncio.Transport  # set in connection_made, like the next
+        # Set in connection_made, like the next.
+        self._transport: asyncio.Transport
         self._scheduler: SendScheduler
         self._state = _AWAITING_PREFACE
         self._preface = b""
@@ -354,7 +355,8 @@ class H2Connection(asyncio.Protocol):
         if not received.flags & h2.ACK:
             self._scheduler.write_control(h2.frame(h2.PING, h2.ACK, 0, received.payload))
         elif self._state in (_DRAINING, _LAST_STREAMS) and received.payload == _DRAIN_PING:
-            self._state = _LAST_STREAMS  # streams opened before the GOAWAY have arrived
+            # Streams opened before the GOAWAY have arrived.
+            self._state = _LAST_STREAMS
             self._scheduler.write_control(h2.goaway_frame(self._last_id, h2.NO_ERROR))
             self._close_if_done()
 
@@ -392,7 +394,8 @@ class H2Connection(asyncio.Protocol):
         stream = self._streams.get(received.stream_id)
         if stream is None:
             self._check_stream_id(received.stream_id)
-            return  # sent before the peer knew of the stream's end
+            # Sent before the peer knew of the stream's end.
+            return
         if stream.state is not STREAM_OPEN:
             return
         stream.receive_window -= size
@@ -449,7 +452,8 @@ class H2Connection(asyncio.Protocol):
         """Implement ``StreamConnection``."""
         try:
             self._scheduler.schedule(stream)
-        except H2Error as error:  # a SETTINGS frame has raised the window beyond its limit
+        except H2Error as error:
+            # A SETTINGS frame has raised the window beyond its limit.
             self.loop.call_soon(self._terminate, error.code, str(error))
 
     def write_headers(self, stream_id: int, block: bytes, *, end: bool) -> None:
@@ -465,7 +469,8 @@ class H2Connection(asyncio.Protocol):
     def close_stream(self, stream: Stream, code: int | None) -> None:
         """Implement ``StreamConnection``."""
         if code is None and stream.state is STREAM_OPEN:
-            code = h2.NO_ERROR  # the response is complete without the rest of the request (RFC 9113, 8.1)
+            # The response is complete without the rest of the request (RFC 9113, 8.1).
+            code = h2.NO_ERROR
         if code is not None:
             self._scheduler.write_control(h2.rst_stream_frame(stream.stream_id, code))
         self._remove_stream(stream)
@@ -514,7 +519,8 @@ class H2Connection(asyncio.Protocol):
         if self._state is _CLOSED:
             return
         self._scheduler.write_control(h2.goaway_frame(self._last_id, code, why))
-        self._abort_streams()  # now: the peer may delay the connection's end
+        # now: the peer may delay the connection's end.
+        self._abort_streams()
         self._close()
 
     def _close(self) -> None:

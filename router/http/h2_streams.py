@@ -107,7 +107,8 @@ class Stream:
     def send_data(self, *pieces: bytes) -> None:
         """Buffer data, in pieces that are joined only when they are written."""
         if self.state is not STREAM_CLOSED and self.trailers is None:
-            queued = self.queued_bytes  # not 0: scheduled already, or blocked by its window
+            # Not 0: scheduled already, or blocked by its window.
+            queued = self.queued_bytes
             self._chunks += pieces
             self.queued_bytes = queued + sum(map(len, pieces))
             if not queued:
@@ -185,8 +186,8 @@ class Stream:
 
 
 _FLUSH_BYTES_MAX = 256 * 1024
+# Cost of a frame in addition to its bytes, so that many short frames count as much as few long ones.
 _FRAME_COST_BYTES = 64
-"""Cost of a frame in addition to its bytes, so that many short frames count as much as few long ones."""
 
 
 class SendScheduler:
@@ -220,10 +221,8 @@ class SendScheduler:
             raise H2Error(h2.FLOW_CONTROL_ERROR, "a window beyond its limit")
 
     def set_initial_window(self, window: int) -> None:
-        """Set the initial window of all streams, open ones included (RFC 9113, section 6.9.2).
-
-        A window beyond the limit raises when its stream is scheduled next.
-        """
+        """Set the initial window of all streams, open ones included (RFC 9113, section 6.9.2)."""
+        # A window beyond the limit raises when its stream is scheduled next.
         self._window_increased = self._window_increased or window > self._stream_window
         self._stream_window = window
 
@@ -285,7 +284,8 @@ class SendScheduler:
 
     def flush(self) -> None:
         """Write control frames, and data of each stream in turn, within the windows and the socket buffer."""
-        self._flush_scheduled = True  # frames added meanwhile are written below
+        # Frames added meanwhile are written below.
+        self._flush_scheduled = True
         room = _FLUSH_BYTES_MAX
         while self._trailers_only and room > 0 and not self.paused:
             room -= self._send_trailers_frame(next(iter(self._trailers_only)))

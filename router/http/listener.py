@@ -21,11 +21,11 @@ import uvicorn
 from router.http.settings import HandshakeStats, ListenSettings, ListenStats
 from router.http.sockets import Sweeper, is_last_descriptor, sweep_interval_s
 
+# Paths that a probe-only connection may request.
 PROBE_PATHS = frozenset({"/health", "/metrics", "/ready", "/version"})
-"""Paths that a probe-only connection may request."""
 _PROBE_ONLY_MAX = 64
+# Connections that one address may have regardless of its share.
 _CLIENT_SHARE_MIN = 64
-"""Connections that one address may have regardless of its share."""
 
 
 class ProbeOnlyConnection(Protocol):
@@ -162,7 +162,8 @@ class Handshake(asyncio.Protocol):
         self._handshakes = handshakes
         self._inner = inner
         self._transport: asyncio.Transport | None = None
-        self._early_data: list[bytes] = []  # received together with the end of the handshake
+        # Received together with the end of the handshake.
+        self._early_data: list[bytes] = []
         self._closed = False
         self._task: asyncio.Task[None] | None = None
 
@@ -190,9 +191,11 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=handshakes.timeout_s(),
             )
             first = begun.send(None)
-            loop.call_soon(self._feed_early_data, transport)  # after start_tls's own callback, before a read
+            # After start_tls's own callback, before a read.
+            loop.call_soon(self._feed_early_data, transport)
             tls = await _await_rest(begun, first)
-        except (OSError, asyncio.CancelledError):  # ssl.SSLError and TimeoutError are of the former
+        except (OSError, asyncio.CancelledError):
+            # ssl.SSLError and TimeoutError are of the former.
             handshakes.stats.handshakes_failed += 1
             transport.abort()
         finally:
@@ -238,11 +241,11 @@ class Handshake(asyncio.Protocol):
 # Configuration of one HTTP server, and what its connections share.
 
 
+# How far a body may fall behind ``body_bytes_per_s_min``, at its start too.
 BODY_GRACE_S = 30.0
-"""How far a body may fall behind ``body_bytes_per_s_min``, at its start too."""
+# Seconds for which the rest of a request is discarded after an early response such as 413, before the close.
+# A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6).
 LINGER_S_MAX = 2.0
-"""Seconds for which the rest of a request is discarded after an early response such as 413, before the close.
-A client that is still sending needs a round trip to see the answer (RFC 9112, section 9.6)."""
 
 
 class ListenConfig(uvicorn.Config):

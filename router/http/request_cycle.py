@@ -35,13 +35,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
+# ``scope["extensions"][DISCONNECT_EXTENSION](callback | None)``: call it when the client disconnects.
 DISCONNECT_EXTENSION = "kvatlas.disconnect"
-"""``scope["extensions"][DISCONNECT_EXTENSION](callback | None)``: call it when the client disconnects."""
+# ``scope[HEADERS_BY_NAME]``: ``headers`` as a dictionary, with the last value of a repeated field; may be
+# missing or None.
 HEADERS_BY_NAME = "kvatlas.headers_by_name"
-"""``scope[HEADERS_BY_NAME]``: ``headers`` as a dictionary, with the last value of a repeated field; may be
-missing or None."""
+# ``scope["extensions"][CYCLE_EXTENSION]``: the ``RequestCycle`` of a request to our own listener.
 CYCLE_EXTENSION = "kvatlas.request_cycle"
-"""``scope["extensions"][CYCLE_EXTENSION]``: the ``RequestCycle`` of a request to our own listener."""
 
 DisconnectHook = Callable[[Callable[[], None] | None], None]
 
@@ -123,7 +123,8 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 ResponseHead = tuple[int, Iterable[Header], bytes | None]
 """Status, fields, and the value of ``content-length`` in them: empty if there is none, None if unknown."""
 _NO_HEAD: ResponseHead = (0, (), None)
-_JOIN_BYTES_MAX = 64 * 1024  # larger pieces are written without being copied
+# Larger pieces are written without being copied.
+_JOIN_BYTES_MAX = 64 * 1024
 
 
 def _status_line(status: int) -> bytes:
@@ -249,7 +250,8 @@ class RequestCycle(msgspec.Struct, eq=False):
         Returns the number of buffered bytes, or -1 if ``bodies_bytes_max`` of the listener is exceeded.
         """
         if self._response in (_COMPLETE, _DISCONNECTED):
-            return 0  # the application will not read them
+            # The application will not read them.
+            return 0
         if not self._connection.capacity.reserve_body(len(data)):
             return -1
         self._reserved_bytes += len(data)
@@ -311,7 +313,8 @@ class RequestCycle(msgspec.Struct, eq=False):
     async def _send_internal_error(self) -> None:
         if self._response not in (_RUNNING, _HEAD_BUFFERED):
             return
-        self._response = _RUNNING  # a buffered head has not been written
+        # A buffered head has not been written.
+        self._response = _RUNNING
         self._chunked = False
         self._remaining_bytes = -1
         body = internal_error().body()

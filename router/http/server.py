@@ -27,8 +27,8 @@ from router.http.sockets import describe_error
 
 _log = structlog.get_logger()
 _POLL_S = 0.02
+# How often uvicorn's own housekeeping (``on_tick``) is due.
 _TICK_S = 0.1
-"""How often uvicorn's own housekeeping (``on_tick``) is due."""
 
 
 def listen_config(
@@ -101,7 +101,8 @@ class ProxyServer(uvicorn.Server):
         try:
             with _suppress_uvicorn_errors():
                 await super().startup(sockets)
-        except SystemExit as end:  # uvicorn exits if the address is not available
+        except SystemExit as end:
+            # Uvicorn exits if the address is not available.
             if self.lifespan.should_exit:
                 raise ListenError("the application could not be started") from None
             why = end.__context__ or OSError("no address")
@@ -120,7 +121,8 @@ class ProxyServer(uvicorn.Server):
                     await self._exit_event.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on a signal. It is not raised again at the end as by uvicorn: the exit status is 0."""
+        """Drain on a signal."""
+        # It is not raised again at the end as by uvicorn: the exit status is 0.
         if self._draining and sig == signal.SIGINT:
             self.force_exit = self.should_exit = True
         if self._loop is not None and not self._loop.is_closed():
@@ -148,7 +150,8 @@ class ProxyServer(uvicorn.Server):
     def _close(self) -> None:
         """Stop accepting, and close idle connections; idempotent."""
         self.should_exit = True
-        self._config.draining = True  # for connections accepted in this turn of the loop
+        # For connections accepted in this turn of the loop.
+        self._config.draining = True
         self._exit_event.set()
         self._stop_listening()
         for connection in list(self.server_state.connections):
@@ -171,7 +174,8 @@ class ProxyServer(uvicorn.Server):
         running = len(self.server_state.tasks)
         while True:
             await asyncio.sleep(_POLL_S)
-            self._close()  # again, for connections that were accepted last
+            # again, for connections that were accepted last.
+            self._close()
             if not connections or self.force_exit or self._clock() >= end:
                 break
         left = len(connections)
@@ -216,8 +220,8 @@ async def lifespan(running: AbstractAsyncContextManager[None], receive: Any, sen
 # signals, and ends them with its own drain.
 
 
+# Limits of a side port: few clients, and a short drain after the main server's.
 SIDE_LISTEN = ListenSettings(connections_max=64, drain_s_max=2.0, keepalive_timeout_s=10.0)
-"""Limits of a side port: few clients, and a short drain after the main server's."""
 
 
 class SideServer(ProxyServer):

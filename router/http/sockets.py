@@ -59,15 +59,14 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
 
 
 def base_url_fault(url: str, *schemes: str) -> str:
-    """Return the fault of a server's base URL with its remedy; "" where it can be used.
-
-    A path before ``/v1`` is allowed, for servers behind a proxy.
-    """
+    """Return the fault of a server's base URL with its remedy; "" where it can be used."""
+    # A path before ``/v1`` is allowed, for servers behind a proxy.
     expected = "expected " + " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:  # an invalid port, or an open bracket
+    except ValueError:
+        # An invalid port, or an open bracket.
         return expected
     if parts.scheme not in schemes or not parts.hostname or port == 0:
         return expected
@@ -89,8 +88,10 @@ def base_url_fault(url: str, *schemes: str) -> str:
 
 
 _log = structlog.get_logger()
-_DESCRIPTORS_PER_CONNECTION = 2  # the client's, and the engine's during a request
-_OTHER_DESCRIPTORS = 256  # event streams, polls, log files, listening sockets
+# The client's, and the engine's during a request.
+_DESCRIPTORS_PER_CONNECTION = 2
+# Event streams, polls, log files, listening sockets.
+_OTHER_DESCRIPTORS = 256
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 _LOG_INTERVAL_S = 10.0
 _LAST_DESCRIPTORS = 16
@@ -175,12 +176,12 @@ _TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (RecursionError, "nested too deeply"),
     (MemoryError, "not enough memory"),
 )
+# By name: importing aiohttp would take longer than everything else that ``--help`` needs.
 _AIOHTTP_TEXTS = {
     "ServerDisconnectedError": "connection closed without an answer",
     "ClientPayloadError": "the answer ended early",
     "ClientResponseError": "not an HTTP answer",
 }
-"""By name: importing aiohttp would take longer than everything else that ``--help`` needs."""
 _DETAILED = (msgspec.ValidationError,)
 
 
@@ -191,7 +192,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def _error_text(error: BaseException) -> str:
-    for name in ("certificate_error", "os_error"):  # of aiohttp's ClientConnectorError and its kinds
+    # Of aiohttp's ClientConnectorError and its kinds.
+    for name in ("certificate_error", "os_error"):
         if isinstance(cause := getattr(error, name, None), Exception):
             return _error_text(cause)
     for kind in type(error).__mro__:
@@ -385,10 +387,8 @@ def _system_context() -> ssl.SSLContext:
 
 
 def _load_files(context: ssl.SSLContext, files: TlsFiles, setting: str) -> None:
-    """Load the files into a context. Raises ``TlsError``.
-
-    Authorities that violate RFC 5280 are accepted, as before Python 3.13, which is strict by default.
-    """
+    """Load the files into a context. Raises ``TlsError``."""
+    # Authorities that violate RFC 5280 are accepted, as before Python 3.13, which is strict by default.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     try:
         if files.cert is not None:
@@ -425,11 +425,9 @@ class Certificates:
         return context
 
     def reload_changed(self) -> None:
-        """Load changed files. A new authority is added; a removed one is trusted until the next start.
-
-        OpenSSL replaces a certificate before it finds that the key does not match, and drops the old key.
-        So the files are loaded into another context first.
-        """
+        """Load changed files. A new authority is added; a removed one is trusted until the next start."""
+        # OpenSSL replaces a certificate before it finds that the key does not match, and drops the old key.
+        # So the files are loaded into another context first.
         for entry in self._contexts:
             if (
                 not sum(file.changed() for file in entry.watched) and not entry.problem

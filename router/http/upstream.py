@@ -22,14 +22,14 @@ import msgspec
 from router.http.settings import ClientSettings, ClientStats
 from router.http.sockets import NEVER, Sweeper, is_out_of_descriptors, sweep_interval_s
 
+# Kept open to one server: about as many requests as one engine runs at once.
 IDLE_CONNECTIONS_MAX = 256
-"""Kept open to one server: about as many requests as one engine runs at once."""
+# Of a response's head, and of its trailer.
 HEAD_BYTES_MAX = 64 * 1024
-"""Of a response's head, and of its trailer."""
+# Of a response held for a slow client; beyond it, reading from the engine pauses.
 READ_AHEAD_BYTES_MAX = 256 * 1024
-"""Of a response held for a slow client; beyond it, reading from the engine pauses."""
+# Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5).
 _FIELD_OVERHEAD_BYTES = 4
-"""Bytes of a field line besides name and value: ``: `` and CRLF (RFC 9112, section 5)."""
 
 Reason = Literal["refused", "reset", "timeout", "broken_stream", "overflow", "aborted"]
 
@@ -129,7 +129,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._on_event: Callable[[], bool] | None = None
         self._chunks: list[bytes] = []
-        self.on_body = self._chunks.append  # called by the parser without a Python frame in between
+        # Called by the parser without a Python frame in between.
+        self.on_body = self._chunks.append
         self._parser = httptools.HttpResponseParser(self)
         self.deadline = NEVER
         self._state = _NEW
@@ -140,12 +141,18 @@ class UpstreamConnection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self._response = _WAITING
         self._method = method
-        self._fields = self.headers  # the parser appends here; after the head, to the trailer
-        self._counted_fields = 0  # number of fields that ``_head_bytes`` includes
-        self._head_bytes = 0  # size of the parsed fields of the head, later of the trailer
-        self._head_fed_bytes = 0  # bytes received before the end of the head: an upper bound of its size
-        self._unparsed_bytes = 0  # bytes fed to the parser since its last callback
-        self._chunks_at_end = -1  # number of chunks when the response ended
+        # The parser appends here; after the head, to the trailer.
+        self._fields = self.headers
+        # Number of fields that ``_head_bytes`` includes.
+        self._counted_fields = 0
+        # Size of the parsed fields of the head, later of the trailer.
+        self._head_bytes = 0
+        # Bytes received before the end of the head: an upper bound of its size.
+        self._head_fed_bytes = 0
+        # Bytes fed to the parser since its last callback.
+        self._unparsed_bytes = 0
+        # Number of chunks when the response ended.
+        self._chunks_at_end = -1
         self._keep_alive = False
         self._error: UpstreamError | None = None
         self._buffered_bytes = 0
@@ -215,8 +222,9 @@ class UpstreamConnection(asyncio.Protocol):
         """Return a future that is done at the next event: data, an error, the end.
 
         With ``step``, which is called for each event, it is done once ``step`` returns False, or raises what
-        ``step`` raises. That saves a task switch for each chunk.
+        ``step`` raises.
         """
+        # That saves a task switch for each chunk.
         waiter = self._waiter = self._loop.create_future()
         self._on_event = step
         return waiter
@@ -239,6 +247,8 @@ class UpstreamConnection(asyncio.Protocol):
             and self._response is _COMPLETE
             and self._keep_alive
             and transport is not None
+            # A response that came before the whole request was sent: the rest would be read as the next
+            # request (RFC 9112, section 9.6).
             and transport.get_write_buffer_size() == 0
             and not transport.is_closing()
         ):
@@ -299,7 +309,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._state is not _ACTIVE:
-            self.abort()  # unsolicited bytes: they must not be taken for the next response (RFC 9112, 9.2)
+            # Unsolicited bytes: they must not be taken for the next response (RFC 9112, 9.2).
+            self.abort()
             return
         if self._response is _COMPLETE:
             self._keep_alive = False
@@ -315,6 +326,7 @@ class UpstreamConnection(asyncio.Protocol):
             if not self.complete:
                 self._fail()
         if self._chunks_at_end >= 0:
+            # Bytes after the end of the response: they must not reach the client as part of it.
             if len(self._chunks) > self._chunks_at_end:
                 del self._chunks[self._chunks_at_end :]
             # The parser expects a body after the head of a response to HEAD (RFC 9110, section 9.3.2).
@@ -323,7 +335,10 @@ class UpstreamConnection(asyncio.Protocol):
         elif self._response is _BODY and len(self._chunks) > chunks:
             self._unparsed_bytes = 0
             self._buffer(len(data))
-        else:  # a part of a head, a trailer, or a chunk's frame, which the parser buffers without a callback
+        else:
+            # A part of a head, a trailer, or a chunk's frame, which the parser buffers without a callback.
+            # httptools buffers an incomplete field without a callback; counting bytes since the last one
+            # bounds it.
             parsed = len(self._fields) > fields
             self._unparsed_bytes = 0 if parsed else self._unparsed_bytes + len(data)
             if self._exceeds_head_limit():
@@ -347,7 +362,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.pause_reading()
             self._paused = True
             self._stats.read_pauses += 1
-            self.deadline = NEVER  # waiting for the client, not for the engine
+            # Waiting for the client, not for the engine.
+            self.deadline = NEVER
         else:
             self.deadline = self._clock() + self._settings.idle_timeout_s
 
@@ -366,7 +382,8 @@ class UpstreamConnection(asyncio.Protocol):
         if was_active and not self.complete and self._error is None:
             in_body = self._response is _BODY
             if exc is None and in_body and not self._has_body_length():
-                self._end_response()  # the close ends this body (RFC 9112, section 6.3, rule 8)
+                # The close ends this body (RFC 9112, section 6.3, rule 8).
+                self._end_response()
             else:
                 self._fail()
         self._on_lost(self)
@@ -383,7 +400,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._response not in _WITHOUT_HEAD:
-            return  # the head of a second, unsolicited response
+            # The head of a second, unsolicited response.
+            return
+        # Counting fields costs more than the parser: done only if the bytes received could exceed the limit.
         if self._head_fed_bytes > HEAD_BYTES_MAX and self._exceeds_head_limit():
             raise OverflowError  # stops the parser
         status = self._parser.get_status_code()
@@ -396,6 +415,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.status = status
         self._response = _BODY
         self._keep_alive = self._parser.should_keep_alive()
+        # The head came, the body may be computed for long: a time-out of its own.
         self.deadline = self._clock() + self._settings.first_byte_timeout_s
         if self._method == "HEAD":
             self._end_response()
@@ -421,8 +441,8 @@ class UpstreamConnection(asyncio.Protocol):
 # counting as a failure (RFC 9112, section 9.3.1). Methods that must not be sent twice never reuse one.
 
 
+# Methods that may be sent twice. POST is inference; everything else is sent at most once.
 REPEATABLE = frozenset({"GET", "HEAD", "OPTIONS", "POST"})
-"""Methods that may be sent twice. POST is inference; everything else is sent at most once."""
 
 
 class Origin(msgspec.Struct, gc=False):

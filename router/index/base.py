@@ -43,7 +43,8 @@ _NAMED = {
     CPU: CPU,
     STORAGE: STORAGE,
     "cpu": CPU,  # LMCache's connector inside vLLM
-    "CPU_PINNED": CPU,  # these three: StorageMedium of SGLang 0.5.23, srt/disaggregation/kv_events.py
+    # These three: StorageMedium of SGLang 0.5.23, srt/disaggregation/kv_events.py.
+    "CPU_PINNED": CPU,
     "DISK": STORAGE,
     "EXTERNAL": STORAGE,
 }

@@ -92,7 +92,8 @@ def run_ends(runs: Runs, its: RunColumns, boundaries: int, unit: int) -> tuple[E
     end = end if end < boundaries else boundaries  # noqa: FURB136
     for number in range(len(shared_prefixes) - 1, -1, -1):
         shared_prefix = shared_prefixes[number]
-        if shared_prefix != reached:  # a longer shared prefix has fewer engines
+        # A longer shared prefix has fewer engines.
+        if shared_prefix != reached:
             shared_prefix_ends.append((end * unit, shared_prefix ^ reached))
             reached = shared_prefix
         valid = shared_prefix ^ found
@@ -259,7 +260,8 @@ class WordRule:
         self._word = word
         self._plan = _plan(layout, loading=False)
         self._columns: Mapping[tuple[Plane, int], int] | None = (
-            None  # the columns that _runs was computed from
+            # The columns that _runs was computed from.
+            None
         )
         self._runs = RunColumns(None, None)
 
@@ -358,7 +360,8 @@ def _full_inside(units: Words, per_block: int, *, loading: bool) -> Words:
     Per hash block: the engines that hold all blocks before it, and it or (except for loads) a longer part of
     its block.
     """
-    per_block = min(per_block, max(len(units), 1))  # a longer block counts only up to the prompt's end
+    # A longer block counts only up to the prompt's end.
+    per_block = min(per_block, max(len(units), 1))
     blocks = -(-len(units) // per_block)
     grid = np.zeros((blocks, per_block), np.uint64)
     grid.reshape(-1)[: len(units)] = units

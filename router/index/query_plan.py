@@ -112,7 +112,8 @@ class _PlanRow:
             if reached:
                 left ^= reached
                 self._enter(answers, hit_ends, shared_prefix, reached)
-        if left:  # some families have hits without a full-attention prefix
+        # Some families have hits without a full-attention prefix.
+        if left:
             self._enter(answers, hit_ends, 0, left)
         return answers
 

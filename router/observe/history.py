@@ -445,7 +445,8 @@ def prefix_ids(tokens: array[int], model: str, extras: PromptExtras, key: bytes)
         unit = blake2b(state, key=key, digest_size=16)
         unit.update(view[start : start + UNIT_TOKENS])
         for item in extras.multimodal:
-            if start <= item.offset < start + UNIT_TOKENS:  # the prefix before it is the same without it
+            # The prefix before it is the same without it.
+            if start <= item.offset < start + UNIT_TOKENS:
                 unit.update(_encoder.encode([item.identifier, item.offset]))
         state = unit.digest()
         ids.append(int.from_bytes(state[:8], "big") >> (64 - _ID_BITS))

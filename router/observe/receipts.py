@@ -366,7 +366,8 @@ class EngineReceipts(msgspec.Struct):
 
     def add(self, receipt: Receipt) -> None:
         """Count one receipt of this engine."""
-        if receipt.pulled_tokens:  # it says more of another engine's cache and of the link (``PullStats``)
+        # It says more of another engine's cache and of the link (``PullStats``).
+        if receipt.pulled_tokens:
             return
         outcome, reported = receipt.outcome, receipt.reported_prompt_tokens
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1

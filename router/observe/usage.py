@@ -256,8 +256,10 @@ class UsageLog:
         self._key_path = Path(settings.key_file or f"{settings.path}.key")
         self._key = b""
         self._queue: deque[tuple[RequestRecord, PlacementFacts | None, float, float]] = deque()
-        self._tokens_in = 0  # total put into the queue; written only by the event loop's thread
-        self._tokens_out = 0  # total taken out; written only by the writer's thread
+        # Total put into the queue; written only by the event loop's thread.
+        self._tokens_in = 0
+        # Total taken out; written only by the writer's thread.
+        self._tokens_out = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._file: FileIO | None = None
@@ -367,7 +369,8 @@ class UsageLog:
             taken += len(line)
             count += 1
         if self._file.write(b"".join(self._batch[:count])) != taken:
-            self._file.truncate(size)  # a partial line would corrupt the next one
+            # A partial line would corrupt the next one.
+            self._file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self._unsynced = True
         self.stats.written += count

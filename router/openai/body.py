@@ -38,22 +38,22 @@ from router.openai.request import SESSION_MEMBERS, Session, session_in_body
 
 
 _WINDOW_BYTES: Final = 1 << 18
+# Longer values are cut: no model has such a name.
 _VALUE_BYTES_MAX: Final = 4096
-"""Longer values are cut: no model has such a name."""
+# Keys and short values of the object itself that are written with escapes: clients write a few.
 _ESCAPED_MAX: Final = 10_000
-"""Keys and short values of the object itself that are written with escapes: clients write a few."""
+# No key that is searched for is longer: at most 20 letters, six bytes each if escaped.
 _ESCAPED_BYTES_MAX: Final = 256
-"""Longer keys are none that are asked for: of 20 letters, six bytes each."""
 _SPACES: Final = b" \t\n\r"
+# White space behind a string that is skipped for all strings at once.
 _SPACES_SKIPPED: Final = 64
-"""White space behind a string that is skipped for all strings at once."""
 _BACKSLASH: Final = b"\\"
 _QUOTE: Final = 1
 _OPENS: Final = 2
 _CLOSES: Final = 3
 _STRUCTURE: Final = {ord('"'): _QUOTE, **dict.fromkeys(b"[{", _OPENS), **dict.fromkeys(b"]}", _CLOSES)}
+# Structural meaning of each byte outside of strings.
 _KINDS: Final = bytes(_STRUCTURE.get(byte, 0) for byte in range(256))
-"""By byte: what it is outside of strings."""
 _SPACE: Final = rb"[ \t\n\r]{0,1048576}+"
 _COLON: Final = re.compile(_SPACE + rb":" + _SPACE)
 _VALUE: Final = re.compile(
@@ -217,13 +217,13 @@ def _value(body: bytes, end: int) -> bytes:
 
 
 _REASON_LENGTH_MAX = 200
+# Above this size a body is only read by the fast parser: the slow one would hold the event loop.
 _LENIENT_BYTES_MAX = 1 << 20
-"""Above this size a body is only read by the fast parser: the slow one would hold the event loop."""
 _GUARDED: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "vllm_xargs", "sampling_params"})
+# A text without any of these has no guarded key, in any spelling.
 _HINTS: Final = (b"_transfer_params", b"vllm_xargs", b"\\u")
-"""Without one of these no key of a text can be a guarded one, however it is written."""
+# Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists.
 _INLINE_BYTES_MAX: Final = 4 << 20
-"""Above this size even skipping holds the loop for too long: up to 4 ms per megabyte of empty lists."""
 
 
 class Peek(msgspec.Struct, frozen=True, gc=False):

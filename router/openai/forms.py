@@ -21,17 +21,17 @@ from router.openai.body import Peek
 from router.openai.errors import ApiError, bad_request, echoed
 from router.openai.members import joined
 
+# Starlette's limit, and so vLLM's.
 FIELDS_MAX: Final = 1000
-"""As many as Starlette, and so vLLM, takes."""
+# Longer values are not read.
 VALUE_BYTES_MAX: Final = 64 * 1024
-"""Longer values are not read."""
 _HEAD_BYTES_MAX: Final = 8 * 1024
+# Files are sent in parts; what is left is short.
 _URLENCODED_BYTES_MAX: Final = 1 << 20
-"""Files are sent in parts; what is left is short."""
 _WINDOW_BYTES: Final = 1 << 20
 _MULTIPART, _URLENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
+# Texts that pydantic takes for true.
 _TRUE: Final = frozenset({"true", "1", "on", "t", "y", "yes"})
-"""Texts that pydantic takes for true."""
 _PARAMETER: Final = re.compile(
     rb'[ \t]*;[ \t]*([A-Za-z*]+)=(?:"((?:[^"\\\r\n]|\\[^\\\r\n])*)"|([^\s";,\\]+))'
 )
@@ -181,7 +181,8 @@ def _part(body: bytes, start: int, end: int) -> FormField:
 def _pairs(body: bytes) -> list[FormField]:
     if len(body) > _URLENCODED_BYTES_MAX:
         raise _refused(f"an urlencoded form may have {_URLENCODED_BYTES_MAX} bytes")
-    if re.search(rb"[^!-:<-~]", body):  # of visible characters all but the semicolon, which some split at
+    # Of visible characters all but the semicolon, which some split at.
+    if re.search(rb"[^!-:<-~]", body):
         raise _refused("an urlencoded form has characters that must be percent-encoded")
     if body[:1] == b"{":
         raise _refused("its content-type says form, and it looks like JSON")

@@ -22,22 +22,27 @@ import msgspec
 
 T = TypeVar("T")
 
+# Steps of one search of a text. A step takes about 0.35 us (measured on one core of 2.5 GHz). A bracket of a
+# nested value is one step; other work is scored by the constants below.
 STEPS_MAX = 1_000_000
-"""Of one look at a text. A step takes about 0.35 us (measured on one core of 2.5 GHz): a bracket of a nested
-value is one, what else is gone through is scored by the constants below."""
 _PAUSE_STEPS = 4096
 _MEMBER_STEPS = 8
 _DECODED_STEPS = 8  # of a text with escapes
-_BYTES_SHIFT = 8  # a step for each 256 bytes that a pattern goes through
-_FOUND_SHIFT = 12  # and for each 4 KiB that memchr does
-_QUOTES_SHIFT = 4  # for each eight strings without escapes
+# A step for each 256 bytes that a pattern goes through.
+_BYTES_SHIFT = 8
+# And for each 4 KiB that memchr does.
+_FOUND_SHIFT = 12
+# For each eight strings without escapes.
+_QUOTES_SHIFT = 4
 _ESCAPES_SHIFT = 4  # for each 16 backslashes
 _SLICE = 256 * 1024
-_RUN_BYTES_MAX = 1 << 20  # of white space, or of a number: no client writes more
+# Of white space, or of a number: no client writes more.
+_RUN_BYTES_MAX = 1 << 20
 _COPIED_BYTES = 4 << 20
 _HINT_WINDOW_BYTES = 1 << 20
 _DECODED_BYTES_MAX = 64 * 1024
-_KEY_BYTES_MAX = 256  # longer keys are none that anybody asks for, however they are escaped
+# Longer keys are none that anybody asks for, however they are escaped.
+_KEY_BYTES_MAX = 256
 
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _SCALAR = re.compile(rb"[^,\]}\"\[{ \t\n\r]*+")
@@ -169,7 +174,8 @@ class Scan:
                 at += 1
                 if not depth:
                     return at
-            elif sign == b'"':  # it has escapes, or goes on behind the slice
+            elif sign == b'"':
+                # It has escapes, or goes on behind the slice.
                 at = yield from self._string_end(at)
             found = _FLAT.match(text, at, at + _SLICE)
             end = at if found is None else found.end()
@@ -263,7 +269,8 @@ def joined(pieces: Sequence[bytes | memoryview]) -> Generator[None, None, bytes]
     """Steps to all pieces in one; a large one is a bytearray."""
     if sum(map(len, pieces)) <= _COPIED_BYTES:
         return b"".join(pieces)
-    out, paused_at = bytearray(), 0  # made in its whole size it would be cleared first, in one hold
+    # Made in its whole size it would be cleared first, in one hold.
+    out, paused_at = bytearray(), 0
     for piece in pieces:
         view = memoryview(piece)
         for start in range(0, len(view), _COPIED_BYTES):

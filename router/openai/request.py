@@ -101,8 +101,8 @@ class Usage(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
+# Reasons for a missing or incomplete answer of an engine.
 FAILURES = ("refused", "reset", "timeout", "status", "broken_stream", "aborted")
-"""Why an engine did not answer whole."""
 
 
 # Where clients name their sessions: the first entry that a request has counts, header fields before the body.
@@ -117,8 +117,8 @@ class _SessionFields(NamedTuple):
     parent: bytes = b""
 
 
+# Header field of vLLM (entrypoints/generate/base/serving.py, 0.33).
 SESSION: Final = b"x-session-id"
-"""Header field of vLLM (entrypoints/generate/base/serving.py, 0.33)."""
 _SESSION_FIELDS: Final = (
     # also OpenCode's, which has a session for each sub-agent
     _SessionFields(SESSION, parent=b"x-parent-session-id"),
@@ -129,10 +129,10 @@ _SESSION_FIELDS: Final = (
     _SessionFields(b"x-session-affinity", parent=b"x-parent-session-id"),
 )
 _SESSION_NAMES: Final = frozenset(fields.session for fields in _SESSION_FIELDS)
+# Members of the body that name a session; ``metadata.user_id`` is read between them.
 SESSION_MEMBERS: Final = ("session_id", "prompt_cache_key")
-"""Of the body; ``metadata.user_id`` comes between them."""
+# Claude Code's ``metadata.user_id`` ends in the session's UUID, or is a JSON text that has it.
 _IN_USER_ID: Final = re.compile(r'(?:_session_|"session_id" ?: ?")([0-9A-Za-z-]{1,64})')
-"""Claude Code's ``metadata.user_id`` ends in the session's UUID, or is a JSON text that has it."""
 SESSION_CHARS_MAX: Final = 128
 _PRINTABLE: Final = re.compile(rb"[!-~](?:[ -~]{0,%d}[!-~])?" % (SESSION_CHARS_MAX - 2))
 
@@ -179,6 +179,7 @@ RESPONSES: Final = "/v1/responses"
 BATCH: Final = "/v1/chat/completions/batch"
 GENERATE: Final = "/inference/v1/generate"
 COHERE: Final = "/cohere/v2/chat"
+# Path -> name, as metrics, receipts and explain have it.
 PROMPT_APIS: Final = {
     CHAT: "chat",
     COMPLETION: "completions",
@@ -188,7 +189,6 @@ PROMPT_APIS: Final = {
     GENERATE: "generate",
     COHERE: "cohere",
 }
-"""Path -> name, as metrics, receipts and explain have it."""
 
 
 # Our own errors in the shape of the API that was asked: before an answer begins, and within its stream.

@@ -280,8 +280,9 @@ class Offloading(_SequentialTransfer):
     async def decode_params(
         self, answer: bytes, transfer_id: str, source: PrefillHolder, cached_tokens: int | None = None
     ) -> TransferResult:
-        """Implement ``Connector``. The answer carries nothing; engines read ``cached_tokens`` only next to
-        ``do_remote_prefill``, which other connectors beside this one would take for theirs."""
+        """Implement ``Connector``."""
+        # The answer carries nothing; engines read ``cached_tokens`` only next to ``do_remote_prefill``, which
+        # other connectors beside this one would take for theirs.
         host, port = urlsplit(source.base_url).hostname, self._port + int(source.rank or 0)
         return _peer("remote_prefiller", transfer_id, host, port)
 

@@ -21,8 +21,8 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, GroupSpec
 
+# Typical for English text with vocabularies of 32k-256k tokens.
 BYTES_PER_TOKEN = 4
-"""Typical for English text with vocabularies of 32k-256k tokens."""
 
 
 class AffinitySettings(msgspec.Struct, frozen=True, kw_only=True):

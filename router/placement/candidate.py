@@ -13,7 +13,8 @@ import msgspec
 
 from publisher.events import MEDIA
 
-if TYPE_CHECKING:  # it imports numpy, which the command line's help does not need
+# It imports numpy, which the command line's help does not need.
+if TYPE_CHECKING:
     from router.index.query_plan import EngineHit
 
 Confidence = Literal["exact", "degraded", "learned", "assumed", "shadow", "none"]
@@ -25,9 +26,8 @@ cheapest was beyond the queue bound; it had been without work for ``probe_interv
 cold; the prefix is pulled from another engine (``placement.pull``); or by the rule of an arm that does not
 look at costs."""
 
+# Queues may differ by (1 + premium) times the longest prompt's prefill; a larger factor would be no bound.
 EVICTION_PREMIUM_MAX = 4.0
-"""Queues may differ by (1 + premium) times the longest prompt's prefill; a larger factor would be no
-bound."""
 
 
 class Hit(msgspec.Struct, gc=False):
@@ -163,8 +163,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     prefix_key: int = 0
 
 
+# Leading blocks that the policy `hash` hashes: 1,024 tokens at vLLM's default block size.
 PREFIX_BLOCKS = 64
-"""Leading blocks that the policy `hash` hashes: 1,024 tokens at vLLM's default block size."""
 
 
 def placement_request(

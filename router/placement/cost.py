@@ -26,28 +26,6 @@ of a hybrid model becomes a hit only after a visit (``shared_prefix_boundary`` i
 vLLM's own cache manager, docs/decisions/002-cost-model.md; the form is that of Mooncake's conductor and
 Dynamo's KV scheduler (both: prefill left + load), plus the credit.
 
-The premium (``eviction_premium``) is a second price of a computed token: besides the time now it takes a
-page, whose contents must be computed again later if they are needed. A cost without it considers only this
-prompt, and copies another engine's prefix as soon as a short queue makes the copy cheaper; every copy makes
-all caches smaller. Found by simulation: docs/decisions/005-eviction-premium.md.
-
-The price of a sequence: with memory behind the GPUs a fifth of the tokens is computed, and compute is no
-longer scarce, but blocks for generating sequences are. Found by simulation: 012.
-
-Scarcity: a load saves the computing but not the page; a hit on the GPU saves both, since prompts share pages
-there. While first tokens come later than computing and loading explain, prompts wait for pages, and this is
-their price, up to ``scarcity_premium``: 013.
-
-Spread: seconds of work that e was sent in the last half minute beyond the mean of all candidates. The queue
-is a momentary value; long sessions return every few seconds, and without this term several share one engine
-while others idle.
-
-Pages: if the sequences of e hold its pool, prompts wait for ``room`` seconds (``load/pages.py``) and each
-second of prefill there withholds ``share`` of the pool from the ``waiting`` prompts behind it, in proportion
-to how far ``room`` exceeds the queue. A cost with all of the wait and without that price moves sessions from
-the engines that hold them: more must be computed, and all wait longer. Both found by simulation:
-docs/decisions/014-pages-and-recent-work.md.
-
 The bound: against the engine with the shortest queue, the chosen engine's queue is longer by at most
 ``max(queue_gap_s, saving_factor * saving)``, where ``saving`` is what choosing it saves in all parts of the
 cost but the queue, at most (1 + premium + scarcity) times the prefill of the whole prompt plus the difference
@@ -67,16 +45,16 @@ import xxhash
 
 from router.placement.candidate import Candidate, Cost, Hit, PolicySettings, Pull, Reason
 
+# Costs that differ by at most this much are equal: the jitter of one scheduler step.
 TIE_S = 0.001
-"""Costs that differ by at most this much are equal: the jitter of one scheduler step."""
+# Costs are also equal within this share of the prompt's whole prefill cost: the error of a learned rate.
 TIE_FRACTION = 0.02
-"""Costs are also equal within this share of the prompt's whole prefill cost: the error of a learned rate."""
+# A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes.
 COLD_FRACTION = 0.1
-"""A prompt is cold if no engine's shared prefix covers more than this share of it; only those are probes."""
+# A probe may cost this much more than the cheapest engine: it pays for a rate that later requests use.
 PROBE_COST_MAX_S = 1.0
-"""A probe may cost this much more than the cheapest engine: it pays for a rate that later requests use."""
+# Mean lateness of first tokens at which pages have their full price.
 _SCARCE_AT_S: Final = 5.0
-"""Mean lateness of first tokens at which pages have their full price."""
 
 Part = tuple[int, int, float, float]
 """A prompt with a given hit, in tokens: cached tokens and shared prefix, both clamped, and the tokens whose
@@ -107,6 +85,9 @@ class ScoredCandidates(msgspec.Struct, gc=False):
         prefill_s, decode_s = rate * uncached, candidate.interference_s
         if shared_prefix > cached:
             credit_s = settings.beta * rate * (shared_prefix - cached)
+        # A second price of a computed token: it takes a page, whose contents must be computed again later.
+        # Without it the cost copies another engine's prefix as soon as a short queue makes the copy cheaper,
+        # and every copy makes all caches smaller (docs/decisions/005-eviction-premium.md).
         eviction_s = settings.eviction_premium * (prefill_s - credit_s)
         if self.scarcity is not None:
             sequences_s, pages_s = _beside_loads(candidate, prompt_tokens, settings, self.scarcity)
@@ -174,10 +155,12 @@ def cost(candidate: Candidate, prompt_tokens: int, settings: PolicySettings) -> 
 def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicySettings) -> ScoredCandidates:
     """Score every candidate."""
     # Plain steps: this runs once per engine and request. Engines with equal hits share the part.
-    most = prompt_tokens - 1  # vLLM always computes at least the last token
+    # vLLM always computes at least the last token.
+    most = prompt_tokens - 1
     beta, price = settings.beta, 1 + settings.eviction_premium
     spread, mean_s = settings.spread, 0.0
     if spread:
+        # Relative to the fleet: under equal load the term must not favour anyone.
         mean_s = sum([candidate.recent_s for candidate in candidates]) / len(candidates)
     totals: list[float] = []
     queues: list[float] = []
@@ -190,9 +173,12 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             hit = candidate.hit
             cached, shared_prefix, load_s = hit.whole_tokens, hit.shared_prefix_tokens, 0.0
             cached = most if cached > most else cached  # noqa: FURB136
+            # Only what lies outside the GPU is loaded; the part that is on the GPU, or will be, needs no
+            # link.
             if cached > hit.soon_tokens:
                 loads, load_s = True, _load_s(hit, cached, settings)
             shared_prefix = most if shared_prefix > most else shared_prefix  # noqa: FURB136
+            # The engine computes the last window of a hit again (bounded replay), so that part saves nothing.
             if hit.replay_tokens and cached > hit.replay_tokens:
                 cached, shared_prefix = cached - hit.replay_tokens, shared_prefix - hit.replay_tokens
             if shared_prefix > cached:
@@ -203,10 +189,15 @@ def score(candidates: Sequence[Candidate], prompt_tokens: int, settings: PolicyS
             part = cached, shared_prefix, by_rate, load_s
         queue_s = candidate.queue_s
         if candidate.room_s:
+            # Only a share of the wait for pages: all of it would move sessions away from the engines that
+            # hold them, so that more is computed and all wait longer
+            # (docs/decisions/014-pages-and-recent-work.md).
             queue_s = max(queue_s, settings.room_share * candidate.room_s)
         decode_s = candidate.decode_interference_s * candidate.running
         total_s = queue_s + candidate.prefill_s_per_token * by_rate + load_s + decode_s
         if candidate.recent_s > mean_s:
+            # The queue is a momentary value. Long sessions return every few seconds, and without this term
+            # several of them share one engine while others idle (014).
             total_s += spread * (candidate.recent_s - mean_s)
         if candidate.pool_share:
             total_s += _crowding_s(candidate, prompt_tokens - part[0], settings)
@@ -236,6 +227,8 @@ def _crowding_s(candidate: Candidate, uncached: int, settings: PolicySettings) -
     room_s = candidate.room_s
     if room_s <= candidate.queue_s:
         return 0.0
+    # In proportion to how far the wait for pages exceeds the queue: where computing is the bottleneck, a
+    # prompt withholds nothing from the others.
     waiting = settings.crowding * candidate.pool_share * candidate.waiting
     return (1.0 - candidate.queue_s / room_s) * waiting * candidate.prefill_s_per_token * uncached
 
@@ -250,6 +243,9 @@ def _add_scarcity(scored: ScoredCandidates) -> None:
     """Add the prices of sequences (to ``decode_s``) and of scarce pages (to ``eviction_s``) if a part of the
     prompt can be loaded."""
     candidates, settings = scored.candidates, scored.settings
+    # A load saves the computing but not the page; a hit on the GPU saves both. While first tokens come later
+    # than computing and loading explain, prompts wait for pages, and this is their price
+    # (docs/decisions/013).
     late_s = sum([candidate.late_s for candidate in candidates]) / len(candidates)
     scored.scarcity = scarcity = settings.scarcity_premium * min(1.0, late_s / _SCARCE_AT_S)
     for index, candidate in enumerate(candidates):
@@ -261,6 +257,8 @@ def _beside_loads(
 ) -> tuple[float, float]:
     """Seconds for the engine's sequences, and for the pages that this prompt takes."""
     taken = prompt_tokens - min(candidate.hit.soon_tokens, prompt_tokens - 1)
+    # With memory behind the GPUs a fifth of the tokens is computed: blocks for generating sequences are
+    # scarcer than compute (docs/decisions/012).
     sequences_s = settings.sequence_s * (candidate.running + candidate.waiting)
     return sequences_s, scarcity * candidate.prefill_s_per_token * taken
 
@@ -296,6 +294,7 @@ class _Bound:
 
     def allows(self, queue_s: float, total_s: float) -> bool:
         gap_s = queue_s - self._queue_s
+        # Compared with the engine of the shortest queue: no engine is flooded for its cache.
         return gap_s <= self._gap_s or gap_s <= self._factor * (self._service_s - (total_s - queue_s))
 
 
@@ -313,15 +312,18 @@ def _pick(scored: ScoredCandidates, key: int) -> tuple[int, Reason]:
     cheapest = totals.index(best)
     cold = scored.longest_shared_prefix <= COLD_FRACTION * scored.prompt_tokens
     queue_s, gap_s = queues[cheapest], settings.queue_gap_s
+    # The usual case without lists: nothing to probe, within the bound, and no equals.
     if not cold and (queue_s <= gap_s or queue_s - min(queues) <= gap_s):
         own_rate = scored.candidates[cheapest].prefill_s_per_token
         if second > best + _tie_s(own_rate, scored.prompt_tokens, settings):
-            return cheapest, "cheapest"  # within the bound, and at any engine's rate without an equal
+            # Within the bound, and at any engine's rate without an equal.
+            return cheapest, "cheapest"
     return _pick_bounded(scored, cheapest, key, cold=cold)
 
 
 def _tie_s(rate: float, prompt_tokens: int, settings: PolicySettings) -> float:
     """Largest difference of equal costs, if the fastest engine has this rate."""
+    # Differences below the error of a prediction would otherwise decide by noise.
     share_s = TIE_FRACTION * (1 + settings.eviction_premium) * prompt_tokens * rate
     return share_s if share_s > TIE_S else TIE_S  # noqa: FURB136
 
@@ -349,6 +351,7 @@ def _pick_bounded(scored: ScoredCandidates, cheapest: int, key: int, *, cold: bo
             return _settle(scored, due, key), "probe"
     fastest = min([c.prefill_s_per_token for c in candidates])
     limit = best + _tie_s(fastest, scored.prompt_tokens, settings)
+    # Equal for the fastest engine, whose error is the smallest in seconds.
     equals = [i for i in allowed if totals[i] <= limit]
     if len(equals) == 1:
         return equals[0], reason

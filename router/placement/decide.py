@@ -155,9 +155,11 @@ class Planner:
         if self._check_every:
             self._check()
         gate = self.gate
+        # Placed again: it has waited already, and its client has waited with it.
         if exclude or disagg is not None:
             return self._placed(request, decision, 0.0)
         waits = gate is not None and gate.must_queue(request, decision)
+        # Before the queue: a request that is refused anyway must not wait first.
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
         if self._settings.retention_hints and request.method == "POST" and request.path in _HINTED_APIS:
@@ -170,9 +172,11 @@ class Planner:
         ticket = await gate.wait(request, decision)
         try:
             waited_s = self._accounts.now() - began_s
+            # Caches and load have changed while it waited; the prompt has not.
             decision = await self._decide(request, exclude, decision.read, disagg=disagg)
             return self._placed(request, decision, waited_s)
         finally:
+            # After the accounts have the request: between the two, others would see free room.
             gate.room.leave(ticket)
 
     def _placed(self, request: InboundRequest, decision: Decision, waited_s: float) -> Placement:
@@ -300,6 +304,7 @@ class Planner:
         refuses = "off" if claim.due_s is None else self._settings.slo_refuse
         left_s = 0.0 if claim.due_s is None else max(0.0, claim.due_s - self._accounts.now())
         if refuses != "off":
+            # With refusing service levels, the remaining time to the target bounds the wait as well.
             target_s = left_s if target_s is None else min(target_s, left_s)
         if target_s is None:
             return None
@@ -319,6 +324,7 @@ class Planner:
         name = Priority(claim.priority).label
         refused = self._accounts.admission_stats.refused
         refused[name] = refused.get(name, 0) + 1
+        # One line a second per tenant and class: refusals come in floods.
         unlogged = self._refusals_logged.due(f"{claim.tenant} {name}", self._accounts.now())
         if unlogged is not None:
             _log.info(
@@ -368,6 +374,8 @@ class Planner:
             candidate_set = self._candidate_sets.get(asked_of)
             for frontend, scheme in candidate_set.schemes:
                 if (variant := read.behind(frontend)) is not None:
+                    # Before the look-ups: hashing may move to a thread, and a decision must not wait after
+                    # its look-ups.
                     await self._reader.hashes(variant, scheme)
         pulling: SplitBody | None = None
         if apart is not None:
@@ -384,7 +392,8 @@ class Planner:
         )
         if self.gate is not None:
             self.gate.others(look.load)
-        if fleet.changes != changes:  # some may have left while the prompt was being read
+        # Some may have left while the prompt was being read.
+        if fleet.changes != changes:
             engines = [engine for engine in engines if not engine.closed]
             if not engines:
                 raise no_ready_engine(
@@ -422,6 +431,7 @@ class Planner:
             )
         asked.order = order
         found = candidates(engines, asked, now)
+        # An explanation must not advance round robin or the random numbers.
         state = copy.deepcopy(self._arm_state) if rehearsal else self._arm_state
         due_s, forecast = request.claim.due_s, None
         left_s = math.inf if due_s is None else due_s - now
@@ -503,7 +513,8 @@ class Planner:
         known: dict[str, str] = {
             e.engine_id: e.base_model for e in engines if e.publishes_events and e.base_model is not None
         }
-        if isinstance(read, Prompt) and read.variants:  # other replicas are asked about one variant only
+        # Other replicas are asked about one variant only.
+        if isinstance(read, Prompt) and read.variants:
             known = {name: model for name, model in known.items() if self._is_behind(name, read.frontend)}
         prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
         return await shared.look(prompt, known, detail=detail)
@@ -579,7 +590,8 @@ class Planner:
         if isinstance(decision.read, Prompt) and hit.confidence != "none":
             headers.append((b"x-kvatlas-hit-tokens", b"%d" % hit.whole_tokens))
         parts = None if split is not None and split.body is not None else decision.first_token()
-        if parts is not None:  # split over two engines: no sum has been verified
+        # Split over two engines: no sum has been verified.
+        if parts is not None:
             since_s = 0.0 if request.read_s is None else self._accounts.now() - request.read_s
             headers.append((b"x-kvatlas-predicted-ttft-ms", b"%d" % (1000 * (since_s + parts.total_s) + 0.5)))
         return tuple(headers)

@@ -67,7 +67,8 @@ class EligibleEngines:
         self, request: InboundRequest, engines: list[Engine], exclude: frozenset[str]
     ) -> list[Engine]:
         """Return the engines that can continue from an earlier response: the one that made it, if it is
-        known. Any other one would answer that the response does not exist."""
+        known."""
+        # Any other one would answer that the response does not exist.
         if request.among is not None:
             engines = _among(request.among, engines)
         elif request.pinned is None and request.earlier_response is None:

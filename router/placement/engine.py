@@ -59,10 +59,10 @@ from router.proxy.breaker import Breaker
 # (vllm/entrypoints/generate/base/serving.py ``_get_priority``, 0.32 and 0.33): bodies stay unchanged.
 
 
+# Values of one class: 139 years of milliseconds. The three together fit the 53 bits of a JSON number.
 BAND_MS: Final = 1 << 42
-"""Values of one class: 139 years of milliseconds. The three together fit the 53 bits of a JSON number."""
+# 2026-01-01 UTC.
 _EPOCH_S: Final = 1_767_225_600
-"""2026-01-01 UTC."""
 _NORMAL: Final = 1
 
 
@@ -100,8 +100,8 @@ _CONFIDENCE: dict[str, Confidence] = {
 }
 _NO_SCHEME = HashScheme()
 _READY = FeedState.READY
+# Prompt tokens that fill a block of every group while the block sizes are unknown.
 _EVENTS_DUE_TOKENS = 4096
-"""Prompt tokens that fill a block of every group while the block sizes are unknown."""
 
 
 class PeerSnapshot(msgspec.Struct, frozen=True):
@@ -280,7 +280,8 @@ class Engine(EngineStatus):
         """Move requests that wait for its first byte to another engine, if ``elsewhere`` finds one for the
         model. ``lost``: only those that its breaker considers lost."""
         if not lost:
-            self.takes_order = True  # it may come back with another scheduling policy
+            # It may come back with another scheduling policy.
+            self.takes_order = True
         now = self._accounts.now()
         for attempt, cancel in list(self.waiting.items()):
             if lost and not self.breaker.lost(attempt.asked_s, now, expected_s=attempt.expected_s):
@@ -390,7 +391,8 @@ class Engine(EngineStatus):
         shared_prefix = whole if shared_prefix < whole else shared_prefix  # noqa: FURB136
         replay = held.replay_tokens
         if coming <= replay:
-            coming = 0  # the engine would compute all of it again
+            # The engine would compute all of it again.
+            coming = 0
         return Hit(gpu, cpu, storage, shared_prefix, coming, confidence, common, held, replay_tokens=replay)
 
     def after_evictions(self, hit: Hit, asked: PromptView) -> Hit:
@@ -399,7 +401,8 @@ class Engine(EngineStatus):
         held = hit.held
         gpu, coming, soon = hit.gpu_tokens, hit.coming_tokens, hit.soon_tokens
         if prompt is None or held is None or held.mode != "native" or hit.whole_tokens > soon:
-            return hit  # blocks are unknown; or evicted ones may be loaded
+            # Blocks are unknown; or evicted ones may be loaded.
+            return hit
         scheme = self.scheme
         unit = scheme.hash_block_size
         if unit != self.evictions.block_size:
@@ -409,7 +412,8 @@ class Engine(EngineStatus):
         if left >= soon:
             return hit
         if left <= hit.replay_tokens:
-            left = 0  # the engine would compute all of it again
+            # The engine would compute all of it again.
+            left = 0
         lowered = Hit(min(gpu, left), 0, 0, hit.shared_prefix_tokens, min(coming, left), hit.confidence)
         lowered.common_tokens, lowered.held, lowered.evicted_tokens = hit.common_tokens, held, soon - left
         lowered.replay_tokens = hit.replay_tokens
@@ -437,7 +441,8 @@ def candidates(engines: Iterable[Engine], asked: PromptView, now: float) -> list
         held = held_by(name)
         if held is None or feed is None or feed.state is not _READY or held.mode == "unknown":
             hit = engine.hit(asked)
-        else:  # engines with equal state that missed nothing have equal hits
+        else:
+            # Engines with equal state that missed nothing have equal hits.
             key = id(held), common(name, 0), coming(name, 0)
             known = hits.get(key)
             hit = known if known is not None else hits.setdefault(key, engine.hit(asked))

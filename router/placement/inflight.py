@@ -11,13 +11,6 @@ A radix tree over block hashes. A block hash covers the whole prefix before it, 
 to some position and different from there on: the end of a match inside a node is found by bisection, and
 hashes of engines with different schemes never match.
 
-An ended prompt counts as common for ``grace_s`` more: the engine publishes blocks with the step that computes
-them, and the batch may come later than a whole short answer. For the same reason the blocks of a computed
-prompt count as coming until the batch that stores them was applied (``is_stored``, checked at the first token
-and after each batch of the engine), or for ``grace_s`` without one; from then on the events are exact,
-evictions included. A failed prompt is removed at once. Bounded: beyond ``prompts_max`` or ``blocks_max`` the
-oldest prompts are removed early and counted.
-
 Invariants: memory is O(prompts kept), a look-up O(branch points on its path * log blocks + engines).
 """
 
@@ -101,6 +94,8 @@ def kept_prefixes(
         return tuple(range(step, (prompt_tokens - unproven_tokens) // hash_block_size + 1, step))
     last = prompt_tokens - 1
     whole = last // alignment * alignment
+    # vLLM stores the state at the end of a prefix that prompts share (``shared_prefix_boundary``), so that
+    # the third prompt can hit it.
     junction = shared_prefix_tokens // alignment * alignment if shared_prefix_tokens < last else whole
     step = alignment if retention_interval is None else retention_interval
     if not step:
@@ -132,6 +127,8 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
         """First position, after ``start``, where ``hashes`` leaves this node; ``end`` if it does not."""
         own, low, high, count = self.hashes, self.start + 1, self.end, len(hashes)
         high = count if count < high else high  # noqa: FURB136
+        # A hash covers the whole prefix before it: equal at one position means equal up to it, and different
+        # from there on.
         if own[high - 1] == hashes[high - 1]:
             return high
         while low < high:
@@ -144,6 +141,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
 
     def split(self, at: int) -> None:
         """Split this node in two at position ``at``; the upper part stays this object."""
+        # The upper part stays this object: other nodes and prompts refer to it.
         lower = PrefixNode(self.hashes, at, self.end, self.children, self.engines.copy(), self.keepers)
         self.end, self.keepers = at, {}
         self.children = {self.hashes[at]: lower}
@@ -152,6 +150,7 @@ class PrefixNode(msgspec.Struct, eq=False, gc=False):
         """Merge an only child that the same prompts pass through."""
         while len(self.children) == 1 and not self.keepers:
             (child,) = self.children.values()
+            # Joined only if the same prompts pass through both, or their counts would be wrong.
             if child.engines != self.engines:
                 break
             self.hashes, self.end = child.hashes, child.end
@@ -172,7 +171,7 @@ class InflightPrefixes:
         self._unstored: dict[str, dict[InflightPrompt, None]] = {}  # computed, by engine
         # Computed and ended prompts until their grace period is over, in the order of these events: (until,
         # prompt, whether it ended).
-        self._grace: deque[tuple[float, InflightPrompt, bool]] = deque()  # (until, prompt, whether it ended)
+        self._grace: deque[tuple[float, InflightPrompt, bool]] = deque()
 
     def add(
         self, engine_id: str, hashes: Sequence[BlockHash], now: float, keeps: Sequence[int] = ()
@@ -185,7 +184,8 @@ class InflightPrefixes:
         if self._grace and self._grace[0][0] <= now:
             self.expire(now)
         num_blocks = len(hashes)
-        if keeps and keeps[-1] > num_blocks:  # schemes with look-ahead lack the last hashes
+        # Schemes with look-ahead lack the last hashes.
+        if keeps and keeps[-1] > num_blocks:
             keeps = [end for end in keeps if end <= num_blocks]
         prompt = InflightPrompt(engine_id, hashes, num_blocks, tuple(keeps))
         self._insert(prompt)
@@ -193,6 +193,7 @@ class InflightPrefixes:
         stats, settings = self.stats, self.settings
         stats.prompts += 1
         stats.blocks += num_blocks
+        # Bounded: the oldest prompts are the likeliest to be known by events.
         while stats.prompts > settings.prompts_max or stats.blocks > settings.blocks_max:
             stats.evicted += 1
             self.drop(next(iter(self._prompts)))
@@ -203,6 +204,8 @@ class InflightPrefixes:
         if not prompt.kept or not prompt.keeps or prompt.computed:
             return
         prompt.computed = True
+        # Events are exact once the block is stored, evictions included; until then the prompt in flight is
+        # the better source. The batch may come later than a whole short answer.
         if self.is_stored(prompt.engine_id, prompt.last_kept):
             self._settle(prompt)
         else:
@@ -368,7 +371,8 @@ class InflightPrefixes:
         while depth < end:
             child = node.children[hashes[depth]]
             _less(child.engines, engine_id)
-            if not child.engines:  # no other prompt passes here, so none below either
+            # No other prompt passes here, so none below either.
+            if not child.engines:
                 del node.children[hashes[depth]]
                 break
             passed.append(child)

@@ -358,7 +358,8 @@ class Placement(Attempt):
             # reset that was not carried out the router expects less than there is.
             engine.reset(cleared=True)
         if not self.request.stream:
-            return  # only a stream's first byte shows the end of the prefill
+            # Only a stream's first byte shows the end of the prefill.
+            return
         self._prefilled = True
         self._ttft_s = now - self.asked_s
         due_s = self.request.claim.due_s
@@ -397,7 +398,8 @@ class Placement(Attempt):
         if self._flying is not None:
             if self._answered:
                 accounts.inflight.end(self._flying, now)
-            else:  # refused or failed: the engine computed nothing
+            else:
+                # Refused or failed: the engine computed nothing.
                 accounts.inflight.drop(self._flying)
         if self._pooled is not None:
             tokens = None if usage is None else usage.completion_tokens

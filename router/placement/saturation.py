@@ -27,8 +27,8 @@ from router.placement.placement import Decision
 # work is done once. But no engine's queue may grow beyond this multiple of ``saturation_s`` that way.
 PILE = 4.0
 
+# An engine with its maximum number of requests is checked again after this, if nothing ends before.
 _FULL_S = 0.05
-"""An engine with its maximum number of requests is checked again after this, if nothing ends before."""
 
 
 def gap_s(queue_s: float, requests: int, *, saturation_s: float, requests_max: int | None) -> float:
@@ -52,8 +52,8 @@ def joins_sibling(candidates: Iterable[Candidate], tokens: int, *, share: float,
     return any(one.hit.common_tokens >= least and one.queue_s <= PILE * saturation_s for one in candidates)
 
 
+# Older state of other replicas is ignored: no request waits for it.
 _OTHERS_FRESH_S = 1.0
-"""Older state of other replicas is ignored: no request waits for it."""
 
 
 class SaturationGate:

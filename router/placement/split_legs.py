@@ -282,8 +282,9 @@ class PullPlacement(Placement):
 
 
 def lacking(engine: Engine, hit: Hit, prompt_tokens: int) -> int:
-    """Prompt tokens that would be transferred to this engine. Models with Mamba layers always receive their
-    state, so their full-attention prefix counts; it is no hit for the engine alone."""
+    """Prompt tokens that would be transferred to this engine."""
+    # Models with Mamba layers always receive their state, so their full-attention prefix counts; it is no hit
+    # for the engine alone.
     has = hit.soon_tokens
     layout = engine.layout
     if layout is not None and _has_mamba(layout):

@@ -38,8 +38,8 @@ class AdmissionStats(msgspec.Struct):
 
 
 def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
-    """Return the shortest wait of all candidates. At an engine without requests no prompt waits for pages:
-    none would be released."""
+    """Return the shortest wait of all candidates."""
+    # At an engine without requests no prompt waits for pages: none would be released.
     return min(
         max(one.queue_s, one.room_s) if one.running or one.waiting else one.queue_s for one in candidates
     )
@@ -48,9 +48,9 @@ def predicted_wait_s(candidates: Sequence[Candidate]) -> float:
 def late_first_token(first_token_s: float, wait_s: float, left_s: float) -> LongWait | None:
     """Return the refusal of a request whose first token is predicted after the ``left_s`` until its target.
 
-    ``wait_s`` is the part of ``first_token_s`` before the engine begins with the prompt. Without a wait a
-    request is never refused: a prompt too long for its target would be refused for ever.
+    ``wait_s`` is the part of ``first_token_s`` before the engine begins with the prompt.
     """
+    # Without a wait a request is never refused: a prompt too long for its target would be refused for ever.
     if first_token_s <= left_s or wait_s <= 0:
         return None
     return LongWait(wait_s, max(0.0, left_s - (first_token_s - wait_s)))

@@ -47,8 +47,8 @@ _DECODE: Final[dict[str, Callable[[bytes], Parsed]]] = {
     request.GENERATE: decode_generate,
     request.COHERE: decode_cohere,
 }
+# Larger bodies may have too many values to be decoded: each takes two bytes.
 _DECODED_BYTES_MAX: Final = 2 * VALUES_MAX
-"""Larger bodies may have too many values to be decoded: each takes two bytes."""
 _FIRST_FIELD: Final = {request.COMPLETION: b'"prompt"', request.RESPONSES: b'"input"'}
 
 
@@ -181,7 +181,8 @@ class ModelNames:
         found = self._named.get(model)
         if found is not None:
             return found
-        for name, config in self.models.items():  # engines may report adapters at any time
+        # Engines may report adapters at any time.
+        for name, config in self.models.items():
             if model in config.lora_paths:
                 return _adapter(name, model, config.lora_paths[model])
         if self._any is not None and not self._is_adapter(model):

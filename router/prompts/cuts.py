@@ -25,8 +25,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 # Barriers: added tokens before which a text may be cut; and the pattern that finds them.
-#
-# The module's docstring defines a barrier and says why a cut there changes nothing.
 
 
 def find_barriers(tokenizer: Tokenizer) -> list[str]:
@@ -38,12 +36,14 @@ def find_barriers(tokenizer: Tokenizer) -> list[str]:
     hidden = _hidden_by(raw)
     if _normalizes(tokenizer):
         candidates = [token for token in added if not token.normalized]
-    else:  # all are matched on the raw text, these ones first
+    else:
+        # All are matched on the raw text, these ones first.
         candidates = added
         hidden_later, cut_short = _hidden_by([token.content for token in added]), _cut_short_by(raw)
     return [
         token.content
         for token in candidates
+        # Such tokens depend on the text beside them, so a cut there could change the match.
         if not (token.lstrip or token.rstrip or token.single_word)
         and token.content.strip() == token.content != ""
         and not hidden(token.content)
@@ -129,14 +129,13 @@ def _alternatives(node: dict[str, Any]) -> str:
 # 2. Normalizer: none, or NFC, which changes neither an ASCII letter nor a space that follows one, and joins
 #    nothing to the text before a space.
 # 3. Pre-tokenizer: a sequence of splits, each by an alternation of ``_BRANCHES``. In a match of any of these
-# a
-#    space is the first character or follows only white space: so none spans the place. None looks behind, so
-# matches that begin after the place are those of the second part. A match that begins before it sees, in the
-# text and in the first part, the same characters up to the letter, and then something that it cannot take, a
-# space or the end; the one look-ahead, for white space, sees the letter at most. So matches are those of both
-#    parts, and pieces too, except an unmatched one that may continue over the place: the next split gets it
-# whole. A pattern with the branch ``\s+`` matches every space: after it no piece does. ``Digits`` is a split
-#    by ``\p{N}``. ``ByteLevel`` without a prefix space only re-encodes each piece.
+#    a space is the first character or follows only white space: so none spans the place. None looks behind,
+#    so matches that begin after the place are those of the second part. A match that begins before it sees,
+#    in the text and in the first part, the same characters up to the letter, and then something that it
+#    cannot take, a space or the end; the one look-ahead, for white space, sees the letter at most. So matches
+#    are those of both parts, and pieces too, except an unmatched one that may continue over the place: the
+#    next split gets it whole. A pattern with the branch ``\s+`` matches every space: after it no piece does.
+#    ``Digits`` is a split by ``\p{N}``. ``ByteLevel`` without a prefix space only re-encodes each piece.
 # 4. Model: BPE, each piece separately.
 #
 # Other kinds (SentencePiece, a pattern with another branch) are cut at added tokens only. At load the cuts
@@ -144,12 +143,12 @@ def _alternatives(node: dict[str, Any]) -> str:
 
 
 _PLACE: Final = re.compile(r" (?<=[A-Za-z] )")
+# Shorter pieces are not cut: a cut costs 1 us when its text is first seen, a character after the last one
+# that two turns share 5 ns.
 PIECE_CHARS: Final = 1024
-"""Shorter pieces are not cut: a cut costs 1 us when its text is first seen, a character after the last one
-that two turns share 5 ns."""
+# Cuts are apart by at least this part of the text since the first start: 400 KB have a hundred, 8 MB two
+# hundred.
 _SPREAD: Final = 32
-"""Cuts are apart by at least this part of the text since the first start: 400 KB have a hundred, 8 MB two
-hundred."""
 
 _MARKED: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -166,7 +165,8 @@ _BRANCHES: Final = (
     *(_MARKED, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r"\p{N}"),  # cl100k, Llama 3, Qwen
     *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+"),
     *(r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),  # Qwen 3.5
-    *_O200K_WORDS,  # o200k, Llama 4; tekken has them without the contractions
+    # o200k, Llama 4; tekken has them without the contractions.
+    *_O200K_WORDS,
     *(word + _MARKED + "?" for word in _O200K_WORDS),
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
     *("[一-龥\u3040-ゟ\u30a0-ヿ]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"),  # DeepSeek V3
@@ -175,8 +175,8 @@ _BRANCHES: Final = (
 _BRANCH: Final = "|".join(map(re.escape, _BRANCHES))
 _PATTERN: Final = re.compile(rf"(?:{_BRANCH})(?:\|(?:{_BRANCH}))*")
 _ALL_SPACES: Final = r"\s+"
+# Behaviours of a split, and whether it is inverted: both make a piece of every match.
 _KEEPING_MATCHES: Final = (("Isolated", False), ("Removed", True))
-"""Behaviours of a split, and whether it is inverted: both make a piece of every match."""
 
 
 def parts_words(tokenizer: Tokenizer) -> bool:
@@ -202,6 +202,7 @@ def word_cuts(text: str, starts: Sequence[int]) -> Iterator[int]:
             found = _PLACE.search(text, at, at + PIECE_CHARS)
             if found is not None:
                 yield found.start()
+            # Cuts grow apart with the text, so that their number stays small in long texts.
             at += max(PIECE_CHARS, (at - starts[0]) // _SPREAD)
 
 
@@ -269,8 +270,8 @@ class Encoded(msgspec.Struct, frozen=True, gc=False):
         return self.ids[self.offsets[number] : self.offsets[number + 1]]
 
 
+# Scanned at once, about 1 ms: a regular expression holds the GIL.
 _WINDOW_CHARS: Final = 1 << 17
-"""Scanned at once, about 1 ms: a regular expression holds the GIL."""
 _PLAIN_PROBES: Final = ("", "a", "Hello world", " leading", "trailing ", "日本 é\n\n", "1234 x")
 _PROBE_PIECES: Final = (
     *("", " ", "\n", "\t", "  two", "word", " word ", "\n\n x"),
@@ -279,8 +280,8 @@ _PROBE_PIECES: Final = (
 _BETWEEN_WORDS: Final = [
     (f"{left}x {right}", len(left) + 1) for left in _PROBE_PIECES for right in _PROBE_PIECES
 ]
+# Barriers differ only by their text; more would only make loading slower.
 _PROBED_BARRIERS_MAX: Final = 6
-"""Barriers differ only by their text; more would only make loading slower."""
 
 
 class Cuts(NamedTuple):
@@ -313,7 +314,9 @@ class Cuts(NamedTuple):
     def _barrier_starts(self, barrier: re.Pattern[str], text: str, begin: int) -> Iterator[int]:
         """Starts of barriers from ``begin`` on; window by window, so that other threads can run."""
         overlap = self.barrier_chars_max - 1
-        while begin < len(text):  # barriers never overlap each other, so a window may begin inside one
+        # A regular expression holds the GIL: window by window, other threads can run.
+        # Barriers never overlap each other, so a window may begin inside one.
+        while begin < len(text):
             end = begin + _WINDOW_CHARS
             matches = barrier.finditer(text, begin, end + overlap)
             yield from (match.start() for match in matches if match.start() < end)
@@ -348,6 +351,7 @@ def _is_same(tokenizer: Tokenizer, text: str, starts: list[int]) -> bool:
 
 def _added_around(tokenizer: Tokenizer) -> tuple[Ids | None, Ids | None]:
     frame = whole(tokenizer, "", special=True)
+    # Which tokens come before and which after a text shows only with texts between them.
     for cut in range(len(frame) + 1):
         before, after = frame[:cut], frame[cut:]
         if all(
@@ -388,7 +392,8 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         # Usually all of it matches: that can be seen without copying the text.
         if not text.startswith(self.text[at:], at):
             shared = self._num_equal(text, last, last + 1)
-        elif not text.startswith(self.text):  # so they differ before the last piece
+        elif not text.startswith(self.text):
+            # So they differ before the last piece.
             shared = self._num_equal(text, last // 2, last)
         while shared and not may_cut(text, self.starts[shared]):
             shared -= 1
@@ -398,7 +403,8 @@ class CutText(msgspec.Struct, frozen=True, gc=False):
         """Number of leading pieces that are equal in both, fewer than ``high``: ``middle``, or found by
         bisection."""
         starts, own, low = self.starts, self.text, 0
-        while high - low > 1:  # texts are equal up to starts[low], maybe not up to starts[high]
+        # Texts are equal up to starts[low], maybe not up to starts[high].
+        while high - low > 1:
             if text.startswith(own[starts[low] : starts[middle]], starts[low]):
                 low = middle
             else:

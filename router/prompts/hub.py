@@ -24,20 +24,32 @@ from router.http.sockets import describe_error
 from router.prompts.settings import PromptSettings
 
 FAILURES: Final = (
-    "gated",  # the repository wants an accepted licence and a token
-    "not_found",  # no such repository or revision, or one that is private
-    "rate_limited",  # the hub refuses further requests for now
-    "unreachable",  # the hub does not answer, or answers with an error
-    "offline",  # downloads are switched off and the cache has nothing
-    "incomplete",  # a file came shorter than announced
+    # The repository wants an accepted licence and a token.
+    "gated",
+    # No such repository or revision, or one that is private.
+    "not_found",
+    # The hub refuses further requests for now.
+    "rate_limited",
+    # The hub does not answer, or answers with an error.
+    "unreachable",
+    # Downloads are switched off and the cache has nothing.
+    "offline",
+    # A file came shorter than announced.
+    "incomplete",
     "disk",  # the cache cannot be written
-    "too_large",  # more bytes than prompts.hub_bytes_max
+    # More bytes than prompts.hub_bytes_max.
+    "too_large",
     "too_slow",  # longer than prompts.hub_timeout_s
-    "no_tokenizer",  # the repository or directory has no tokenizer of a supported kind
-    "remote_code",  # its tokenizer is Python code, which is never executed
-    "unusable",  # its files cannot be read, or need a package
-    "not_readable",  # the engine names a path of its own machine
-    "differs",  # the engine gives other tokens for the same prompts
+    # The repository or directory has no tokenizer of a supported kind.
+    "no_tokenizer",
+    # Its tokenizer is Python code, which is never executed.
+    "remote_code",
+    # Its files cannot be read, or need a package.
+    "unusable",
+    # The engine names a path of its own machine.
+    "not_readable",
+    # The engine gives other tokens for the same prompts.
+    "differs",
     "not_compared",  # no engine reports its tokens
 )
 _LASTING: Final = frozenset(
@@ -66,8 +78,8 @@ AUTO: Final = "auto"
 OFF: Final = "off"
 _TOKENIZERS: Final = ("tokenizer.json", "tekken.json", "tokenizer.model.v*")
 _NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+# The hub's rule for names; a revision is a branch, a tag or a commit.
 _REPOSITORY: Final = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9][A-Za-z0-9._/-]{{0,254}}))?")
-"""The hub's rule for names; a revision is a branch, a tag or a commit."""
 
 
 class TokenizerSource(NamedTuple):
@@ -121,8 +133,8 @@ _FILES: Final = re.compile(
 )
 _MISTRAL: Final = re.compile(r"tekken\.json|tokenizer\.model\.v.*")
 _TEMPLATES: Final = "additional_chat_templates"
+# Entries of a repository's listing; the largest have some hundred files of weights.
 _ENTRIES_MAX: Final = 10_000
-"""Entries of a repository's listing; the largest have some hundred files of weights."""
 _FILES_MAX: Final = 64
 _METADATA_TIMEOUT_S: Final = 10.0
 _DISK: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
@@ -233,7 +245,8 @@ def _wanted(source: TokenizerSource, sizes: dict[str, int], limits: HubLimits) -
     found = [name for name in sizes if _FILES.fullmatch(name)]
     mistral = [name for name in found if _MISTRAL.fullmatch(name)]
     if any(name.startswith("consolidated") and name.endswith(".safetensors") for name in sizes):
-        if mistral:  # engines use Mistral's tokenizer if the model has Mistral's weights
+        # Engines use Mistral's tokenizer if the model has Mistral's weights.
+        if mistral:
             found = [name for name in found if name != "tokenizer.json"]
     elif "tokenizer.json" in found:
         found = [name for name in found if name not in mistral]
@@ -396,7 +409,8 @@ class Locator:
 
     async def _fetch(self, source: TokenizerSource) -> Fetched:
         if self._thread is not None and self._thread.is_alive():
-            raise too_slow(self._limits)  # an earlier one still waits for the hub
+            # An earlier one still waits for the hub.
+            raise too_slow(self._limits)
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Fetched] = loop.create_future()
 

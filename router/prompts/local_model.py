@@ -46,22 +46,22 @@ from router.prompts.settings import ModelPrompts, PromptSettings
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
 
+# More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop.
 INLINE_CHARS_MAX = 4096
-"""More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop."""
+# Of the tool lists of earlier chats, per model: some 1,000 lists of 16 KB.
 CONTEXT_CACHE_BYTES_MAX = 16 << 20
-"""Of the tool lists of earlier chats, per model: some 1,000 lists of 16 KB."""
+# New messages take about 15 us each to decode, check and render: 2 ms for this many.
 _INLINE_MESSAGES: Final = 128
-"""New messages take about 15 us each to decode, check and render: 2 ms for this many."""
+# Finding and storing a conversation takes about 1 us per message, all of it on the event loop.
 _MESSAGES_MAX: Final = 8192
-"""Finding and storing a conversation takes about 1 us per message, all of it on the event loop."""
+# Encoding more of them as JSON is one call that holds the interpreter for 10 ms.
 _TOOL_VALUES_MAX: Final = 10_000
-"""Encoding more of them as JSON is one call that holds the interpreter for 10 ms."""
+# Names whose bare chats are cached; when full, the cache is cleared.
 _KINDS_MAX: Final = 1024
-"""Names whose bare chats are cached; when full, the cache is cleared."""
+# fastokens takes this many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text.
 _FASTER: Final = 4
-"""fastokens takes this many times the text inline: 0.7 ms for 16 KB of prose, 7 ms for the worst text."""
+# Distinguishes the entries of a model in the shared cache from those of an earlier one of the same name.
 _SERIALS: Final = itertools.count()
-"""Distinguishes the entries of a model in the shared cache from those of an earlier one of the same name."""
 _ENCODER: Final = msgspec.json.Encoder()
 _NOTHING: Final = ids_of(())
 
@@ -293,7 +293,8 @@ class LocalModel:
         for count in tail.offsets[:-1]:
             counts.append(reused + count)
         ids = known[: reused + len(tail.ids)]
-        ids[reused:] = tail.ids  # in place: appending would mostly copy all of them again
+        # In place: appending would mostly copy all of them again.
+        ids[reused:] = tail.ids
         ids += suffix
         return CutText(text, starts, tuple(counts)), ids, reused if kept else 0
 

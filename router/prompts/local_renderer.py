@@ -50,11 +50,11 @@ from router.prompts.settings import ModelPrompts
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer import ModelDir, load_chat_template
 
+# Size of a known message besides its text and its converted form.
 _MESSAGE_BYTES: Final = 200
-"""Size of a known message besides its text and its converted form."""
 _IMAGE_BYTES: Final = 80
+# Longer roles, which only clients invent, are not kept with what was learned about a template.
 _ROLE_CHARS_MAX: Final = 32
-"""Longer roles, which only clients invent, are not kept with what was learned about a template."""
 
 
 def _of_plain(role: str, form: str) -> tuple[int, int]:
@@ -62,10 +62,10 @@ def _of_plain(role: str, form: str) -> tuple[int, int]:
     return message_shape(empty), _MESSAGE_BYTES + kept_bytes(empty) - "".__sizeof__()
 
 
+# Of plain messages, their shape, and their bytes besides raw JSON and text.
 _PLAIN: Final = {
     (role, form): _of_plain(role, form) for role in ("user", "assistant") for form in ("string", "openai")
 }
-"""Of plain messages, their shape, and their bytes besides raw JSON and text."""
 
 
 class ChatForm(NamedTuple):
@@ -274,7 +274,8 @@ class ChatRenderer:
             message = template.parse(given)
         plain = all([type(value) is str for value in message.values()])  # noqa: C419  # a list is faster
         return KnownMessage(
-            raw.copy(),  # references of the body's own values are released with the body
+            # References of the body's own values are released with the body.
+            raw.copy(),
             message,
             shape,
             1 if plain else num_values(raw),

@@ -25,27 +25,27 @@ from router.prompts.request import ChatBody, CompletionBody, NotLocalError, deco
 
 _BYTES_MAX: Final = 4 << 20
 _LAYERS_MAX: Final = 4096
+# Keys under which multimodal models have the configuration of their text model.
 _TEXT_PARTS: Final = ("text_config", "llm_config")
-"""Keys under which multimodal models have the configuration of their text model."""
+# vLLM's kind of KV cache by transformers' layer type. Models with other types are left out: the grouping of
+# Mamba layers depends on flags of the engine.
 _KINDS: Final = {
     "full_attention": "full_attention",
     "sliding_attention": "sliding_window",
     "chunked_attention": "chunked_local_attention",
 }
-"""vLLM's kind of KV cache by transformers' layer type. Models with other types are left out: the grouping of
-Mamba layers depends on flags of the engine."""
+# Each n-th layer has full attention: defaults of transformers' configuration classes (4.50), for files
+# without ``layer_types``.
 _PERIODS: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
-"""Each n-th layer has full attention: defaults of transformers' configuration classes (4.50), for files
-without ``layer_types``."""
+# ``sliding_window`` without ``layer_types`` is the window of every layer.
 _ALIKE: Final = frozenset({"mistral", "mixtral"})
-"""``sliding_window`` without ``layer_types`` is the window of every layer."""
+# Types of layers whose numbers differ by less than this factor are one group each, padded: vLLM
+# ``_get_kv_cache_groups_uniform_page_size``, 1.5 in 0.32, 1.25 in earlier versions.
 _PADDING: Final = (1.5, 1.25)
-"""Types of layers whose numbers differ by less than this factor are one group each, padded: vLLM
-``_get_kv_cache_groups_uniform_page_size``, 1.5 in 0.32, 1.25 in earlier versions."""
 _MTP: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 _DRAFTERS: Final = (*_MTP, "eagle_config", "speculators_config")
+# Model types whose windows vLLM rebuilds by replay (models/deepseek_v41/attention.py, vLLM 0.32).
 _REPLAYS: Final = frozenset({"deepseek_v41"})
-"""Model types whose windows vLLM rebuilds by replay (models/deepseek_v41/attention.py, vLLM 0.32)."""
 
 
 class ModelConfigFile(msgspec.Struct, frozen=True):
@@ -67,7 +67,8 @@ class ModelConfigFile(msgspec.Struct, frozen=True):
     def group_kinds(self, groups: int) -> tuple[str, ...]:
         """Kind of each KV cache group of an engine with this number of groups; empty if these layers make
         another number, as with vLLM's hybrid cache manager off."""
-        layers = dict[str, int]()  # in order of first appearance, as vLLM numbers its groups
+        # In order of first appearance, as vLLM numbers its groups.
+        layers = dict[str, int]()
         for kind in self.layer_kinds:
             layers[kind] = layers.get(kind, 0) + 1
         if not layers:
@@ -109,7 +110,8 @@ def read_model_file(folder: Path) -> ModelConfigFile:
 
 
 def _layer_kinds(text: dict[str, Any], window: int | None) -> tuple[str, ...]:
-    shared = _count(text.get("num_kv_shared_layers")) or 0  # the last ones use the cache of others
+    # The last ones use the cache of others.
+    shared = _count(text.get("num_kv_shared_layers")) or 0
     types = text.get("layer_types")
     if isinstance(types, list):
         kinds = [_KINDS.get(str(one), "") for one in types[:_LAYERS_MAX]]
@@ -123,7 +125,8 @@ def _layer_kinds(text: dict[str, Any], window: int | None) -> tuple[str, ...]:
             "full_attention" if period and (layer + 1) % period == 0 else "sliding_window"
             for layer in range(layers)
         ]
-    if window is None:  # vLLM gives such layers full attention
+    # vLLM gives such layers full attention.
+    if window is None:
         kinds = ["full_attention" if kind == "sliding_window" else kind for kind in kinds]
     own = kinds[: len(kinds) - shared] if shared else kinds
     return tuple(own) if all(own) else ()
@@ -143,6 +146,7 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+# Request bodies without ``model``.
 PROBES: Final[dict[str, dict[str, Any]]] = {
     "chat": {"messages": [_user("Hello, how are you?")]},
     "chat with system": {
@@ -158,7 +162,6 @@ PROBES: Final[dict[str, dict[str, Any]]] = {
     "completion": {"prompt": "Once upon a time there was"},
     "completion, odd text": {"prompt": f"  {_ODD}\n"},
 }
-"""Request bodies without ``model``."""
 _SCOPE: Final = b"\0probe"
 _ENCODER: Final = msgspec.json.Encoder()
 

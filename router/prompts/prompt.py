@@ -110,12 +110,12 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
         self._entry.chains[chain.scheme] = chain
 
 
+# About 128 tokens: a few blocks, small enough that a short system prompt already counts.
 CHUNK_BYTES: Final = 512
-"""About 128 tokens: a few blocks, small enough that a short system prompt already counts."""
+# 128 KiB of text; what two longer texts share beyond that does not change their placement.
 KEYS_MAX: Final = 256
-"""128 KiB of text; what two longer texts share beyond that does not change their placement."""
+# Decoding the messages of more would block the event loop for 5 ms and longer.
 _PIECES_MAX: Final = 4096
-"""Decoding the messages of more would block the event loop for 5 ms and longer."""
 _FIELD_WITHIN_BYTES: Final = 1 << 16
 
 _ANY = msgspec.json.Decoder()

@@ -80,14 +80,14 @@ __all__ = [
     "TextAffinity",
 ]
 
+# More new blocks than this are hashed in a worker thread; fewer take under 3 ms of the event loop.
 INLINE_BLOCKS_MAX = 1024
-"""More new blocks than this are hashed in a worker thread; fewer take under 3 ms of the event loop."""
+# Prompts that wait for a worker thread; further ones are placed by text affinity, which beats waiting.
 WORKER_QUEUE_LEN_MAX = 64
-"""Prompts that wait for a worker thread; further ones are placed by text affinity, which beats waiting."""
+# Of image tokens learned from engines and render servers, all models together; about 4 KB per image.
 MEDIA_CACHE_BYTES_MAX = 16 << 20
-"""Of image tokens learned from engines and render servers, all models together; about 4 KB per image."""
+# Reasons for which asking an engine cannot help, or would only load it.
 _HOPELESS = frozenset({"model_unknown", "lora_path_unknown", "busy", "embeds", "empty", "earlier_response"})
-"""Reasons for which asking an engine cannot help, or would only load it."""
 _ENCODER = msgspec.json.Encoder()
 
 _Result = TypeVar("_Result")
@@ -310,7 +310,8 @@ class PromptReader:
                 chain = prompt.forked_chain(scheme)
                 await self._workers.run(lambda: chain.extend(prompt.token_ids))
                 prompt.adopt(chain)
-            except NotLocalError:  # the queue is full: better late than wrong
+            except NotLocalError:
+                # The queue is full: better late than wrong.
                 await asyncio.sleep(0)
         return prompt.hashes(scheme)
 
@@ -483,8 +484,9 @@ class PromptReader:
 
 
 def _takes_long(body: bytes, parsed: Parsed) -> bool:
-    """Whether decoding the whole body would block the event loop. Of a plain chat or Messages request only
-    the new part is decoded: its cost is checked where it is known (``local_model.py``, ``_converted``)."""
+    """Whether decoding the whole body would block the event loop."""
+    # Of a plain chat or Messages request only the new part is decoded: its cost is checked where it is known
+    # (``local_model.py``, ``_converted``).
     if len(body) > INLINE_BYTES_MAX:
         return True
     if isinstance(parsed, ChatBody) and parsed.chat_template_kwargs is None and parsed.documents is None:

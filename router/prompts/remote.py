@@ -39,19 +39,19 @@ Post = Callable[[str, bytes, Headers, float], Awaitable[tuple[int, bytes]]]
 It adds no credentials: what an engine computes for a client, it computes in the client's name."""
 
 RENDER_PATHS: Final = frozenset({CHAT, COMPLETION, MESSAGES, RESPONSES, COHERE})
+# Calls at once to all engines, and to all render servers: further prompts are placed by text affinity, so
+# that tokenizing does not take the engines' API processes from clients.
 CALLS_MAX = 32
-"""Calls at once to all engines, and to all render servers: further prompts are placed by text affinity, so
-that tokenizing does not take the engines' API processes from clients."""
+# How long an endpoint rests after a time-out, a broken connection, a 5xx or a useless answer.
 FAILED_S = 5.0
-"""How long an endpoint rests after a time-out, a broken connection, a 5xx or a useless answer."""
+# Interval between checks of a render server's ``/health``.
 HEALTH_CHECK_S = 5.0
-"""Interval between checks of a render server's ``/health``."""
+# Statuses of an endpoint that the engine does not serve.
 _ABSENT: Final = frozenset({403, 404, 405, 501})
-"""Statuses of an endpoint that the engine does not serve."""
+# How long such an endpoint is not called again: only a restart of the engine can add it.
 _ABSENT_S: Final = 60.0
-"""How long such an endpoint is not called again: only a restart of the engine can add it."""
+# Endpoints remembered as resting; when full, all are called again.
 _RESTS_MAX: Final = 1024
-"""Endpoints remembered as resting; when full, all are called again."""
 
 
 class EngineTokens(msgspec.Struct, frozen=True):
@@ -129,7 +129,8 @@ class EngineSide:
             status, answer = await self._ask(url, without_tensors(body), headers)
             if status == 200:
                 return self._read(url, _rendered, answer)
-            if status not in _ABSENT:  # refused, failing or too slow: the other endpoint would be too
+            # refused, failing or too slow: the other endpoint would be too.
+            if status not in _ABSENT:
                 return None
         if parsed is not None and tokenize_is_exact(parsed):
             url = base_url + "/tokenize"
@@ -189,10 +190,8 @@ class EngineSide:
 
 def without_tensors(body: bytes) -> bytes:
     """Return the body with the request for item hashes only, to a render endpoint; older ones ignore the
-    field.
-
-    The field comes first, so that a field of that name in the request itself wins.
-    """
+    field."""
+    # The field comes first, so that a field of that name in the request itself wins.
     start = body.find(b"{") + 1
     empty = body[start:].lstrip().startswith(b"}")
     return body[:start] + b'"mm_payload":"none"' + (b"" if empty else b",") + body[start:]

@@ -84,8 +84,8 @@ class ChatBody(ChatFields, gc=False, kw_only=True):
 
 
 _NUM_PROMPT_FIELDS: Final = ChatBody.__struct_fields__.index("max_tokens")
+# The first fields, up to those of the answer, if none of them was given.
 _BARE: Final = astuple(ChatBody(messages=[]))[:_NUM_PROMPT_FIELDS]
-"""The first fields, up to those of the answer, if none of them was given."""
 
 
 class BatchBody(ChatFields, gc=False, kw_only=True):
@@ -313,26 +313,25 @@ _JSON_NAMES: dict[type, str] = {
 }
 
 
+# Values that take more than this fraction of a cache are not cached: one client would empty it.
 SHARE: Final = 4
-"""Values that take more than this fraction of a cache are not cached: one client would empty it."""
 _TEXTS: Final = frozenset({str, type(None)})
 _PLAIN_BYTES_MAX: Final = 256
+# Size of raw JSON besides its bytes.
 _RAW_BYTES: Final = 100
-"""Size of raw JSON besides its bytes."""
+# Size of a multimodal item besides its identifier.
 _ITEM_BYTES: Final = 200
-"""Size of a multimodal item besides its identifier."""
 
 
+# Larger bodies are processed in a thread: rendering takes about 0.6 us per KB.
 INLINE_BYTES_MAX: Final = 1 << 18
-"""Larger bodies are processed in a thread: rendering takes about 0.6 us per KB."""
+# Bodies with more lists and objects too: a message takes about 15 us to convert, decode, check and render.
 INLINE_VALUES_MAX: Final = 512
-"""Bodies with more lists and objects too: a message takes about 15 us to convert, decode, check and
-render."""
+# Decoding more of them holds the interpreter for 10 ms and longer, in any thread.
 VALUES_MAX: Final = 50_000
-"""Decoding more of them holds the interpreter for 10 ms and longer, in any thread."""
 _COUNTED_TOGETHER_MIN: Final = 4096
+# Larger windows do not fit the processor's cache, and their copies are returned to the system each time.
 _WINDOW_BYTES: Final = 1 << 16
-"""Larger windows do not fit the processor's cache, and their copies are returned to the system each time."""
 _OPENING: Final = ord("{")
 _BRACKETS_DIFFER: Final = np.uint8(ord("{") - ord("["))
 
@@ -368,7 +367,8 @@ def kept_bytes(value: Any) -> int:
     size, waiting = 0, [value]
     while waiting:
         current = waiting.pop()
-        if isinstance(current, msgspec.Raw):  # sys.getsizeof of one is meaningless
+        # sys.getsizeof of one is meaningless.
+        if isinstance(current, msgspec.Raw):
             size += _RAW_BYTES + len(current)
             continue
         size += sys.getsizeof(current)

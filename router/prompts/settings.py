@@ -8,8 +8,8 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import msgspec
 
+# Name for every base model without an entry of its own.
 ANY_MODEL = "*"
-"""Name for every base model without an entry of its own."""
 
 
 class ModelPrompts(msgspec.Struct, frozen=True):

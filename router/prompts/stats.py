@@ -14,31 +14,45 @@ from router.openai.request import PROMPT_APIS
 from router.prompts.hub import FAILURES
 
 WAYS = ("local", "renderer", "engine", "affinity")
+# Why a prompt is not computed locally, and (if no engine helped) placed by affinity.
 REASONS = (
     "model_unknown",  # no configuration names this model
-    "lora_path_unknown",  # hashes cover the adapter's path, which is unknown
+    # Hashes cover the adapter's path, which is unknown.
+    "lora_path_unknown",
     "no_tokenizer",  # no local tokenizer configured
-    "endpoint",  # not a text-generation endpoint this reader knows
-    "renderer",  # the engine renders this model's chats with code, not with a template
-    "frontend",  # vLLM's Rust frontend makes other tokens of it, which are not reproduced
-    "no_template",  # chat, but the tokenizer directory has no chat template
+    # Not a text-generation endpoint this reader knows.
+    "endpoint",
+    # The engine renders this model's chats with code, not with a template.
+    "renderer",
+    # vLLM's Rust frontend makes other tokens of it, which are not reproduced.
+    "frontend",
+    # chat, but the tokenizer directory has no chat template.
+    "no_template",
     "template_rejected",  # the chat template raised an error
-    "request_template",  # the request brings its own chat template
-    "template_kwargs",  # chat_template_kwargs reach past the template
+    # The request brings its own chat template.
+    "request_template",
+    # chat_template_kwargs reach past the template.
+    "template_kwargs",
     "multimodal",  # images, audio, video
     "embeds",  # prompt embeddings
-    "message_shape",  # a message part whose rendering is not reproduced
-    "tools_shape",  # a tool whose rendering is not reproduced
-    "truncation",  # truncation that depends on what is not known here
-    "field",  # another field of a type or use that is not reproduced
-    "unusual_json",  # JSON that only some parsers accept
+    # A message part whose rendering is not reproduced.
+    "message_shape",
+    # A tool whose rendering is not reproduced.
+    "tools_shape",
+    # Truncation that depends on what is not known here.
+    "truncation",
+    # Another field of a type or use that is not reproduced.
+    "field",
+    # JSON that only some parsers accept.
+    "unusual_json",
     "too_large",  # over prompt_bytes_max
-    "too_complex",  # more lists, objects or messages than can be decoded without holding the event loop
+    # More lists, objects or messages than can be decoded without holding the event loop.
+    "too_complex",
     "busy",  # the worker queue is full
     "empty",  # a prompt without tokens
-    "earlier_response",  # it continues a response that one engine holds
+    # It continues a response that one engine holds.
+    "earlier_response",
 )
-"""Why a prompt is not computed locally, and (if no engine helped) placed by affinity."""
 
 
 class PromptStats(msgspec.Struct):

@@ -105,7 +105,8 @@ os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 """A long text split over cores would cost more CPU, and take the event loop's core."""
 try:
     import fastokens
-except ImportError:  # no wheel for this platform: use the reference
+except ImportError:
+    # No wheel for this platform: use the reference.
     fastokens = None
 
 
@@ -149,8 +150,8 @@ def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | NoFastEncoder:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 """The library's own threads gain nothing for one text and use more CPU waiting than the text costs."""
 
+# One job of fastokens in this many is compared; costs 1-2 us each on average.
 CHECK_EVERY: Final = 1024
-"""One job of fastokens in this many is compared; costs 1-2 us each on average."""
 _CHECKED_CHARS: Final = 1024
 
 
@@ -269,9 +270,11 @@ def truncated(
     if keep == 0:
         raise NotLocalError("empty")
     if from_text and body.truncation_side is None and frame:
-        raise NotLocalError("truncation")  # the tokenizer keeps its frame and cuts within it
+        # The tokenizer keeps its frame and cuts within it.
+        raise NotLocalError("truncation")
     if from_text and body.truncation_side is not None and len(ids) > (max_model_len or 0):
-        raise NotLocalError("truncation")  # the text may have been cut by characters before
+        # The text may have been cut by characters before.
+        raise NotLocalError("truncation")
     return ids[:keep] if body.truncation_side == "right" else ids[-keep:]
 
 
@@ -292,6 +295,7 @@ SPECIAL_TOKENS: Final = (
     "mask_token",
 )
 _MORE_TEMPLATES: Final = "additional_chat_templates"
+# Architectures whose chats vLLM renders with code. gpt-oss (by model_type) has its own format too.
 _OWN_RENDERERS: Final = {
     "MoonshotKimiaForCausalLM": "kimi_audio",
     "KimiK3ForConditionalGeneration": "kimi_k3",
@@ -302,7 +306,6 @@ _OWN_RENDERERS: Final = {
     "InklingForCausalLM": "inkling",
     "InklingForConditionalGeneration": "inkling",
 }
-"""Architectures whose chats vLLM renders with code. gpt-oss (by model_type) has its own format too."""
 
 
 class ModelDirError(ValueError):
@@ -410,7 +413,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """bos_token and so on, each a string or an added-token object."""
     sources = [config]
-    if "added_tokens_decoder" not in config:  # the older layout has them in a separate file
+    # The older layout has them in a separate file.
+    if "added_tokens_decoder" not in config:
         sources.append(_read_json(folder / "special_tokens_map.json"))
     merged = {key: value for source in sources for key, value in source.items() if key in SPECIAL_TOKENS}
     return {key: value for key, value in merged.items() if value is not None}

@@ -42,15 +42,15 @@ from router.prompts.stats import PromptStats
 
 _log = structlog.get_logger()
 
+# Interval between checks of the fleet; each costs a few microseconds while nothing changed.
 _LOOK_S: Final = 0.25
-"""Interval between checks of the fleet; each costs a few microseconds while nothing changed."""
+# After a failed fetch; doubled each time, up to ``_RETRY_S_MAX``.
 RETRY_S = 30.0
-"""After a failed fetch; doubled each time, up to ``_RETRY_S_MAX``."""
 _RETRY_S_MAX: Final = 600.0
 _COMPARED_AT_ONCE: Final = 8
 _COMPARE_TIMEOUT_S: Final = 10.0
+# Number of prompts per model that are compared after it is in use.
 _FIRST_PROMPTS: Final = 4
-"""Number of prompts per model that are compared after it is in use."""
 
 
 class ModelOrigin(msgspec.Struct):
@@ -166,7 +166,8 @@ class TokenizerFinder:
             if name not in self._models:
                 self._models[name] = _Model(name, self._origin(name))
             model = self._models[name]
-            model.agreed &= servers  # one that left is compared again when it is back
+            # One that left is compared again when it is back.
+            model.agreed &= servers
             if model.task is not None:
                 self._again |= servers != model.seen
                 continue
@@ -226,7 +227,8 @@ class TokenizerFinder:
             try:
                 located = await self._locator.locate(source)
                 if model.local is not None and located.shown == model.origin.source:
-                    return  # configured, differs, and there is no other revision of it
+                    # configured, differs, and there is no other revision of it.
+                    return
                 prompts, local = await self._load(model.name, located, servers)
                 model.agreed.clear()
                 differs = await self._difference(model, local, servers, must=auto)
@@ -326,7 +328,8 @@ class TokenizerFinder:
 
     def _agree(self, model: _Model) -> None:
         """Note that every server that reports its tokens agrees."""
-        if model.origin.reason:  # until now one differed; the first prompts may have shown it, no probe
+        # Until now one differed; the first prompts may have shown it, no probe.
+        if model.origin.reason:
             model.origin = ModelOrigin("here", model.origin.source, model.origin.by)
             self._reader.watch(model.name, _FIRST_PROMPTS, self._read_here)
 

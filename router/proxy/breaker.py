@@ -3,14 +3,9 @@
 An engine is left out for one of three reasons, each with its own end:
 
 - **Failures.** Open after ``failures_max`` connection-level failures in a row, or when at least ``share_max``
-  of no fewer than ``window_min`` recent outcomes failed (error statuses count only here: one poisonous
-  request that every engine answers with 500 must not close the fleet). Open for ``open_s_first``, then one
-  probe at a time; each failed probe doubles the wait up to ``open_s_max``; the first success closes and
-  forgets.
+  of no fewer than ``window_min`` recent outcomes failed. One probe at a time; the first success closes.
 - **Retry-After.** Applied once ``refusals_min`` different requests were refused and none has succeeded
-  lately, as one request may be refused for reasons of its own. Where all of them were one client's, it holds
-  for that client only. It ends with its time or with the first request that succeeds; for that a probe is let
-  through now and then, which clients that were not refused may take first.
+  lately; for one client if all were its own. Ends with its time or with the first success.
 - **Silence.** Clients gave up waiting for a first byte, or a streamed request has waited for
   ``silent_s_max`` beyond twice the expected time, while the engine gave no answers. One probe each
   ``silent_probe_s``; ends with the first byte of any answer.
@@ -63,7 +58,8 @@ class RetryAfterPause:
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
-        self._refused: set[int] = set()  # different requests since the last success
+        # Different requests since the last success.
+        self._refused: set[int] = set()
         self._clients: set[int] = set()  # and whose they were
         self._success_at = -math.inf
         self._probe_at = 0.0
@@ -80,6 +76,8 @@ class RetryAfterPause:
         return now >= self._probe_at + waits_s
 
     def _applies_to(self, client: int) -> bool:
+        # Refusals of one client alone (its rate limit at the engine, say) must not lock the engine for all
+        # others.
         return len(self._clients) > 1 or client in self._clients
 
     def _was_refused(self, client: int) -> bool:
@@ -88,6 +86,7 @@ class RetryAfterPause:
     def begin(self, now: float, client: int) -> None:
         if now < self.until and self._applies_to(client):
             self._probe_at = now + self._probe_s
+            # Probes thin out while they are refused: the engine asked for a pause.
             self._probe_s = min(2 * self._probe_s, self._settings.open_s_max)
 
     def refused(self, request: int, until: float, now: float, client: int) -> None:
@@ -96,6 +95,8 @@ class RetryAfterPause:
             self._refused.add(request)
         if len(self._clients) < settings.pause_clients_max:
             self._clients.add(client)
+        # One request may be refused for reasons of its own, and an engine that answers others is not
+        # overloaded.
         if len(self._refused) < settings.refusals_min or now - self._success_at < settings.pause_success_s:
             return
         if now >= self.until:
@@ -118,7 +119,8 @@ class Silence:
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
-        self._asked_at = math.inf  # the first streamed request since an answer
+        # The first streamed request since an answer.
+        self._asked_at = math.inf
         self.due_at = math.inf
         """When one of the streamed requests since an answer has waited too long."""
         self._heard_at = -math.inf
@@ -147,14 +149,19 @@ class Silence:
 
     def unseen(self, asked_at: float) -> None:
         """Forget the request that was sent then: no result of it will be reported."""
+        # Only the oldest request sets ``due_at``: with it gone, the next streamed request starts the time
+        # again.
         if self._asked_at == asked_at:
             self._asked_at = self.due_at = math.inf
 
     def left_unanswered(self, asked_at: float, now: float, *, expected_s: float, streams: bool) -> bool:
         """A client left without a byte. Returns whether that is evidence."""
         waited_s = now - asked_at
+        # The engine answered somebody meanwhile, or the client left too early to prove anything.
         if self._heard_at >= asked_at or waited_s < self._settings.give_up_s + 2 * expected_s:
             return False
+        # A stream shows its first token at once; another answer shows nothing before its end, so one give-up
+        # proves less.
         self.give_ups += self._settings.give_ups_min if streams else 1
         if self.give_ups >= self._settings.give_ups_min:
             self._given_up_at = min(self._given_up_at, now)
@@ -178,7 +185,8 @@ class Breaker:
         self._open_until = 0.0
         self._probing = False
         self._window_end = 0.0
-        self._recent = [0, 0]  # ok, failed in this half of the window
+        # ok, failed in this half of the window.
+        self._recent = [0, 0]
         self._before = [0, 0]  # and in the half before it
         self._pause = RetryAfterPause(settings)
         self._silence = Silence(settings)
@@ -188,6 +196,7 @@ class Breaker:
 
     def _told(self) -> None:
         paused, silence = self._pause.until > 0.0, self._silence
+        # Computed on events, so that the check per engine and decision is one comparison.
         if self._open_s or paused or silence.give_ups:
             self.free_until = -math.inf
         else:
@@ -215,6 +224,8 @@ class Breaker:
     def lost(self, asked_at: float, now: float, *, expected_s: float) -> bool:
         """Whether a request sent then, whose first byte should take ``expected_s``, waits in vain: since
         before the engine was left out, or, as a probe, for as long as shows a silent engine."""
+        # A request sent before the engine was excluded is stuck with it. A later one is a probe, which gets
+        # the full time.
         out_since = min(self._opened_at, self._silence.began_at(now))
         if out_since == math.inf:
             return False
@@ -251,6 +262,8 @@ class Breaker:
             if self._open_s:
                 self._close()
             return
+        # Error statuses count for the share only: one poisonous request that every engine answers with 500
+        # must not exclude the fleet.
         if connection:
             self._in_a_row += 1
         if not self.closed:
@@ -287,6 +300,7 @@ class Breaker:
         return counts
 
     def _open(self, now: float, seconds: float) -> None:
+        # Kept over failed probes: requests sent between them wait in vain as well.
         self._opened_at = min(self._opened_at, now)
         self._probing = False
         self._open_s = seconds
@@ -304,6 +318,7 @@ class Breaker:
     def _roll(self, now: float) -> None:
         if now < self._window_end:
             return
+        # Two halves instead of a list of outcomes: constant memory, and the window is exact to a half.
         half = self._settings.window_s / 2
         self._before = self._recent if now < self._window_end + half else [0, 0]
         self._recent = [0, 0]

@@ -53,9 +53,7 @@ _LOOKED_S = 0.05
 
 class IdleTracker:
     """Tracks idle times for all requests of one loop. A response arrived after the later of its request's
-    start and ``at_s``. A moment counts only if the loop has polled its sockets since, and all waiters have
-    been woken: a loop that was blocked finds responses that arrived long before. Nothing is tracked without
-    waiters."""
+    start and ``at_s``."""
 
     __slots__ = ("_clock", "_noting", "_waiting", "at_s")
 
@@ -84,6 +82,8 @@ class IdleTracker:
             self._noting = False
 
     def _looked(self, then_s: float) -> None:
+        # The loop has polled its sockets since ``then_s``; one turn later all waiters have been woken. A loop
+        # that was blocked finds responses that arrived long before.
         asyncio.get_running_loop().call_soon(self._settle, then_s)
 
     def _settle(self, then_s: float) -> None:
@@ -167,6 +167,8 @@ class DisaggForwarder:
             timeout_s = self.proxy.first_byte_timeout_s
             await_first_byte(attempt, self._carrier)
             answer = await self._carrier.ask(attempt, _without_rank(out), timeout_s, body=prefill_body)
+            # Not the time of arrival: the loop may have been busy, and the lease would be taken for younger
+            # than it is.
             held_since_s = max(asked_s, self._idle.at_s)
             content = await self._read(answer)
             attempt.arrived()
@@ -188,6 +190,7 @@ class DisaggForwarder:
             self._idle.end()
             if answer is not None:
                 self._carrier.done(answer)
+            # Ends the account whatever happened: a leaked prefill would count as queued work forever.
             attempt.finished(usage)
 
     def _check(
@@ -229,6 +232,8 @@ class DisaggForwarder:
             disagg.handed_over(transfer_id, handoff)
         elif result:
             disagg.nothing_to_fetch(transfer_id)
+            # Without a connector the engine never hands anything over; a prefill that ended by itself says
+            # nothing of the next one.
             if result != "stopped":
                 attempt.nothing_held()
             raise AgainError(result)
@@ -264,6 +269,8 @@ class DisaggForwarder:
                 data = await answer.read()
             pieces.append(data)
             left -= len(data)
+            # An engine's answer to a prompt of one token is small: more than that is no answer to our
+            # request.
             if left < 0:
                 raise UpstreamError("reset")
         return b"".join(pieces)
@@ -290,6 +297,7 @@ class DisaggForwarder:
                 out.record.trace.learned({"kvatlas.gap_s": gap_s})
 
         try:
+            # Early: the decode engine waits for the prefill first, so both times are allowed.
             timeout_s += self.proxy.first_byte_timeout_s * handoff.early
             text = await run_cooperatively(body.decode(handoff.params))
             asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
@@ -300,6 +308,8 @@ class DisaggForwarder:
         except UpstreamError as error:
             if not handoff.sent:
                 self._stats.handoffs_redirected += 1
+            # The engine may have closed the connection before it read the request, or after: the parameters
+            # may have been used, and must not be sent twice.
             elif error.stale:  # not a failure of the engine
                 self._stats.handoffs_lost += 1
                 disagg.decode_failed()
@@ -320,6 +330,8 @@ class DisaggForwarder:
                 came.set()
 
         answer, before = await asyncio.gather(ask(), self._count_before(handoff, came))
+        # An unstreamed answer begins when it is complete. Its blocks were fetched in time if no lease at all
+        # expired at the prefill engine meanwhile.
         late = before is not None and self._clock() >= handoff.lease_end_s
         if late and await self._expired_leases(handoff.source_url) == before:
             handoff.fetched()
@@ -353,6 +365,7 @@ class DisaggForwarder:
             return
         self._stats.handoffs_lost += 1
         disagg.decode_failed(status)
+        # vLLM answers 500 if the blocks cannot be loaded: a failure of the transfer, not of the request.
         if status == BROKEN and attempt.fetch_failed():
             raise _in_vain("fetch failed", attempt, out)
 
@@ -380,6 +393,7 @@ def _in_vain(problem: str, attempt: Attempt, out: Outbound) -> AgainError:
 
 def new_transfer_id() -> str:
     """Return a unique transfer id."""
+    # Unique over all routers: engines take equal ids for the same transfer.
     return f"kvatlas-{random.getrandbits(128):032x}"
 
 
@@ -454,11 +468,15 @@ class ConcurrentPrefill:
         second = asyncio.create_task(pair.fetch(first, answer))
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            if _failed(first) and not pair.begun:  # regardless of the decode engine's state
+            # The blocks will not come, so the decode engine would wait for its time-out. Closed while the
+            # client has received nothing, the request can be placed again.
+            # Regardless of the decode engine's state.
+            if _failed(first) and not pair.begun:
                 placement.finished(None)  # the decode engine is not at fault
                 await first
             outcome = await second
-            if not pair.is_early:  # another decode engine may be asked when the blocks are there
+            # Another decode engine may be asked when the blocks are there.
+            if not pair.is_early:
                 await first
             return outcome
         finally:
@@ -468,6 +486,8 @@ class ConcurrentPrefill:
         second.cancel()
         if not pair.is_early:
             first.cancel()
+        # Only the end of the prefill frees the blocks that the decode engine has reserved, so it goes on
+        # without us.
         elif not first.done():
             self._alone.add(first)
             first.add_done_callback(self._alone.discard)
@@ -478,6 +498,8 @@ class ConcurrentPrefill:
         engine_id = pair.prefill.engine_id
         if pair.is_early and _failed(first):
             self._stats.waits_leaked += 1
+            # The decode engine waits until its time-out although the prefill failed: the place stays taken as
+            # long.
             self._places.leak(engine_id, self._clock(), self._legs.pd.mooncake_abort_s)
         else:
             self._places.free(engine_id)
@@ -514,8 +536,10 @@ class _Pair:
         """Send the decode request, early if its parameters are known, otherwise after the prefill."""
         self._handoff = await self._legs.early_handoff(self.prefill, self._disagg, self._transfer_id)
         if self._handoff is None:
+            # Shielded: a client that leaves must not cancel a prefill that another task awaits.
             await asyncio.shield(first)
         else:
+            # Its first byte comes after the prefill: without this the engine would count as silent.
             self._placement.expected_s += self.prefill.expected_s
         return await answer(self._passed_on)
 

@@ -22,6 +22,7 @@ from router.proxy.attempt import Attempt, Carrier
 from router.proxy.stats import ProxyStats
 
 _IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
+# Events that come before anything is generated, or say nothing of it.
 _OPENINGS: Final = {
     CHAT: re.compile(
         rb'"role": ?"assistant", ?"content": ?""(?!.*(?:"finish_reason": ?"|"tool_calls": ?\[\{))'
@@ -29,15 +30,14 @@ _OPENINGS: Final = {
     MESSAGES: re.compile(rb'"type": ?"(?:message_start|ping|content_block_start)"(?!.*"tool_use")'),
     RESPONSES: re.compile(rb'"type": ?"response\.(?:created|in_progress|queued)"'),
 }
-"""Events that come before anything is generated, or say nothing of it."""
 _IN_BACKGROUND: Final = re.compile(rb'"background": ?true')
+# In every event that says that the engine gave up, as vLLM writes it; within a string its quotes would be
+# escaped. Few other texts share their last letters, which makes looking for them quick.
 _MARKS: Final = {
     **dict.fromkeys(_IN_CHOICES, b'reason":"abort'),
     MESSAGES: b'"message_delta"',
     RESPONSES: b'"response.completed"',
 }
-"""In every event that says that the engine gave up, as vLLM writes it; within a string its quotes would be
-escaped. Few other texts share their last letters, which makes looking for them quick."""
 _ERROR_MIN, _ERROR_MAX = 400, 599
 
 
@@ -150,10 +150,10 @@ def error_status(data: bytes) -> int:
 # Reports of a failed answer: to the attempt, the record, and the log.
 
 
+# Statuses after which another engine is asked: this one is busy, broken or going down.
 REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
-"""Statuses after which another engine is asked: this one is busy, broken or going down."""
+# The status of an engine that the request may have broken.
 BROKEN: Final = 500
-"""The status of an engine that the request may have broken."""
 
 
 class EventRefusedError(Exception):

@@ -2,9 +2,7 @@
 
 The answer's head is held until its first body bytes are there, so that an engine that dies during its prefill
 can still be replaced without the client noticing; from the first byte given to the client on there is no
-retry. A request that breaks an engine (500, or the connection ends before the first byte) is given to one
-other engine and then to none: some requests break every engine they meet. A placement ends exactly once, with
-``finished`` or ``failed``, also when this is cancelled.
+retry. A placement ends exactly once, with ``finished`` or ``failed``, also when this is cancelled.
 
 A placement on two engines has the first one asked (``split/``) while the second one's place is held;
 what the second one may be told, and what comes after a failure, is for the request's ``DisaggState``.
@@ -60,14 +58,15 @@ from router.proxy.stats import ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400
+# Of an answer that is searched for its `usage`; longer ones give receipts without reported tokens.
 USAGE_BYTES_MAX = 4 << 20
-"""Of an answer that is searched for its `usage`; longer ones give receipts without reported tokens."""
+# A request that breaks an engine (500, or the connection ends before the first byte) is given to one other
+# engine and then to none: some requests break every engine they meet.
 _BREAKS_MAX = 2
-"""A request that broke this many engines is not given to another: it may be the request."""
+# Largest error answer of an engine that is kept, to be passed on if no other engine answers.
 _KEPT_ANSWER_BYTES_MAX = 256 * 1024
-"""Largest error answer of an engine that is kept, to be passed on if no other engine answers."""
+# Log lines per second on broken engines: one that dies breaks with all its requests.
 _BREAK_LINES_MAX = 10
-"""Log lines per second on broken engines: one that dies breaks with all its requests."""
 
 
 class Refusal(msgspec.Struct, gc=False):
@@ -139,12 +138,15 @@ class Forwarder:
         """
         retry_end = self._clock() + self._settings.retry_time_s_max
         exclude: frozenset[str] = frozenset()
-        left: frozenset[str] = frozenset()  # they went down, but did not fail: better than no engine at all
+        # Engines that went down without failing this request: better than no engine at all.
+        left: frozenset[str] = frozenset()
         outcome: Refusal | UpstreamError | None = None
         breaks = attempt = 0
         disagg: DisaggState | None = None
         carrier = out.carrier or self._own
         while attempt < self._settings.attempts_max:
+            # An abandoned attempt was moved away from its engine by us, possibly after minutes: it has a
+            # right to another one.
             if attempt and self._clock() >= retry_end and not _abandoned(outcome):
                 break
             try:
@@ -160,7 +162,10 @@ class Forwarder:
                 disagg = self._legs.disagg()
             try:
                 outcome = await self._carry(placement, out, carrier, send, disagg)
-            except AgainError as again:  # at most once per prefill that the disagg allows, plus one
+            except AgainError as again:
+                # At most once per prefill that the disagg allows, plus one.
+                # Not an attempt of its own: the failure was the prefill's, and the decode engine may be used
+                # again.
                 breaks += again.broke
                 if breaks < _BREAKS_MAX:
                     continue
@@ -172,9 +177,11 @@ class Forwarder:
             attempt += 1
             tried = frozenset((placement.engine_id,))
             left, exclude = (left | tried, exclude) if _abandoned(outcome) else (left, exclude | tried)
+            # The engine may have acted on it: a second execution could do it twice.
             if _unrepeatable(out.request, outcome):
                 break
             breaks = self._note_break(out, placement.engine_id, outcome, breaks)
+            # A gateway that carries the request decides itself whether it can be sent again.
             if breaks >= _BREAKS_MAX or not carrier.may_retry():
                 break
         await self._give_up(outcome, out.record, send)
@@ -266,6 +273,7 @@ class Forwarder:
         self._stats.engines_broken += 1
         self._stats.requests_quarantined += last
         second = int(self._clock())
+        # An engine that dies breaks with all its requests: a line for each would flood the log.
         if second != self._lines_second:
             self._lines_second, self._lines = second, 0
         self._lines += 1
@@ -288,6 +296,7 @@ class Forwarder:
             await send({"type": "http.response.start", "status": outcome.status, "headers": outcome.fields})
             await send({"type": "http.response.body", "body": outcome.body})
             return
+        # No outcome: every attempt ended before a connection, because the pool was full.
         reason = outcome.reason if outcome is not None else "overflow"
         if reason == "timeout":
             raise engine_timeout("The engine did not answer in time.")

@@ -35,17 +35,18 @@ _NOT_FORWARDED = frozenset(
     (
         *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
         b"accept-encoding",  # see IDENTITY
-        *(PREFILLERS, KV_SOURCE),  # a client's own would have a sidecar send its prompt anywhere
+        # A client's own would have a sidecar send its prompt anywhere.
+        *(PREFILLERS, KV_SOURCE),
     )
 )
+# Asked of engines in place of the client's wish: neither the usage nor the end of a packed answer can be read
+# here, and without the field any coding may come (RFC 9110, section 12.5.3).
 IDENTITY = (b"accept-encoding", b"identity")
-"""Asked of engines in place of the client's wish: neither the usage nor the end of a packed answer can be
-read here, and without the field any coding may come (RFC 9110, section 12.5.3)."""
+# May hold the engine's address, or a path that only the engine has.
 NAMES_ENGINE = (b"location", b"content-location", b"refresh")
-"""May hold the engine's address, or a path that only the engine has."""
 _NOT_RETURNED = frozenset((*_HOP_BY_HOP, *NAMES_ENGINE, PREFILLED))
+# Connection options that are no fields, and fields that naming in ``Connection`` must not remove.
 _NEVER_NAMED = frozenset((b"close", b"keep-alive", b"content-length", b"content-type", b"authorization"))
-"""Connection options that are no fields, and fields that naming in ``Connection`` must not remove."""
 _NOTHING: frozenset[bytes] = frozenset()
 
 
@@ -71,20 +72,24 @@ def read_request_headers(
     """Sort a request's header fields; ``told``: the same as a dictionary, where there is one. Raises
     ``ValueError`` on a content-length that is no number."""
     if told is None:
-        told = dict(headers)  # of what is asked for, the last one counts
+        # Of what is asked for, the last one counts.
+        told = dict(headers)
     kept = [field for field in headers if field[0] not in _NOT_FORWARDED]
     request_id = told.get(b"x-request-id", b"")
     length = told.get(b"content-length")
     encoding = forwarded_for = b""
     if b"content-encoding" in told:
         values = _values(headers, b"content-encoding")
+        # A second field could hide a compressed body from the reader.
         encoding = next((one for one in values if one.strip().lower() not in (b"", b"identity")), b"")
     if b"x-forwarded-for" in told:
         forwarded_for = b", ".join(_values(headers, b"x-forwarded-for"))
     named = _named(headers) if b"connection" in told else _NOTHING
     if named:
+        # A hop removes what ``Connection`` names (RFC 9110, section 7.6.1).
         kept = [field for field in kept if field[0] not in named]
     kept.append(IDENTITY)
+    # Engines log this id, so both logs can be joined.
     if not request_id or b"x-request-id" in named:
         request_id = b"%032x" % random.getrandbits(128)
         kept.append((b"x-request-id", request_id))
@@ -127,6 +132,7 @@ def request_head(
     ``own`` fields (the placement's) replace the client's of the same name.
     """
     if own:
+        # A client must not overrule the placement, e.g. the data-parallel rank.
         names = {name.lower() for name, _ in own}
         fields = [field for field in fields if field[0] not in names]
         fields.extend(own)
@@ -135,8 +141,8 @@ def request_head(
     return b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b" % (method.encode(), target, host, lines, end)
 
 
+# Statuses that send a client elsewhere (RFC 9110 section 15.4).
 REDIRECTS = frozenset({300, 301, 302, 303, 307, 308})
-"""Statuses that send a client elsewhere (RFC 9110 section 15.4)."""
 
 
 class AnswerHead(msgspec.Struct, gc=False):
@@ -161,6 +167,7 @@ def as_json(fields: list[Header]) -> list[Header]:
 def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Header, ...]) -> AnswerHead:
     """Sort an answer's header fields; ``own`` (the placement's) are added."""
     told = dict(headers)
+    # The usual answer has none of them: no list comprehension per answer.
     if told.keys().isdisjoint(_NOT_RETURNED):
         fields = list(headers)
     else:
@@ -173,6 +180,7 @@ def read_answer_headers(headers: list[Header], request_id: bytes, own: tuple[Hea
     encoded = encoding is not None and encoding.lower() != b"identity"
     if b"x-request-id" not in told:
         fields.append((b"x-request-id", request_id))
+    # nginx buffers a stream unless told not to.
     if sse and b"x-accel-buffering" not in told:
         fields.append((b"x-accel-buffering", b"no"))
     fields.extend(own)
@@ -192,6 +200,7 @@ _PASSED = frozenset({"/tokenize", "/detokenize", "/score", "/rerank", "/pooling"
 _PASSED_PREFIXES = ("/v1/", "/v2/")
 _DOUBLED = "/v1/v1/"
 _TRAILING = re.compile(rb"(?:/|%2[fF])+$")
+# Where engines take nothing but POST.
 POST_PATHS = (
     PROMPT_APIS.keys()
     | _PASSED
@@ -207,7 +216,6 @@ POST_PATHS = (
         }
     )
 )
-"""Where engines take nothing but POST."""
 
 
 class Verdict(Enum):
@@ -218,15 +226,16 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
 
 
+# Paths that routers and probes request for themselves.
 OBSERVED = frozenset({"/health", "/kv_event_sources", "/load", "/metrics", "/ping", "/version"})
-"""Paths that routers and probes request for themselves."""
+# After one of these an engine's GPU pool is empty.
 CACHE_RESETS = frozenset({"/reset_prefix_cache", "/flush_cache", "/sleep"})
-"""After one of these an engine's GPU pool is empty."""
 
 
 def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset()) -> Verdict:
     """``path`` as ASGI gives it: percent-decoded, without query. ``passed`` goes before ``refused``, by its
     exact spelling only."""
+    # The exact spelling first: nearly all requests end here.
     if path in PROMPT_APIS or path in passed:
         return Verdict.FORWARD
     folded = _fold(path)
@@ -234,6 +243,7 @@ def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset
         return Verdict.REFUSE
     if folded.startswith(_DOUBLED):
         return Verdict.UNKNOWN
+    # Both spellings: ``/v1/../metrics`` begins with /v1 but is folded to another path.
     if path in _PASSED or (path.startswith(_PASSED_PREFIXES) and folded.startswith(_PASSED_PREFIXES)):
         return Verdict.FORWARD
     return Verdict.UNKNOWN
@@ -241,6 +251,8 @@ def judge(path: str, refused: frozenset[str], passed: frozenset[str] = frozenset
 
 def response_named(method: str, path: str) -> str | None:
     """The response that a path is about, however it is spelled; None: about none."""
+    # Engines normalise the path too, so every spelling of a response's id must lead to the check of its
+    # tenant.
     named = posixpath.normpath("/" + path.lstrip("/"))
     if not named.lower().startswith(RESPONSES + "/"):
         return None

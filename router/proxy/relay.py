@@ -62,6 +62,8 @@ class StreamRelay(msgspec.Struct, eq=False):
                 if self._waits is not None:
                     await self._caught_up()
                 if self._go_on():
+                    # ``_take`` is called by the connection for each piece, so that a chunk costs no task
+                    # switch.
                     await self._connection.next_event(self._take)
         except UpstreamError as error:
             if not self._started:
@@ -110,7 +112,9 @@ class StreamRelay(msgspec.Struct, eq=False):
             self._begin(events.first)
         if self._begun and self._success:
             record.piece()
+            # An event ends with a blank line, and engines send one token per event: cheaper than parsing.
             self._attempt.streamed(data.count(b"\n\n"))
+        # Nothing is sent before a whole line has come, so that an engine that dies first can be replaced.
         if not out and self._more:
             return
         record.bytes_out += len(out)
@@ -122,6 +126,7 @@ class StreamRelay(msgspec.Struct, eq=False):
     def _give_up(self, out: bytes) -> None:
         """End the answer: the engine gave up behind ``out``, which is not needed if another engine
         answers."""
+        # What came before the abort is the client's; unsent, it is dropped for the other engine's answer.
         if self._started and out:
             self._record.bytes_out += len(out)
             self._waits = self._answer.write(out, more=True)
@@ -134,6 +139,7 @@ class StreamRelay(msgspec.Struct, eq=False):
         if self._replaceable and not self._started:
             attempt.check_fetched()
         if self._success and (named := error_status(first)):
+            # vLLM reports an error of a stream as its first event, behind a status of 200.
             if self._replaceable and not self._started and named in REFUSALS:
                 raise EventRefusedError(named, self._head.fields, first.strip())
             self._success, status = False, named
@@ -151,8 +157,8 @@ class StreamRelay(msgspec.Struct, eq=False):
         await self._caught_up()
 
 
+# Of an answer that is not streamed; engines send these at once when they are complete.
 _GATHERED_BYTES_MAX = 256 * 1024
-"""Of an answer that is not streamed; engines send these at once when they are complete."""
 
 
 class AnswerRelay(msgspec.Struct, eq=False):
@@ -205,6 +211,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
         """Pass a body that came in one piece on in one."""
         if self._replaceable:
             self._check(data)
+        # An empty body is no sign that the engine generates.
         self._attempt.first_byte(self._connection.status if data else 0)
         self._start()
         self._record.bytes_out += len(data)
@@ -254,6 +261,8 @@ class AnswerRelay(msgspec.Struct, eq=False):
         connection, attempt, record, answer = self._connection, self._attempt, self._record, self._answer
         if self._replaceable:
             if self._wants_usage and self._head.json:
+                # Kept back until its end is known: vLLM writes an abort at the end of an answer with status
+                # 200.
                 data = await self._gathered(data)
             if connection.at_eof:
                 if (waits := self._pass_whole(data)) is not None:
@@ -271,6 +280,7 @@ class AnswerRelay(msgspec.Struct, eq=False):
             if wants_usage:
                 seen.append(data)
                 seen_bytes += len(data)
+                # Bounded: beyond it the answer is forwarded but not read.
                 wants_usage = seen_bytes <= self._usage_bytes_max
             record.bytes_out += len(data)
             if (waits := answer.write(data, more=more)) is not None:

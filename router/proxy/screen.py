@@ -25,10 +25,10 @@ from router.proxy.settings import ReportMode
 _TRANSFERS, _XARGS = frozenset({b"kv_transfer_params", b"ec_transfer_params"}), b"vllm_xargs"
 _REPORT_MODE = b"kv_cache_report_mode"
 _SAMPLING, _EXTRA = b"sampling_params", b"extra_args"
+# A text without any of these has none of our keys, in any spelling.
 _HINTS = (b"_transfer_params", b"report_mode", b"\\u")
-"""Without one of these no key in a text can be one of ours, however it is written."""
+# A member, and what it lies within.
 _LOOKED_INTO = frozenset({(b"", _XARGS), (b"", _SAMPLING), (_SAMPLING, _EXTRA)})
-"""A member, and what it lies within."""
 _TRANSCODED_BYTES_MAX = 1 << 20
 
 
@@ -170,7 +170,8 @@ class _Cutter:
         if first == b"{":
             yield from self._object(member.value, within=member.name)
         elif (
-            first == b'"'  # form fields carry it as a JSON text
+            # Form fields carry it as a JSON text.
+            first == b'"'
             and self._rules.report_mode == "refuse"
             and _REPORT_MODE in self._scan.decoded(member)
         ):

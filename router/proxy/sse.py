@@ -26,8 +26,8 @@ from router.proxy.endings import abort_mark, aborts_in_choices, event_aborted, i
 # ``meta.billed_units``.
 
 
+# Positions of Whisper's encoder: 1500 for 30 s (vllm/model_executor/models/whisper.py of 0.32).
 AUDIO_TOKENS_PER_S: Final = 50
-"""Positions of Whisper's encoder: 1500 for 30 s (vllm/model_executor/models/whisper.py of 0.32)."""
 
 
 class _Details(msgspec.Struct, gc=False):
@@ -120,8 +120,10 @@ def read_response_id(body: bytes) -> str | None:
     return found if isinstance(found, str) else None
 
 
-_LINE_BYTES_MAX = 256 * 1024  # a longer unfinished line is passed on in parts
-_MARK_BYTES = 256  # enough of what was passed on to recognise its end
+# A longer unfinished line is passed on in parts.
+_LINE_BYTES_MAX = 256 * 1024
+# Enough of what was passed on to recognise its end.
+_MARK_BYTES = 256
 _GOES_ON = b'"finish_reason":null'
 _UNKNOWN_END = b"\0"  # of no line
 _END_MARKS = (
@@ -145,7 +147,8 @@ class SseRelay:
         """``path``: the API's, where it is known; ``replaceable``: another engine may be asked while nothing
         has been passed on."""
         self._path = path
-        self._seeks_id = path == RESPONSES  # its first event names the response
+        # Its first event names the response.
+        self._seeks_id = path == RESPONSES
         self._holds = replaceable
         self._held = b""
         self._abort_mark = abort_mark(path) if replaceable else b""
@@ -213,7 +216,8 @@ class SseRelay:
             closing = b""
         elif last.endswith(b"\n"):
             closing = b"\n"
-        else:  # also after CR, which may be a line end or half of one
+        else:
+            # Also after CR, which may be a line end or half of one.
             closing = b"\n\n"
         head = b"event: %b\n" % name if name else b""
         return b"%b%bdata: %b\n\n" % (closing, head, error)
@@ -227,7 +231,8 @@ class SseRelay:
                     self.begun, self.first = True, line[5:]
                     return data
                 self._holds = self._holds and waits_for_more(line)
-            elif line.startswith(b":"):  # a comment keeps the connection open
+            elif line.startswith(b":"):
+                # A comment keeps the connection open.
                 self._holds = False
         if self._holds and len(data) < _LINE_BYTES_MAX:
             self._held = data

@@ -188,10 +188,8 @@ class IndexLookup:
         *,
         detail: bool,
     ) -> SharedRows:
-        """Add the hits of ``ids`` to ``hits`` and rows of shared stores to ``stores``.
-
-        The lookup is repeated if an engine turns out to have a new hash scheme.
-        """
+        """Add the hits of ``ids`` to ``hits`` and rows of shared stores to ``stores``."""
+        # The lookup is repeated if an engine turns out to have a new hash scheme.
         reader = self._reader()
         schemes = _schemes(reader.engines(model), ids)
         while True:

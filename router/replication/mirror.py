@@ -77,7 +77,8 @@ class MirroredIndex:
         self._queue.touch(engine_id, (block,))
 
     def clear(self, engine_id: str, medium: str) -> None:
-        if is_shared(medium):  # expired entries: the engine's other blocks must stay readable
+        # Expired entries: the engine's other blocks must stay readable.
+        if is_shared(medium):
             gone = self.memory.blocks_of(engine_id, medium).tolist()
             self.memory.clear(engine_id, medium)
             self._queue.touch(engine_id, gone)

@@ -364,7 +364,8 @@ class PatternCodes:
         except ServerError as error:
             if error.reason != "OOM":
                 raise
-            self.provisional = True  # removals must be written although new codes cannot
+            # Removals must be written although new codes cannot.
+            self.provisional = True
             return self._known | {pattern: self._part_of(pattern) for pattern in new}
         for pattern, code in sorted(zip(new, codes, strict=True), key=lambda pair: not pair[1]):
             self._known[pattern] = code or self._part_of(pattern)

@@ -221,7 +221,8 @@ class SharedIndex:
 
     def follow(self, engine: EngineAddress, model: str, tasks: asyncio.TaskGroup) -> None:
         """Follow the engine here, if the lease can be acquired."""
-        del tasks  # feeds start and stop with their leases
+        # Feeds start and stop with their leases.
+        del tasks
         self.lookup.assign(engine.engine_id, model)
         self.lease_manager.add_candidate(engine, model)
 

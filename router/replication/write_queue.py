@@ -372,14 +372,14 @@ class WriteQueue:
         self._failing_since = None
 
     async def failed(self, error: IndexUnavailable) -> None:
-        """Record a failed flush. After the length of a lease, engines with unwritten changes are
-        invalidated.
-        """
+        """Record a failed flush."""
+        # After the length of a lease, engines with unwritten changes are invalidated.
         now = _now()
         if self._failing_since is None:
             self._failing_since = now
         if error.reason == "OOM" or now - self._failing_since < self.settings.lease_s:
-            return  # a full server still accepts removals
+            # A full server still accepts removals.
+            return
         for engine_id, engine in list(self.engines.items()):
             if engine.slot is not None and not engine.idle:
                 engine.invalidate(whole=False)
@@ -388,7 +388,8 @@ class WriteQueue:
                 except LeaseLost:
                     self.drop_fenced(engine_id, engine)
                 except IndexUnavailable:
-                    return  # the lease cannot be renewed either, so readers will mark the engine stale
+                    # The lease cannot be renewed either, so readers will mark the engine stale.
+                    return
 
     async def claim(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
         """Claim a new generation, and queue everything that the memory index holds of the engine."""
@@ -446,7 +447,8 @@ class Flush:
         failure: IndexUnavailable | None = None
         while failure is None and (self._ready or not self._done):
             sending, self._ready = self._ready, []
-            try:  # the next round is built while the server processes this one
+            # The next round is built while the server processes this one.
+            try:
                 made, written = await asyncio.gather(self._make_round(), self._write(sending))
             except BaseException:
                 self._again(*sending, *self._ready)
@@ -503,14 +505,16 @@ class Flush:
         except BaseException:
             self._queue.touch_engine(engine, hashes)
             raise
-        self._queue.touch_engine(engine, hashes)  # invalidated or lost meanwhile: read the blocks again
+        # Invalidated or lost meanwhile: read the blocks again.
+        self._queue.touch_engine(engine, hashes)
 
     async def _describe(self, scope: Scope, engine_id: str, engine: PendingEngine) -> None:
         facts = engine.facts
         try:
             await self._queue.registry.describe(scope, engine_id, engine.token, facts)
         except IndexUnavailable as error:
-            if error.reason == "OOM":  # other replicas would continue to predict with the old description
+            # Other replicas would continue to predict with the old description.
+            if error.reason == "OOM":
                 engine.invalidate(whole=False)
                 await self._queue.registry.invalidate(engine_id, engine.token)
             raise

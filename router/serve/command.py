@@ -57,7 +57,8 @@ class LogSink(io.TextIOBase):
         self._out = out
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full disk, a closed file
+        # A broken pipe, a full disk, a closed file.
+        with contextlib.suppress(OSError, ValueError):
             self._out.write(text)
         return len(text)
 
@@ -227,13 +228,11 @@ def _key_file(config: Config) -> str:
 
 
 def tame_garbage_collection() -> None:
-    """Exclude loaded objects from garbage collection, and collect the rest less often.
-
-    A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
-    interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). Open objects are
-    examined twice: 50,000 at a time, those of 500 streams, block the loop for 30 ms; a million would for 120
-    (benchmarks/streams.py).
-    """
+    """Exclude loaded objects from garbage collection, and collect the rest less often."""
+    # A request makes no reference cycles, so collections find next to nothing, and cost 8 % of the CPU at the
+    # interpreter's thresholds (measured with the load generator of benchmarks/proxy.py). Open objects are
+    # examined twice: 50,000 at a time, those of 500 streams, block the loop for 30 ms; a million would for
+    # 120 (benchmarks/streams.py).
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 4, 2000)

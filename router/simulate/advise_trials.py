@@ -117,8 +117,8 @@ def trials(setup: FleetSetup, *, ttft_target_s: float | None = None) -> list[Tri
 
 
 def splits(setup: FleetSetup) -> list[Trial]:
-    """Return trials with disaggregated prefill, by the number of prefill engines; the first has none. In all
-    of them prompts delay the generation beside them, as in vLLM."""
+    """Return trials with disaggregated prefill, by the number of prefill engines; the first has none."""
+    # In all of them prompts delay the generation beside them, as in vLLM.
     if setup.engines < 2:
         return []
     timing = msgspec.structs.replace(setup.timing, stall_share=1.0)
@@ -336,7 +336,8 @@ def _retention(setup: FleetSetup, base: TrialResult, others: Sequence[TrialResul
         return Advice(topic="retention", setting=setting, value=None, text=text)
     shortest_s = min(one.mean_s for one in others)
     near = [one for one in others if one.mean_s <= shortest_s * (1 + AS_GOOD)]
-    best = near[0]  # of equally good values, dense comes last: it takes the most pages
+    # Of equally good values, dense comes last: it takes the most pages.
+    best = near[0]
     listed = ", ".join(f"{one.value}: {one.change:+.0%}, hit {one.hit_share:.0%}" for one in others)
     if -best.change >= GAIN_MIN and best.every_seed:
         names = " or ".join(one.value for one in near)

@@ -463,7 +463,8 @@ def _library() -> Any:
         from matplotlib import figure  # noqa: PLC0415
     except ImportError:
         raise PlotError("--plot needs matplotlib: python -m pip install matplotlib") from None
-    mpl.rcParams["svg.hashsalt"] = "kvatlas"  # else ids in an SVG differ from run to run
+    # Else ids in an SVG differ from run to run.
+    mpl.rcParams["svg.hashsalt"] = "kvatlas"
     return figure
 
 

@@ -262,7 +262,8 @@ def _here(jobs: Sequence[Job], workloads: Workloads, placed: Placed | None) -> I
 def _elsewhere(
     jobs: Sequence[Job], workloads: Workloads, processes: int, placed: Placed | None
 ) -> Iterator[tuple[Job, Result]]:
-    context = multiprocessing.get_context("spawn")  # forking a process with threads can deadlock
+    # Forking a process with threads can deadlock.
+    context = multiprocessing.get_context("spawn")
     count = context.Value(ctypes.c_int64, 0)
     workers = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_adopt, initargs=(dict(workloads), count)

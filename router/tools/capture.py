@@ -262,11 +262,9 @@ def _zeros(tokens: Any) -> Any:
 
 
 def _keys(keys: Any, lora_name: Any) -> Any:
-    """Redact cache salts in extra keys.
-
-    A salt is a string that is neither the adapter's name nor part of a pair with a number (a multimodal item:
-    the hash of its content, and its offset).
-    """
+    """Redact cache salts in extra keys."""
+    # A salt is a string that is neither the adapter's name nor part of a pair with a number (a multimodal
+    # item: the hash of its content, and its offset).
     if not isinstance(keys, list):
         return keys
     return [

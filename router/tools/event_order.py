@@ -63,8 +63,10 @@ class CaptureOrder:
         self._hold_bytes_max = hold_bytes_max
         self._next = 0 if has_replay else None
         self._begun = False
-        self._response_started = False  # the response to ``request`` has begun
-        self._unavailable: int | None = None  # seq known to be unavailable from the replay socket
+        # The response to ``request`` has begun.
+        self._response_started = False
+        # Seq known to be unavailable from the replay socket.
+        self._unavailable: int | None = None
         self._recent = RecentBatches(_RECENT_MAX)
         self._held: deque[CaptureLine] = deque()
         self._held_bytes = 0
@@ -72,11 +74,9 @@ class CaptureOrder:
 
     @property
     def holds(self) -> bool:
-        """Whether a live frame is held back: a response is useful only up to that frame.
-
-        Read live frames before the first frame of a response; otherwise the response may overtake live frames
-        that are waiting to be read.
-        """
+        """Whether a live frame is held back: a response is useful only up to that frame."""
+        # Read live frames before the first frame of a response; otherwise the response may overtake live
+        # frames that are waiting to be read.
         return bool(self._held)
 
     @property
@@ -115,7 +115,8 @@ class CaptureOrder:
             return True
         if frame.seq > self._next:
             if self._response_started:
-                return False  # a hole: it is requested again, as long as there is progress
+                # A hole: it is requested again, as long as there is progress.
+                return False
             self._skip_to(frame.seq)
         self._response_started = True
         self._stats.history_frames += 1

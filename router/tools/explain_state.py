@@ -331,10 +331,8 @@ class _PromptJournal:
         return max(found, key=lambda span: span.at, default=None)
 
     def _same_tokens(self, span: MaskedSpan, start: int, end: int) -> bool:
-        """Return whether the span belongs to this prompt.
-
-        For redacted captures, decided by the parent alone, or by any listed hash.
-        """
+        """Return whether the span belongs to this prompt."""
+        # For redacted captures, decided by the parent alone, or by any listed hash.
         if self._player.run_of(self._source).redacted:
             return start > 0 or any(block in span.listed for block in self._hashes)
         try:

@@ -128,7 +128,8 @@ def _lines(paths: Sequence[Path]) -> Iterator[UsageLine]:
             for file in _opened(path, stack):
                 for number, text in enumerate(file, 1):
                     if not text.endswith(b"\n"):
-                        break  # incomplete: a router is writing it
+                        # incomplete: a router is writing it.
+                        break
                     try:
                         yield _decoder.decode(text)
                     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -146,7 +146,8 @@ class SharedReplay:
             tasks.create_task(self._mirror.run())
             while True:
                 await asyncio.sleep(self._reading.settings.renew_s)
-                with contextlib.suppress(IndexUnavailable):  # a lease lost for long appears as a difference
+                # A lease lost for long appears as a difference.
+                with contextlib.suppress(IndexUnavailable):
                     await self._leases.renew(self._mirror.mirrored())
 
     async def compare(self) -> list[PlaneDiff]:

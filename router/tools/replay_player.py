@@ -259,10 +259,8 @@ class Player:
             self.play(frame)
 
     def learn(self, frames: Iterable[CapturedFrame]) -> None:
-        """Play frames only to learn each engine's groups and hash scheme, then reset.
-
-        Equivalent to engines that ran before the capture and restarted when it began.
-        """
+        """Play frames only to learn each engine's groups and hash scheme, then reset."""
+        # Equivalent to engines that ran before the capture and restarted when it began.
         for frame in frames:
             if self.play(frame) and not self.run_of(frame.source).redacted:
                 self.fleet.engine(frame.source).finish_detection()

@@ -276,7 +276,8 @@ def apply_line(fleet: FleetResidency, path: Path, number: int, line: TraceLine) 
     """Apply one batch of a trace and complete a pending search for the hash scheme. Raises ``TraceError``."""
     try:
         fleet.apply(RECORDED, decode_batch(line.payload()))
-    except ValueError as error:  # not base64 (binascii.Error), not ASCII, or not a batch (EventDecodeError)
+    except ValueError as error:
+        # Not base64 (binascii.Error), not ASCII, or not a batch (EventDecodeError).
         raise TraceError(f"{path}:{number}: {error}") from None
     fleet.engine(RECORDED).finish_detection()
 

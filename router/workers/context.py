@@ -137,7 +137,8 @@ class WorkerSockets:
             infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
                 where = (address[0], port, *address[2:])
-                if copies > 1 and port:  # fail if another program uses this port with SO_REUSEPORT
+                # Fail if another program uses this port with SO_REUSEPORT.
+                if copies > 1 and port:
                     _listening(family, where, shared=False).close()
                 for sockets in found:
                     sock = _listening(family, (address[0], port, *address[2:]), shared=copies > 1)
@@ -238,7 +239,8 @@ class Mesh:
         for sock in self._sockets.values():
             try:
                 sock.send(message)
-            except OSError:  # buffer full: the sibling is dead, stopped or far behind
+            except OSError:
+                # Buffer full: the sibling is dead, stopped or far behind.
                 missed += 1
         return missed
 
@@ -250,7 +252,8 @@ class Mesh:
                 return
             except OSError:
                 message = b""
-            if not message:  # end of file: the parent has exited, and the siblings with it
+            # End of file: the parent has exited, and the siblings with it.
+            if not message:
                 if self._loop is not None:
                     self._loop.remove_reader(sock)
                 return

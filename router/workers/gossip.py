@@ -284,7 +284,8 @@ class SiblingGossip:
             self.inflight.lost(name)
             if self._others is not None:
                 self._others.forget(sibling)
-            self._whole_due_s = 0.0  # a new process: it has no totals of this worker yet
+            # A new process: it has no totals of this worker yet.
+            self._whole_due_s = 0.0
             self._count_at_s = 0.0
         if message.load:
             self._fields[name] = message.load

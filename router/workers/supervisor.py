@@ -155,7 +155,8 @@ class Supervisor:
     def _start(self, slot: int) -> None:
         reads, writes = os.pipe()
         life, self._lives[slot] = self._lives[slot], self._lives[slot] + 1
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the child must not run the parent's handlers
+        # The child must not run the parent's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
         if pid == 0:
             self._become_worker(slot, life, writes)
@@ -173,7 +174,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL)
             # SIGHUP stays blocked until the worker handles it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-            os.setpgrp()  # the terminal sends Ctrl-C to the parent only, which forwards it
+            # The terminal sends Ctrl-C to the parent only, which forwards it.
+            os.setpgrp()
             os.close(self._parent_holds)
             self._selector.close()
             for other in self._processes.values():

@@ -141,7 +141,8 @@ class CounterStore:
                 os.pread(file, size, 8),
                 type=tuple[list[tuple[Key, float]], list[tuple[int, int, list[tuple[Key, float]]]]],
             )
-        except msgspec.MsgspecError:  # the writer died while writing: its counts are lost
+        except msgspec.MsgspecError:
+            # The writer died while writing: its counts are lost.
             return
         self._ended = dict(ended)
         self._last = {slot: (life, dict(counts)) for slot, life, counts in last}
@@ -352,7 +353,8 @@ class AggregateView:
         return None if part is None else msgspec.json.encode(await part())
 
     async def metrics(self) -> bytes:
-        """Return the metrics page. Pages are merged in a thread, since those of a large fleet take long."""
+        """Return the metrics page."""
+        # Pages are merged in a thread, since those of a large fleet take long.
         async with self._asking:
             answers = await self._calls.call_all("/worker/metrics")
             own = await self.own_page()
@@ -454,7 +456,8 @@ def _add(view: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def _joined(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
-    """Merge the first tokens of two workers. Medians are those of the worker that compared more."""
+    """Merge the first tokens of two workers."""
+    # Medians are those of the worker that compared more.
     most = one if one["compared"] >= two["compared"] else two
     margins = [margin for margin in (one["margin_s"], two["margin_s"]) if margin is not None]
     return most | {

@@ -138,12 +138,10 @@ class _ReceivedMeta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Received(NamespacedResourceG, msgspec.Struct, frozen=True, omit_defaults=True):
-    """An object as passed on by lightkube.
+    """An object as passed on by lightkube."""
 
-    Only its version is decoded there; the rest stays text, so that an invalid object affects only itself, and
-    unwanted objects are not decoded.
-    """
-
+    # Only its version is decoded there; the rest stays text, so that an invalid object affects only itself,
+    # and unwanted objects are not decoded.
     metadata: _ReceivedMeta = _ReceivedMeta()
 
     def read_as(self, kind: type[Object]) -> Object:
@@ -281,7 +279,8 @@ def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> 
         return
     place = by_pod.get((meta.namespace, meta.name))
     if place is not None and place.uid not in {"", meta.uid}:
-        place = None  # the slice is about an earlier pod of this name
+        # The slice is about an earlier pod of this name.
+        place = None
     ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions or ())
     held = ""
     if meta.deletion_timestamp is not None:
@@ -303,11 +302,9 @@ def _of_pod(pod: Pod, by_pod: dict[tuple[str, str], _Place], *, gated: bool) -> 
 
 
 def _places(slices: Iterable[EndpointSlice]) -> list[_Place]:
-    """Merge every endpoint once.
-
-    While slices are rearranged an endpoint may be in two, and either may be outdated; a pod with two
-    addresses is in two, and counts by its IPv4 address.
-    """
+    """Merge every endpoint once."""
+    # While slices are rearranged an endpoint may be in two, and either may be outdated; a pod with two
+    # addresses is in two, and counts by its IPv4 address.
     found: dict[str, _Place] = {}
     for one in sorted(slices, key=lambda s: (s.address_type, s.metadata.namespace, s.metadata.name)):
         if one.address_type == "FQDN":

@@ -147,7 +147,8 @@ class Reflector(Generic[T]):
         self._stats = stats
         self._changed = changed
         self._jitter = jitter
-        self._version: str | None = None  # last version received; None: list first
+        # Last version received; None: list first.
+        self._version: str | None = None
         self._failures = 0
 
     async def run(self) -> None:

@@ -83,7 +83,8 @@ def _checked(config: SingleConfig | None) -> SingleConfig:
     secret = user.token or user.token_file or user.exec or user.password
     if secret and url.scheme != "https" and url.hostname not in _LOOPBACK:
         raise AccessError(f"{config.cluster.server}: a token is not sent without TLS; give an https:// URL")
-    if user.token_file:  # lightkube would resolve it against the working directory
+    # Lightkube would resolve it against the working directory.
+    if user.token_file:
         user = msgspec.structs.replace(user, token_file=str(config.abs_file(user.token_file)))
         _check_token(Path(user.token_file or ""))
     if user.exec and user.exec.apiVersion in _EXEC_VERSIONS:
@@ -115,9 +116,9 @@ def read_authority(config: SingleConfig) -> bytes:
 
 
 def verifying(config: SingleConfig) -> ssl.SSLContext:
-    """Return a context that verifies chain and name like kubectl does. It is not as strict as RFC 5280,
-    Python 3.13's default, which refuses the CAs of older clusters because they lack a key usage or an
-    identifier. Raises ``AccessError``."""
+    """Return a context that verifies chain and name like kubectl does. Raises ``AccessError``."""
+    # It is not as strict as RFC 5280, Python 3.13's default, which refuses the CAs of older clusters because
+    # they lack a key usage or an identifier.
     try:
         context = verify_cluster(config.cluster, config.user or User(), config.abs_file, trust_env=False)
     except (OSError, ValueError, TypeError) as error:  # ssl.SSLError is an OSError
@@ -171,7 +172,8 @@ class LineSplitter:
 
 def make_client(config: SingleConfig) -> AsyncClient:
     """Make lightkube's client on an ``ApiTransport``. Raises ``AccessError``."""
-    verifying(config)  # lightkube checks the same, but does not name the unusable file
+    # Lightkube checks the same, but does not name the unusable file.
+    verifying(config)
     timeout = httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S)
     try:
         return AsyncClient(config, timeout=timeout, trust_env=False, transport=ApiTransport(config))

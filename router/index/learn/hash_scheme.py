@@ -498,7 +498,8 @@ class SchemeDetector:
             self.scheme = other
             return
         if not root.plain:
-            return  # its extra keys may be incomplete or ambiguous
+            # Its extra keys may be incomplete or ambiguous.
+            return
         self.mismatches += 1
         self._mismatches_in_row += 1
         self._since_check = _CHECK_EVERY  # examine the next root event too

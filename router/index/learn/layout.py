@@ -281,7 +281,8 @@ class GroupLearner:
         if expected is not None and seen != expected:
             partial = event.num_tokens() == event.block_size < expected.block_size
             if partial and replace(seen, block_size=expected.block_size) == expected:
-                return  # possibly a partial block: wait for an event with more than one block
+                # Possibly a partial block: wait for an event with more than one block.
+                return
             self._expected.clear()
         elif expected is None and self._expected:
             self._expected.clear()

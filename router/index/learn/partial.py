@@ -108,7 +108,8 @@ def _ends_inside(event: BlockStored, groups: tuple[GroupSpec, ...], ahead: int) 
     if not event.block_hashes:
         return False
     unit, whole, end = hash_unit(groups), scheduler_block_size(groups), event.num_tokens()
-    missing = -(-ahead // unit) * unit  # tokens whose hashes are not known yet when a multiple is reached
+    # Tokens whose hashes are not known yet when a multiple is reached.
+    missing = -(-ahead // unit) * unit
     return end % whole != 0 and (end + missing) % whole != 0
 
 

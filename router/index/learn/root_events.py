@@ -320,7 +320,8 @@ class LearnedKeys:
         if not hashes or size == 0 or size % unit:
             return
         if event.num_tokens() != len(hashes) * size:
-            return  # masked: the positions of its blocks are learned from full events only
+            # masked: the positions of its blocks are learned from full events only.
+            return
         parent = self._parent(event)
         if parent is None:
             self.unplaced += len(hashes)

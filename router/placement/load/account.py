@@ -1,32 +1,11 @@
 """The load account of one engine: requests that the router has sent and the engine has not finished.
 
-A first-in-first-out list of prompts whose first token is still awaited, each with the tokens the engine must
-compute (prompt - exact hit) and the seconds to load offloaded blocks. Queue ahead = those tokens at the
-engine's learned rate, and those seconds, minus the time that the head has had. Loads count although others
-are computed meanwhile: the next prompt mostly loads too, over the same link
-(docs/decisions/010-loads-in-the-queue.md). Only the head is reduced by time; the next one starts when the
-head's first token arrives. vLLM schedules waiting prompts in this way, and evidence corrects the account
-instead of letting it drift. If evidence cannot come (an answer that is not streamed), or is overdue, the head
-is assumed done after its time and the next one starts.
-
-The engine's gauges are evidence, too. Prompts that ``num_requests_waiting`` counts have not begun: none of
-them is overdue while the gauges are fresh, and those assumed to have begun are put back. If all our prompts
-wait, the engine waits for something outside the account (pages of its cache), and no time is deducted.
-
-Some answers are not seen at all (``unseen``): their prompts count as done after their time, and they end when
-their sender reports it, or when the engine's own gauges show fewer requests than the account has; the oldest
-of them are assumed to have ended.
-
-With an engine order (``rank_s``) the list is in that order behind its head, and a new prompt has only those
-ahead that it does not pass (``behind``). A first token out of that order means that the head has not begun.
+A list of prompts whose first token is still awaited, in the engine's order, each with the tokens the engine
+must compute (prompt - exact hit) and the seconds to load offloaded blocks. Queue ahead = those tokens at the
+engine's learned rate, and those seconds, minus the time that the head has had. First tokens, ends of answers
+and the engine's gauges correct the account; without them the head counts as done after its time.
 
 Load of other clients is kept apart (``others.py``).
-
-A first token is a sample for the rates only if no other client's prompt was waiting when its own was sent: it
-would count the prefill of others as its own, and four workers would believe equal engines to differ by half.
-
-``late_s`` is the recent mean delay of first tokens beyond computing and loading: prompts wait for blocks of
-the cache then.
 
 Invariants: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
 twice changes nothing. Times are the caller's clock and must not go backwards.
@@ -141,10 +120,10 @@ class Ticket(msgspec.Struct, eq=False, gc=False):
 
 _DEFAULTS = LoadSettings()
 _rank_s = attrgetter("rank_s")
+# Changes of less than half of this are not sent to other routers.
 _RECENT_STEP_MS = 100
-"""Changes of less than half of this are not sent to other routers."""
+# Older recent work is decayed when it is read: a tenth of its time constant.
 _RECENT_AGE_S = 3.0
-"""Older recent work is decayed when it is read: a tenth of its time constant."""
 
 
 class LoadAccount:
@@ -189,18 +168,26 @@ class LoadAccount:
         self._settings = settings
         self.pages = PageAccount()
         self._awaited: dict[Ticket, None] = {}  # in the order of admission
-        self._assumed: dict[Ticket, None] = {}  # of the running: those assumed to have begun by their time
-        self._startable = 0  # heads that may have begun, by the last gauges
-        self._gauges_s = self._fresh_until_s = -math.inf  # time of the last gauges, and until when they count
-        self._stuck = False  # by the last gauges all our awaited prompts wait, and nothing has changed since
-        self._others_waiting = 0  # latest known number of other routers' prompts that wait there
+        # Of the running: those assumed to have begun by their time.
+        self._assumed: dict[Ticket, None] = {}
+        # Heads that may have begun, by the last gauges.
+        self._startable = 0
+        # Time of the last gauges, and until when they count.
+        self._gauges_s = self._fresh_until_s = -math.inf
+        # By the last gauges all our awaited prompts wait, and nothing has changed since.
+        self._stuck = False
+        # Latest known number of other routers' prompts that wait there.
+        self._others_waiting = 0
         self._awaited_tokens = 0
         self._awaited_load_s = 0.0
         self._running = 0
         self._unseen: dict[Ticket, Callable[[], None]] = {}  # in the order of admission
-        self._answer_s = settings.answer_s  # mean, from a first token to the end
-        self._head_s = 0.0  # time at which the engine began with the head
-        self._sure = True  # whether _head_s is a fact (idle engine or first token seen) or a guess
+        # mean, from a first token to the end.
+        self._answer_s = settings.answer_s
+        # Time at which the engine began with the head.
+        self._head_s = 0.0
+        # Whether _head_s is a fact (idle engine or first token seen) or a guess.
+        self._sure = True
         self._carried_tokens = 0  # of prompts that overtook the head
         self._last_admit_s = -math.inf
         self._late_s = 0.0
@@ -235,8 +222,11 @@ class LoadAccount:
         if not self._awaited:
             self._head_s, self._sure, self._carried_tokens = now, True, 0
             self._startable, self._stuck = 1, False
+        # At least 1: vLLM always computes the last token of a prompt, for its logits.
         tokens = uncached_tokens if uncached_tokens > 1 else 1  # noqa: FURB136
         ticket = Ticket(tokens, streams, load_s, now, now + expected_s)
+        # A first token that waited for other clients' prompts would count their prefill as its own: four
+        # workers would believe equal engines to differ by half.
         ticket.alone = waiting <= len(self._awaited)
         if running > self._running:
             ticket.beside = running - self._running
@@ -251,6 +241,7 @@ class LoadAccount:
         self._last_admit_s = now
         self._foreign.sent(tokens)
         self.stats.admitted += 1
+        # Bounded; the oldest prompt is the likeliest to have been computed.
         if len(self._awaited) > self._settings.awaited_max:
             self.stats.overflow += 1
             self._assume(next(iter(self._awaited)), now)
@@ -280,7 +271,8 @@ class LoadAccount:
             self._late_seen_s = now
         self._advance(now)
         self._stuck = False
-        if not ticket.awaited:  # it was overdue: the engine was busy with this one until now
+        # It was overdue: the engine was busy with this one until now.
+        if not ticket.awaited:
             self._assumed.pop(ticket, None)
             self._head_s, self._sure = now, True
             return None
@@ -289,7 +281,10 @@ class LoadAccount:
         running = self._running + ticket.beside
         self._start(ticket, now)
         if not was_head:
-            if ticket.rank_s:  # the engine computed this one first, so the head has not begun
+            # A first token out of order: with an engine order the head has not begun; otherwise both prompts
+            # were in one step, and the head's sample has the tokens of both.
+            # The engine computed this one first, so the head has not begun.
+            if ticket.rank_s:
                 self._head_s, self._sure = now, False
             else:
                 self._carried_tokens += ticket.uncached_tokens
@@ -313,6 +308,7 @@ class LoadAccount:
         """Note the answer's end, or that its client left."""
         if not ticket.ended:
             self.stats.finished += 1
+            # Unobserved answers end by a guess, which must not be learned as their duration.
             if not ticket.awaited and ticket not in self._unseen:
                 self._answer_s += NEWS * (now - ticket.begun_s - self._answer_s)
         self._end(ticket, now)
@@ -320,6 +316,7 @@ class LoadAccount:
     def fail(self, ticket: Ticket, now: float) -> None:
         """Note that the engine did not answer, or cut the answer."""
         self.stats.failed += not ticket.ended
+        # The recent work decays, so its part is subtracted with the decay since it was added.
         if ticket.awaited and not ticket.ended:  # none of its work was done
             since_s = ticket.sent_s - now
             undone_s = ticket.work_s * math.exp(since_s / self._settings.recent_s)
@@ -344,6 +341,8 @@ class LoadAccount:
 
     def _believe(self, waiting: int, now: float) -> None:
         """Assume that ``waiting`` of our requests wait there: the last of those not seen to begin."""
+        # Prompts that ``vllm:num_requests_waiting`` counts have not begun, so those assumed to have begun are
+        # put back, the last ones first: vLLM starts them in order.
         again = min(waiting - len(self._awaited), len(self._assumed))
         if again > 0:
             self._unassume(list(self._assumed)[-again:])
@@ -356,6 +355,7 @@ class LoadAccount:
     def _end_unseen(self, count: int, now: float) -> None:
         """End the oldest unobserved requests: the engine has ``count`` fewer than the account."""
         before_s = now - self._settings.unseen_s_min
+        # The oldest ones: nothing shows which of them ended, and older requests have mostly ended first.
         for ticket, ended in list(self._unseen.items()) if count > 0 else ():
             if count <= 0 or ticket.sent_s > before_s:
                 break
@@ -377,6 +377,7 @@ class LoadAccount:
         load."""
         rate, unsettled = self.rates.prefill_s_per_token(now), self._foreign.unsettled
         queue_s, running, waiting, idle_s, _, recent_s = self.ahead(now, others, rate)
+        # Only decisions settle foreign load: a page or a scrape may see an older state of the others.
         self._foreign.unsettled = unsettled
         own = self._running + len(self._awaited)
         queue_s = max(queue_s, self.pages.wait_s(0))
@@ -399,6 +400,7 @@ class LoadAccount:
                 queue_s = queue_s if queue_s > 0.0 else 0.0  # noqa: FURB136
         running, waiting = self._running, own_waiting
         foreign = self._foreign
+        # The first decision after a poll settles what is foreign (``ForeignLoad.settle``).
         if foreign.unsettled and others is not None:
             foreign.settle(others)
         if others is not NO_OTHERS or foreign.running or foreign.waiting:
@@ -410,6 +412,7 @@ class LoadAccount:
                 self._others_waiting = others.waiting
         late_s = self.late_s(now) if self._late_s else 0.0
         recent_s = self._recent_s
+        # Decayed only when it is old: the exponential costs more than the rest, once per engine and request.
         if recent_s and now - self._recent_at_s > _RECENT_AGE_S:
             recent_s = self.recent_s(now)
         if others is not None and others.recent_ms:
@@ -425,6 +428,7 @@ class LoadAccount:
         """This router's own requests in flight there and its recent work, for other replicas; None if there
         are none."""
         rate = self._advance(now)
+        # Rounded to steps: an unrounded value would change with every message and be sent each time.
         recent_ms = min(_RECENT_STEP_MS * round(1000 * self.recent_s(now) / _RECENT_STEP_MS), RECENT_MS_MAX)
         if not self._awaited and not self._running and not recent_ms:
             return None
@@ -437,9 +441,15 @@ class LoadAccount:
         """Seconds of prefill and loads of our awaited prompts there (at least one), minus the time that the
         head has had."""
         head = next(iter(self._awaited))
+        # Loads count although others are computed meanwhile: the next prompt mostly loads too, over the same
+        # link (docs/decisions/010-loads-in-the-queue.md).
         whole_s = self._awaited_tokens * rate + self._awaited_load_s
+        # All our prompts wait by the gauges: the engine waits for something outside the account (pages of its
+        # cache), so no time is deducted.
         if self._stuck and now < self._fresh_until_s:
             return whole_s
+        # Only the head is reduced by time: vLLM computes waiting prompts in order, so the next one starts
+        # when the head's first token arrives.
         done_s, head_s = now - self._head_s, head.uncached_tokens * rate + head.load_s
         return whole_s - (done_s if done_s < head_s else head_s)  # noqa: FURB136
 
@@ -469,6 +479,8 @@ class LoadAccount:
                 break  # it waits, by the engine's gauges
             allowed_s = head.uncached_tokens * rate + head.load_s
             if head.streams:
+                # A stream shows its first token, so it gets more time before it is assumed done. Other
+                # answers show nothing before their end: their prompt is done after its expected time.
                 allowed_s = settings.overdue_factor * allowed_s + settings.overdue_s
             if now - self._head_s < allowed_s:
                 break
@@ -487,6 +499,8 @@ class LoadAccount:
 
     def _unassume(self, tickets: list[Ticket]) -> None:
         """Put back prompts that wait by the gauges, before all that were sent after them."""
+        # The sort is stable: without an order all ranks are equal, and the put-back prompts stay before those
+        # sent after them.
         self._awaited = dict.fromkeys(sorted([*tickets, *self._awaited], key=_rank_s))
         self._running -= len(tickets)
         for ticket in tickets:
@@ -503,12 +517,15 @@ class LoadAccount:
             awaited[ticket] = None
             return
         order = list(awaited)
+        # The head may have begun, and vLLM does not reorder what runs: nothing is inserted before it, unless
+        # the gauges show that all prompts wait.
         order.insert(bisect_right(order, ticket.rank_s, lo=not self._stuck, key=_rank_s), ticket)
         self._awaited = dict.fromkeys(order)
 
     def behind(self, rank_s: float, rate: float) -> tuple[float, int]:
         """Seconds of work, and pages, of the awaited prompts that a prompt of this rank would pass."""
         work_s, pages = 0.0, 0
+        # The head cannot be passed once it may have begun.
         waiting = len(self._awaited) - (not self._stuck)
         for ticket in islice(reversed(self._awaited), max(0, waiting)):
             if ticket.rank_s <= rank_s:
@@ -539,6 +556,7 @@ class LoadAccount:
             self._start(ticket, now)
         self._unseen.pop(ticket, None)
         self._assumed.pop(ticket, None)
+        # Pages are held from the start of the prefill, which is ``work_s`` before the first token.
         self.pages.end(ticket.pages, now - ticket.begun_s + ticket.work_s, now)
         self._running -= 1
         ticket.ended = True

@@ -4,16 +4,8 @@ The index says what an engine holds now. vLLM looks a prompt up when it schedule
 prompts ahead of it first: from the front of its free queue, where the least recently freed block stands
 (``BlockPool.get_new_blocks``, ``free_blocks``, ``touch``, vLLM 0.32). Events show which blocks exist; the
 router's own requests show when blocks are hit and freed, and in which order prompts wait. From both the free
-queue is modelled here, and simulated over the prompts in flight (``_Projection``):
-
-* first come, first served: the front prompt starts when free blocks cover all of it, its cached blocks
-  included; until then running prompts end, the one with the fewest tokens to generate first;
-* a prompt that starts takes its cached prefix out of the queue and evicts the front for the rest;
-* a running prompt grows by a block from time to time, and frees its blocks last to first, so that the start
-  of a prompt outlives its end.
-
-A forecast only lowers a hit. Most need no simulation: the last block of a hit is its first to be evicted, so
-a hit is safe if that block stands behind all that the prompts in flight can take.
+queue is modelled here, and simulated over the prompts in flight (``_Projection``), first come, first served.
+A forecast only lowers a hit.
 
 Valid for layouts of one full-attention group and pools of at most ``POOL_BLOCKS_MAX`` blocks; others have no
 forecast. Requests of others are known only by the events of their blocks.
@@ -34,13 +26,13 @@ import msgspec
 from publisher.events import BlockHash, Family, GroupSpec
 from router.placement.load.others import NEWS
 
+# Blocks of a modelled pool, about 150 bytes each. Larger pools are rarely short, and each request pays for
+# the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md).
 POOL_BLOCKS_MAX: Final = 4_096
-"""Blocks of a modelled pool, about 150 bytes each. Larger pools are rarely short, and each request pays for
-the model: 0.1 ms at 3,200 tokens (docs/decisions/016-evictions-ahead.md)."""
+# Blocks of waiting prompts that are simulated; with more in flight there is no forecast.
 PROMPTS_BLOCKS_MAX: Final = 8_192
-"""Blocks of waiting prompts that are simulated; with more in flight there is no forecast."""
+# Assumed length of an answer, until answers were seen.
 _ANSWER_TOKENS: Final = 64
-"""Assumed length of an answer, until answers were seen."""
 
 
 class PooledPrompt(msgspec.Struct, eq=False, gc=False):
@@ -95,7 +87,8 @@ class EvictionForecast:
         """Prompts in flight may take more blocks than are empty: one check for every engine and decision."""
         self.block_size = 1
         """Tokens of a block."""
-        self._records = True  # until the layout shows that no forecast is possible
+        # Until the layout shows that no forecast is possible.
+        self._records = True
         self._queue: dict[BlockHash, int] = {}
         """Free cached blocks in the order of eviction, with the stamp of their release."""
         self._stamp = 0
@@ -113,9 +106,11 @@ class EvictionForecast:
         self._tails: dict[BlockHash, PooledPrompt] = {}
         """Last hash of a prompt and its answer so far: the parent of its next block."""
         self._answer_tokens = 0.0  # mean length of answers
-        self._limited = 1.0  # share of answers that ended at their limit
+        # Share of answers that ended at their limit.
+        self._limited = 1.0
         self._projected: _Projection | None = None  # valid until something changes
-        self._endangered: float | None = None  # the last stamp that may be evicted; likewise
+        # The last stamp that may be evicted; likewise.
+        self._endangered: float | None = None
 
     def configure(self, pool_blocks: int, groups: Sequence[GroupSpec], *, vllm: bool = True) -> None:
         """Set the size of the pool, the null block included, and the layout; 0 or no groups: unknown.
@@ -137,6 +132,7 @@ class EvictionForecast:
         """Add blocks that events report as stored; ``parent`` is the block before them."""
         if not self._records or not hashes:
             return
+        # A block stored behind a prompt's last one is of its answer: the only sign of generated blocks.
         owner = None if parent is None else self._tails.get(parent)
         if owner is not None and parent is not None:
             self._start(owner)
@@ -148,6 +144,8 @@ class EvictionForecast:
         for block in hashes:
             if block in unstored:
                 unstored.remove(block)
+            # vLLM does not merge equal blocks: a prompt computed while its twin is in flight stores a second
+            # copy.
             elif block in queue or block in used:
                 copies[block] = copies.get(block, 0) + 1
             else:
@@ -156,6 +154,7 @@ class EvictionForecast:
         owner = self._tails.get(hashes[-1])
         if owner is not None:  # all of the prompt is computed
             self._start(owner)
+        # Lost or unordered events must not let the queue grow beyond the pool.
         limit = self.blocks or POOL_BLOCKS_MAX
         while len(queue) > limit:
             del queue[next(iter(queue))]
@@ -173,6 +172,7 @@ class EvictionForecast:
             if more > 1:
                 copies[block] = more - 1
             elif not more:
+                # Only free blocks are evicted, so a block in use that is gone was preempted with its prompt.
                 if block in self._used:
                     self._preempted(block)
                 self._queue.pop(block, None)
@@ -201,6 +201,7 @@ class EvictionForecast:
         size = self.block_size
         full = min(len(hashes), tokens // size)
         answer_tokens = round(self._answer_tokens) or _ANSWER_TOKENS
+        # If most answers end at their limit, the limit is the better estimate than the mean.
         if answer_tokens_max and (self._limited > 0.5 or answer_tokens > answer_tokens_max):
             answer_tokens = answer_tokens_max
         prompt = PooledPrompt(
@@ -254,11 +255,14 @@ class EvictionForecast:
         ``held``: its leading blocks there now; ``coming``: those left by prompts ahead of it.
         """
         depth = coming if coming > held else held  # noqa: FURB136
+        # Most hits need no simulation: the last block of a hit is its first to be evicted, so a hit is safe
+        # if that block stands behind all that the prompts in flight can take.
         if not self.crowded or not depth or depth > len(hashes) or self._is_safe(hashes[depth - 1]):
             return depth
         last = hashes[depth - 1]
         if depth == held and last not in self._queue and last not in self._used:
-            return depth  # stored before the router followed the engine: its age is unknown
+            # Stored before the router followed the engine: its age is unknown.
+            return depth
         projected = self._project()
         if projected is None:
             return depth
@@ -293,6 +297,7 @@ class EvictionForecast:
 
     def _project(self) -> _Projection | None:
         """Simulate the pool until all prompts in flight have started; None if too much is in flight."""
+        # One simulation serves all decisions until something changes.
         if self._projected is None and self._waiting_blocks <= PROMPTS_BLOCKS_MAX:
             started = [prompt for prompt in self._prompts if prompt.started]
             projected = _Projection(self._queue, self._used, self._empty, self.block_size)
@@ -415,7 +420,8 @@ class _Projection:
         self._size = block_size
         self._running: list[_Running] = []  # a heap
         self._moment = 0
-        self._names = 0  # of blocks whose hashes are unknown yet: negative
+        # Of blocks whose hashes are unknown yet: negative.
+        self._names = 0
 
     def resume(self, prompt: PooledPrompt) -> None:
         """Add a started prompt."""
@@ -427,6 +433,7 @@ class _Projection:
         """Start the next prompt when there is room."""
         hit = self._make_room(prompt)
         used, hashes = self._used, prompt.hashes
+        # Cached blocks leave the free queue (``BlockPool.touch``), the rest is taken from its front.
         for block in hashes[:hit]:
             if block not in used:
                 self._unqueue(block)
@@ -444,6 +451,7 @@ class _Projection:
         hit, need = self._need(prompt)
         if need <= self._free or not self._running:
             return hit
+        # A copy: the projection is shared by the following decisions.
         later = _Projection(self._queue, self._used, self._empty, self._size)
         later._left, later._tail = self._left.copy(), self._tail.copy()
         later._free, later._moment, later._names = self._free, self._moment, self._names
@@ -457,6 +465,9 @@ class _Projection:
     def _make_room(self, prompt: PooledPrompt) -> int:
         """End running prompts until this one fits; return its hit in blocks."""
         hit, need = self._need(prompt)
+        # vLLM starts a prompt only when free blocks cover all of it, its cached free blocks included
+        # (``scheduler_reserve_full_isl``, vLLM 0.32). Until then running prompts end, the one with the fewest
+        # tokens left first.
         while need > self._free and self._running:
             self._end_next()
             hit, need = self._need(prompt)
@@ -465,7 +476,8 @@ class _Projection:
     def _need(self, prompt: PooledPrompt) -> tuple[int, int]:
         """Return the hit, and the free blocks that starting takes, including free ones of the hit."""
         hashes, low, high = prompt.hashes, 0, prompt.hit_max
-        while low < high:  # a block is never evicted before a later one of the same prefix
+        # A block is never evicted before a later one of the same prefix.
+        while low < high:
             middle = (low + high + 1) // 2
             if self._holds(hashes[middle - 1]):
                 low = middle

@@ -6,14 +6,6 @@ it computes nothing::
 
     wait_s = (pages of all unfinished requests + pages of this prompt - blocks) / pages released per second
 
-The rate of release is measured while prompts wait (``_RATE_MEMORY_S``); until then it is Little's law,
-``blocks / residence_s``. The measured rate is lower if prompts are large: two prompts of 0.4 pools leave a
-fifth of the pool unused.
-
-Unfinished requests share pages (system prompts, sub-agents), which a sum over requests counts twice. The
-gauge ``vllm:kv_cache_usage_perc`` shows the true number: its ratio to the sum over our running requests
-scales the sum, and usage that the sum does not explain belongs to other clients.
-
 Invariants: a wait is not negative; an engine of unknown pool size or layout has none."""
 
 from __future__ import annotations
@@ -26,12 +18,12 @@ from typing import Final
 from publisher.events import Family, GroupSpec
 from router.placement.load.others import NEWS
 
+# Blocks of a Mamba group per sequence: the running state and the next one (``MambaManager``, vLLM 0.32).
 _STATES_HELD: Final = 2
-"""Blocks of a Mamba group per sequence: the running state and the next one (``MambaManager``, vLLM 0.32)."""
+# Time constant of the measured rate of release.
 _RATE_MEMORY_S: Final = 60.0
-"""Time constant of the measured rate of release."""
+# Seconds of waiting before the measured rate replaces Little's law.
 _RATE_SECONDS_MIN: Final = 10.0
-"""Seconds of waiting before the measured rate replaces Little's law."""
 
 
 @lru_cache(maxsize=4096)
@@ -50,6 +42,7 @@ def prompt_pages(groups: Sequence[GroupSpec], tokens: int) -> int:
         elif group.family is Family.MAMBA:
             held = blocks if group.mamba_cache_mode == "all" else _STATES_HELD
         else:
+            # One block more than the window fills: it rarely begins at a block's edge.
             held = -(-reach // group.block_size) + 1 if reach else blocks
         pages += min(blocks, held)
     return pages
@@ -82,14 +75,22 @@ class PageAccount:
         decision."""
         self._blocks = 0
         self._groups: Sequence[GroupSpec] = ()
-        self._per_token = 0.0  # pages per token of a prompt, at most
-        self._taken = 0  # of our unfinished requests, without sharing
-        self._held = 0  # of those, pages of requests that have begun
-        self._scale = 1.0  # pages in use per page in ``_held``, at most 1
-        self._foreign = 0.0  # pages in use that our requests do not explain
-        self._residence_s = 0.0  # mean time for which a request holds its pages
-        self._released = self._seconds = 0.0  # decayed sums over the time in which prompts waited
-        self._ended_s: float | None = None  # time of the last end, if prompts waited then
+        # Pages per token of a prompt, at most.
+        self._per_token = 0.0
+        # Of our unfinished requests, without sharing.
+        self._taken = 0
+        # Of those, pages of requests that have begun.
+        self._held = 0
+        # Pages in use per page in ``_held``, at most 1.
+        self._scale = 1.0
+        # Pages in use that our requests do not explain.
+        self._foreign = 0.0
+        # Mean time for which a request holds its pages.
+        self._residence_s = 0.0
+        # Decayed sums over the time in which prompts waited.
+        self._released = self._seconds = 0.0
+        # Time of the last end, if prompts waited then.
+        self._ended_s: float | None = None
 
     def configure(self, blocks: int, groups: Sequence[GroupSpec]) -> None:
         """Set the size of the pool and the layout of its groups; 0 blocks or no groups: unknown."""
@@ -129,6 +130,8 @@ class PageAccount:
     def end(self, pages: int, residence_s: float, now: float) -> None:
         """Remove a started request, which held its pages for ``residence_s``."""
         self._residence_s += (NEWS if self._residence_s else 1.0) * (residence_s - self._residence_s)
+        # Releases without waiting prompts say nothing of the highest rate: only intervals between two ends
+        # with waiting prompts count.
         if self.free >= 0:
             self._ended_s = None
         else:
@@ -144,6 +147,9 @@ class PageAccount:
 
     def report(self, usage: float) -> None:
         """Correct the account by the share of the pool that the engine reports as used."""
+        # Requests share pages (system prompts, sub-agents), which a sum over requests counts twice.
+        # ``vllm:kv_cache_usage_perc`` is the true number: its ratio to the sum over our running requests
+        # scales the sum, and usage beyond the sum belongs to other clients.
         used = usage * self._blocks
         explained = used / self._held if used < self._held else 1.0
         self._scale += NEWS * (explained - self._scale)
@@ -153,6 +159,8 @@ class PageAccount:
     @property
     def _release_s(self) -> float:
         """Seconds in which one page is released."""
+        # Measured while prompts wait, otherwise Little's law (``blocks / residence_s``). The measured rate is
+        # lower if prompts are large: two prompts of 0.4 pools leave a fifth of the pool unused.
         if self._seconds >= _RATE_SECONDS_MIN and self._released:
             return self._seconds / (self._released * self._scale)
         return self._residence_s / self._blocks

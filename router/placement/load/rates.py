@@ -5,14 +5,8 @@ the router's own account (load.py). The model of one engine is::
 
     seconds = overhead + interference * running + rate * tokens
 
-``overhead`` and ``interference`` come from prompts that were nearly all cached: a resistant line (Tukey,
-1977: the slope between the medians of the lower and the upper half) through (running, seconds). ``rate`` is
-the median over long prompts of the rest, per token. Medians over the last ``samples_max`` samples: outliers,
-even several in a row, move them by a rank and no more.
-
 An engine with fewer than ``samples_min`` samples has the fleet's median rate, a fleet without samples the
-configured prior. Without samples for ``stale_s`` an engine's rate moves back to the fleet's by half every
-``stale_halflife_s``, so that an engine once slow is tried again. Invariant: rates lie within the bounds."""
+configured prior. Invariant: rates lie within the bounds."""
 
 from __future__ import annotations
 
@@ -113,6 +107,8 @@ class EngineRates:
         overdue_s = now - self._at_s - fleet.settings.stale_s
         if overdue_s <= 0:
             return rate
+        # Without samples the rate moves back to the fleet's, so that an engine that was slow once gets
+        # prompts, and so samples, again.
         own: float = 0.5 ** (overdue_s / fleet.settings.stale_halflife_s)
         return own * rate + (1 - own) * fleet.prefill_s_per_token
 
@@ -154,6 +150,8 @@ class EngineRates:
             into = self._step
             if into is None:
                 return False
+            # Several prompts of one scheduler step have their first tokens together: one sample of all their
+            # tokens.
             before = into[-1]
             into[-1] = PrefillSample(
                 before.tokens + sample.tokens, before.service_s + sample.service_s, before.running
@@ -164,6 +162,7 @@ class EngineRates:
         elif sample.tokens <= settings.cached_tokens_max:
             self._step = self._cached
         else:
+            # Neither long nor cached: such a prompt shows rate and overhead mixed.
             self._step = None
             return False
         self._step.append(sample)
@@ -173,10 +172,13 @@ class EngineRates:
         settings, samples = self._fleet.settings, self._cached
         if len(samples) < settings.samples_min:
             return
+        # A resistant line (Tukey, 1977) through (running, seconds) of nearly cached prompts: its slope lies
+        # between the medians of the lower and the upper half, so outliers move it by a rank and no more.
         by_running = sorted(samples, key=_RUNNING)
         half = len(by_running) // 2
         low, high = by_running[:half], by_running[-half:]
         spread = _running_between(high) - _running_between(low)
+        # With nearly equal numbers of decodes the slope would be noise divided by almost nothing.
         if spread >= settings.running_spread_min:
             slope = (median(map(_SERVICE_S, high)) - median(map(_SERVICE_S, low))) / spread
             self._interference_s = min(max(slope, 0.0), settings.decode_interference_s_max)
@@ -189,6 +191,8 @@ class EngineRates:
         if len(self._long) < settings.samples_min:
             return
         overhead, slope = self.overhead_s, self.decode_interference_s
+        # The median over long prompts of the time per token that overhead and interference leave. A mean
+        # would follow outliers, such as a first token that waited for a compilation.
         rate = median([(s.service_s - overhead - slope * s.running) / s.tokens for s in self._long])
         self._rate = min(max(rate, settings.prefill_s_per_token_min), settings.prefill_s_per_token_max)
 
@@ -209,7 +213,8 @@ class FleetRates:
 
     def __init__(self, settings: RateSettings | None = None) -> None:
         self.settings = settings or RateSettings()
-        self._engines: dict[EngineRates, None] = {}  # engines that have learned something
+        # Engines that have learned something.
+        self._engines: dict[EngineRates, None] = {}
         self.medians: tuple[float, float, float] | None = None
         """Prefill, overhead and interference; None: not computed (``fit``)."""
 

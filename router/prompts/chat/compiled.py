@@ -133,6 +133,7 @@ def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
     """Strip the filters, tests and slices around an expression."""
     current = node
     while isinstance(current, nodes.Filter | nodes.Test | nodes.Getitem):
+        # An index selects one message, so the result is no list of messages any more.
         if isinstance(current, nodes.Getitem) and not isinstance(current.arg, nodes.Slice):
             break
         current = current.node
@@ -151,8 +152,8 @@ def _name(target: nodes.Node) -> str:
 # results, reasoning, empty and odd text, the generation prompt on and off, and template switches.
 
 
+# Python quotes these in a list, minijinja does not: reveals templates that print lists of texts.
 _UNPRINTED = "\xa0\xad"
-"""Python quotes these in a list, minijinja does not: reveals templates that print lists of texts."""
 _ODD = f" <b>&\"'\\ \t{{{{ x }}}} {{% y %}} é 漢字 😀 {_UNPRINTED}\n\n</think> a\n"
 _TOOLS: Final = [
     {
@@ -223,6 +224,7 @@ _SWITCHES: Final[tuple[dict[str, Any], ...]] = (
 def _contexts(content_format: str) -> list[dict[str, Any]]:
     contexts = []
     for conversation in _CONVERSATIONS:
+        # As vLLM passes them: a list of parts for templates that loop over the content.
         messages = [_as_parts(m) for m in conversation] if content_format == "openai" else conversation
         for tools in (None, _TOOLS):
             for prompt in (True, False):
@@ -241,17 +243,18 @@ def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
 PROBES: Final = {"string": _contexts("string"), "openai": _contexts("openai")}
 
 
+# Cached templates; a fleet has a handful.
 _COMPILED_MAX: Final = 16
-"""Cached templates; a fleet has a handful."""
 _CASES: Final = frozenset({"upper", "lower", "title", "capitalize", "isalpha", "isalnum"})
+# Filters and methods with another result for a common character: quotes, line separators.
 _UNLIKE: Final = frozenset({
     "e", "escape", "forceescape", "indent", "splitlines", "urlencode", "urlize", "xmlattr",
 })  # fmt: skip
-"""Filters and methods with another result for a common character: quotes, line separators."""
+# Filters whose results may be whole floats, which minijinja passes to ``tojson`` as integers.
 _MAKE_NUMBERS: Final = frozenset({"float", "round"})
-"""Filters whose results may be whole floats, which minijinja passes to ``tojson`` as integers."""
 
 _VALUE_TESTS: Final = frozenset({"iterable", "sequence"})
+# minijinja has no ``generation`` block; ``with`` has the same scope and renders its body.
 _GENERATION: Final = {"generation": "with", "endgeneration": "endwith"}
 _LEXER: Final = sandbox.SandboxedEnvironment(keep_trailing_newline=True).lexer
 
@@ -314,13 +317,16 @@ def _fast_environment(
     source: str, parsed: nodes.Template, time_zone: str | None
 ) -> minijinja.Environment | None:
     """The same for minijinja, or None if it cannot parse the template, or is known to differ."""
+    # Known differences are excluded here, since a probe may not contain the character that shows them.
     if not _UNLIKE.isdisjoint(_called(parsed)) or _joins_safe_text(parsed) or _makes_numbers(parsed):
         return None
     environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True)
+    # Engines render without escaping: a prompt is no HTML.
     environment.auto_escape_callback = lambda _name: False
     environment.add_filter("tojson", tojson)
     environment.add_global("raise_exception", raise_exception)
     environment.add_global("strftime_now", _clock(time_zone))
+    # jinja2's own: minijinja's answer differs for texts and undefined values.
     environment.add_test("iterable", test_iterable)
     environment.add_test("sequence", test_sequence)
     try:
@@ -355,7 +361,8 @@ def _joins_safe_text(parsed: nodes.Template) -> bool:
     assigned: list[tuple[nodes.Node, nodes.Node]] = []
     assigned += [(one.target, one.node) for one in parsed.find_all(nodes.Assign)]
     assigned += [(one.target, one.iter) for one in parsed.find_all(nodes.For)]
-    for _ in assigned:  # each may make the value of another safe
+    # Each may make the value of another safe.
+    for _ in assigned:
         known = len(names)
         for target, value in assigned:
             if is_safe(value):
@@ -388,19 +395,20 @@ def _makes_numbers(parsed: nodes.Template) -> bool:
 
 
 def _for_minijinja(source: str) -> str:
-    """Convert the template so that minijinja gives the same result.
-
-    minijinja passes undefined values to tests as None; jinja2 considers them iterable, and None not: an empty
-    text replaces them. A ``generation`` block writes what its body does and keeps variables set in it local,
-    like a ``with`` block.
-    """
+    """Convert the template so that minijinja gives the same result."""
+    # Minijinja passes undefined values to tests as None; jinja2 considers them iterable, and None not: an
+    # empty text replaces them. A ``generation`` block writes what its body does and keeps variables set in it
+    # local, like a ``with`` block.
     if "\r" in source:
-        return source  # the words below have other line ends
+        # The words below have other line ends.
+        return source
     written: list[str] = []
     before = ["", ""]  # the last two words
-    at = tested_at = 0  # in ``source``; in ``written``, the ``is`` of a test
+    # In ``source``; in ``written``, the ``is`` of a test.
+    at = tested_at = 0
     for _, kind, word in _LEXER.tokeniter(source, None):
-        start = source.index(word, at)  # preceded by white space that the template itself removes
+        # Preceded by white space that the template itself removes.
+        start = source.index(word, at)
         written.append(source[at:start])
         at = start + len(word)
         if kind == "name" and word == "is":
@@ -444,7 +452,8 @@ def compile_template(
     except jinja2.TemplateError as error:
         raise ValueError(f"chat template is no valid Jinja: {error}") from None
     content_format = detect_content_format(source, environment)
-    written = environment.parse(source)  # parsed again: the other tree was changed
+    # Parsed again: the other tree was changed.
+    written = environment.parse(source)
     called = _called(written)
     fast = _fast_environment(source, written, time_zone)
     if fast is not None and not _probes_agree(reference, fast, content_format, dict(special_tokens)):
@@ -467,7 +476,8 @@ def _probes_agree(
         try:
             expected = by_reference(reference, context)
         except TemplateRejectsError:
-            continue  # engines refuse this chat: its text does not matter
+            # Engines refuse this chat: its text does not matter.
+            continue
         if by_fast(fast, context) != expected:
             return False
     return True
@@ -501,12 +511,12 @@ def by_reference(reference: jinja2.Template, context: Context) -> str:
 # characters. Any thread may call it.
 
 
+# Sequences of roles with other arguments; when full, all are dropped.
 _KEPT_MAX: Final = 256
-"""Sequences of roles with other arguments; when full, all are dropped."""
+# Layouts of each, by the answers; a chat that needs one more is always rendered.
 _WAYS_MAX: Final = 4
-"""Layouts of each, by the answers; a chat that needs one more is always rendered."""
+# Characters written by the template itself; longer output is not kept.
 _CHARS_MAX: Final = 1 << 14
-"""Characters written by the template itself; longer output is not kept."""
 _MESSAGES_MAX: Final = 64
 
 Key = tuple[bytes, str, tuple[str, ...]]
@@ -567,8 +577,8 @@ class Skeletons:
         self._watching, self._kept = None, {}
 
 
+# Layout of a chat whose texts the template reads itself: never applies.
 _NEVER: Final = PrecompiledLayout([], [], [], [TracedText(Part(0), "startswith", ("",), False)])
-"""Layout of a chat whose texts the template reads itself: never applies."""
 
 
 def text_messages(key: Key, texts: list[str]) -> list[Message]:

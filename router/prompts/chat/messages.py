@@ -30,16 +30,16 @@ MEDIA_KEYS: Final = frozenset({
     "audio_embeds", "audio_url", "input_audio", "video_embeds", "video_url",
 })  # fmt: skip
 _EMBEDS_KEYS: Final = frozenset({"prompt_embeds"})
+# Part fields known to vLLM; all others are passed to the template unchanged in the openai format.
 _PART_FIELDS: Final = frozenset({
     "type", "text", "uuid", "name", "data", "refusal", "thinking", "closed", "prompt_cache_breakpoint",
     "image_url", "image_pil", "image_embeds", "file",
     "audio_url", "audio_embeds", "input_audio", "video_url", "video_embeds",
 })  # fmt: skip
-"""Part fields known to vLLM; all others are passed to the template unchanged in the openai format."""
+# A message of role and text alone, the usual case, is the same to the template.
 _PLAIN_ROLES: Final = frozenset({"user", "assistant"})
-"""A message of role and text alone, the usual case, is the same to the template."""
+# First line of system texts of some clients, which changes with every request: vLLM drops it.
 _BILLING_HEADER: Final = "x-anthropic-billing-header"
-"""First line of system texts of some clients, which changes with every request: vLLM drops it."""
 
 
 def parse_message(
@@ -139,13 +139,13 @@ def _check_part(part: Any) -> None:
         raise NotLocalError("message_shape")
 
 
+# Part type -> the field that holds its text.
 _TEXT_FIELDS: Final = {
     **dict.fromkeys(("text", "input_text", "output_text"), "text"),
     "refusal": "refusal",
     "thinking": "thinking",
     "tool_reference": "name",
 }
-"""Part type -> the field that holds its text."""
 
 
 def _text(part: Any) -> str:
@@ -354,7 +354,8 @@ class Conversions:
 
     def _keep(self, key: _Key, made: _Known) -> None:
         with self._lock:
-            before = self._known.pop(key, None)  # cached by another thread, or under an equal key
+            # Cached by another thread, or under an equal key.
+            before = self._known.pop(key, None)
             self._known[key] = made
             self._bytes += made.size_bytes - (0 if before is None else before.size_bytes)
             while self._bytes > self._bytes_max:

@@ -20,13 +20,13 @@ _UNFINISHED: Final = ("in_progress", "incomplete")
 _STATES: Final = (None, "completed", *_UNFINISHED)
 _ROLES: Final = ("user", "system", "developer")
 _NAMESPACE_SEPARATOR: Final = "__"
+# Schema shown for a tool that takes plain text.
 _CUSTOM_PARAMETERS: Final = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
     "required": ["input"],
     "additionalProperties": False,
 }
-"""Schema shown for a tool that takes plain text."""
 
 
 class ResponsesChat(ChatBody, gc=False):

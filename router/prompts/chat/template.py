@@ -1,22 +1,10 @@
 """One chat template and its inputs, rendered by minijinja if that is proven equal to jinja2, else by jinja2.
 
 jinja2 in Hugging Face's sandbox is the reference, which engines run. minijinja renders the same template
-several times faster. At load, probe conversations are rendered with both, and minijinja is used only if every
-result is equal. Probes cannot cover everything, so in use the two are compared again for every message shape
-(role, keys, value types) not seen before and for every ``CHECK_EVERY``-th rendering. A difference always
-returns jinja2's text. If one shape is new, jinja2 renders that shape from then on; if all were known to
-agree, minijinja is not used for that template any more: shapes do not describe it well enough.
+several times faster (a 30 KB, 10-message ChatML chat on one shared core: 11-20 us instead of 34-60 us). At
+load, probe conversations are rendered with both, and minijinja is used only if every result is equal.
 
-If the two are known to differ by the value and not by its shape, jinja2 renders: numbers that minijinja
-writes differently and texts within lists and objects that it quotes differently (``is_unlike``), a text with
-one of the four separators that only Python considers white space (an engine strips them, minijinja does not),
-letters beyond ASCII in a template that changes their case, and any template that ``compiled.py`` excludes.
-
-Chats of plain messages are mostly not rendered at all, but assembled from a precompiled layout; of these
-every ``CHECK_EVERY``-th is rendered by jinja2 too.
-
-Measured on one shared core: a 30 KB, 10-message ChatML chat renders in 11-20 us with minijinja, in 34-60 us
-with jinja2.
+Chats of plain messages are mostly not rendered at all, but assembled from a precompiled layout.
 
 Invariant: ``render`` returns jinja2's text, or a text that was equal to it on every shape and sample checked.
 Thread-safe: rendering shares no changing state but counters and a set of shapes.
@@ -52,18 +40,18 @@ from router.prompts.chat.messages import Message
 from router.prompts.request import SHARE, ChatBody, NotLocalError, compact, decode_any, kept_bytes
 from router.prompts.stats import PromptStats
 
+# One rendering in this many is compared although its shape is known; costs under 1 us each on average.
 CHECK_EVERY: Final = 256
-"""One rendering in this many is compared although its shape is known; costs under 1 us each on average."""
+# Known shapes; when full, all are dropped and checked again.
 _SHAPES_MAX: Final = 4096
-"""Known shapes; when full, all are dropped and checked again."""
+# Shapes for which minijinja differs; when full, all are dropped and checked again.
 _DIFFERING_MAX: Final = 256
-"""Shapes for which minijinja differs; when full, all are dropped and checked again."""
+# The shape of all values that minijinja is known to write differently: jinja2 renders it.
 UNLIKE: Final = 0
-"""The shape of all values that minijinja is known to write differently: jinja2 renders it."""
 _INTEGER_MIN: Final = -(1 << 63)
 _INTEGER_MAX: Final = (1 << 63) - 1
+# Known shapes above this length are not sampled: the check would cost more than it shows.
 _CHECKED_CHARS_MAX: Final = 1 << 16
-"""Known shapes above this length are not sampled: the check would cost more than it shows."""
 
 
 class ChatTemplate:
@@ -90,6 +78,7 @@ class ChatTemplate:
         self._stats = stats
         self._shapes: set[int] = set()
         self._differing: set[int] = set()
+        # A layout with a date in it would be wrong tomorrow.
         self._skeletons = Skeletons(None if self.depends_on_time else compiled.watching)
 
     @property
@@ -103,6 +92,8 @@ class ChatTemplate:
         Raises ``TemplateRejectsError`` if the template refuses the conversation.
         """
         self._stats.rendered += 1
+        # Values that the two are known to write differently (numbers, quoted texts in lists), whatever the
+        # shape says.
         if self._fast is None or UNLIKE in shapes or not self._differing.isdisjoint(shapes):
             self._stats.rendered_jinja2 += 1
             return self._by_reference(context)
@@ -110,6 +101,8 @@ class ChatTemplate:
         if text is not None and self._is_odd(text):
             self._stats.rendered_jinja2 += 1
             return self._by_reference(context)
+        # Probes cannot cover everything: the two are compared for every new message shape (role, keys, value
+        # types), and for a sample of the known ones.
         new = not shapes <= self._shapes
         sampled = self._stats.rendered % CHECK_EVERY == 0
         if text is None or new or (sampled and len(text) <= _CHECKED_CHARS_MAX):
@@ -123,6 +116,7 @@ class ChatTemplate:
         if text is None:
             return None
         self._stats.rendered += 1
+        # A sample of the assembled texts is rendered by jinja2 too.
         if self._stats.rendered % CHECK_EVERY == 0 and len(text) <= _CHECKED_CHARS_MAX:
             self._stats.template_checks += 1
             expected = self._by_reference({**names, "messages": text_messages(key, texts)})
@@ -139,7 +133,9 @@ class ChatTemplate:
     def _is_odd(self, text: str) -> bool:
         """Whether the two are known to differ about characters of this text."""
         if "\x1c" in text or "\x1d" in text or "\x1e" in text or "\x1f" in text:
-            return True  # white space to Python's strip, trim and split, but not to Rust's
+            # White space to Python's strip, trim and split, but not to Rust's.
+            return True
+        # Python and Rust have different tables for the case of letters beyond ASCII.
         return self._changes_case and not text.isascii()
 
     def _checked(self, text: str | None, context: Context, shapes: Set[int]) -> str:
@@ -147,10 +143,12 @@ class ChatTemplate:
         new = shapes - self._shapes
         try:
             expected = self._by_reference(context)
-            if text != expected and self.depends_on_time:  # the clock may have changed in between
+            # The clock may have changed in between.
+            if text != expected and self.depends_on_time:
                 text, expected = self._by_fast(context), self._by_reference(context)
         except TemplateRejectsError:
-            if text is not None:  # the engine refuses this chat: its text does not matter, its shape may
+            # The engine refuses this chat: its text does not matter, its shape may.
+            if text is not None:
                 self._differs(new)
             raise
         if text == expected:
@@ -159,6 +157,7 @@ class ChatTemplate:
             self._differs(new)
             if text is not None and not new:
                 self._stats.templates_distrusted += 1
+                # All shapes were known to agree, so shapes do not describe this template: jinja2 from now on.
                 self._fast = None
         return expected
 
@@ -171,6 +170,7 @@ class ChatTemplate:
     def _differs(self, new: Set[int]) -> None:
         """With several new shapes at once, the differing one is found when the others occur without it."""
         self._stats.template_mismatches += 1
+        # Which of several new shapes differs is unknown: those that agree are learned as they occur alone.
         if len(new) != 1:
             return
         if len(self._differing) >= _DIFFERING_MAX:
@@ -187,10 +187,8 @@ class ChatTemplate:
 
 
 def continue_final(conversation: list[Message], source: str, render: Callable[[list[Message]], str]) -> str:
-    """Render so that the text ends inside the last message, for ``continue_final_message``.
-
-    Hugging Face's way: a tag is put after the last text, and everything from the tag on is cut off.
-    """
+    """Render so that the text ends inside the last message, for ``continue_final_message``."""
+    # Hugging Face's way: a tag is put after the last text, and everything from the tag on is cut off.
     tag = "CONTINUE_FINAL_MESSAGE_TAG "
     last = dict(conversation[-1])
     content = last.get("content")
@@ -209,16 +207,15 @@ def continue_final(conversation: list[Message], source: str, render: Callable[[l
     text = render([*conversation[:-1], last])
     if final.strip() not in text or tag.strip() not in text:
         raise NotLocalError("template_rejected")
+    # The template may strip the text, and the blank of the tag with it: then the cut text is stripped too.
     cut = text.rindex(tag.strip())
     exact = text[cut : cut + len(tag)] == tag
     return text[:cut] if exact else text[:cut].rstrip()
 
 
 def message_shape(message: Message) -> int:
-    """Shape of a message: role, keys, types of values and of their contents; ``UNLIKE`` if a value is.
-
-    Hashed, since clients choose names.
-    """
+    """Shape of a message: role, keys, types of values and of their contents; ``UNLIKE`` if a value is."""
+    # Hashed, since clients choose names.
     outside = (message["role"], tuple(message), tuple(map(type, message.values())))
     inside: list[Hashable] = []
     for key, value in message.items():
@@ -257,12 +254,10 @@ def value_kinds(value: Any) -> frozenset[Hashable]:
 
 def is_unlike(value: Any) -> bool:
     """Whether minijinja is known to write this otherwise than jinja2 (3.0.5 of its package; all code points
-    were compared).
-
-    It gives a whole float to ``tojson`` as an integer, writes large and small ones without exponent and large
-    integers as floats. In lists that a template makes and prints, it leaves characters as they are that
-    Python does not print.
-    """
+    were compared)."""
+    # It gives a whole float to ``tojson`` as an integer, writes large and small ones without exponent and
+    # large integers as floats. In lists that a template makes and prints, it leaves characters as they are
+    # that Python does not print.
     kind = type(value)
     if kind is float:
         return value.is_integer() or not math.isfinite(value) or "e" in repr(value)
@@ -273,18 +268,18 @@ def is_unlike(value: Any) -> bool:
     return False
 
 
+# Template arguments that affect more than the template in the engine, or shadow functions of templates.
 _RESERVED: Final = frozenset({
     "chat_template", "conversation", "max_length", "messages", "model_config", "padding",
     "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer",
     "tokenizer_kwargs", "tools", "truncation",
     "cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now",
 })  # fmt: skip
-"""Template arguments that affect more than the template in the engine, or shadow functions of templates."""
 _UNSET: Final = (None, "auto")
 
 
+# Size of a context besides its names: its keys, the structure, the cache's own.
 _ENTRY_BYTES: Final = 2000
-"""Size of a context besides its names: its keys, the structure, the cache's own."""
 
 ContextKey = tuple[object, ...]
 
@@ -401,7 +396,8 @@ def chat_context(
     # Tools by their raw form, unless they are left out: the choice of the template depends on that.
     depends_on = [arguments, continue_final, None if tools is None else bytes(body.tools)]
     try:
-        if shape == UNLIKE:  # JSON has no NaN, which configured arguments may contain: it would become null
+        # JSON has no NaN, which configured arguments may contain: it would become null.
+        if shape == UNLIKE:
             key = b"~" + repr(depends_on).encode(errors="backslashreplace")
         else:
             key = _ENCODER.encode(depends_on)

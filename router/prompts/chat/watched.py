@@ -4,9 +4,7 @@ A template that only inserts a text, and asks a few questions about it that are 
 around every other text with the same answers. So one rendering with such texts proves the output for all of
 them (``compiled.py``).
 
-Invariant: everything that a template learns about such a text is recorded, or ends the rendering. Python's
-own functions would read a text without asking it, if a template could pass it to them: templates that may do
-so are not traced at all (``may_be_watched``), and only constructs named here are allowed.
+Invariant: everything that a template learns about such a text is recorded, or ends the rendering.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.tests import test_iterable, test_sequence
 
+# Python's own functions would read a text without asking it, if a template could pass it to them. So only
+# constructs whose reads are recorded are allowed; templates with others are not traced.
 _NODES: Final = (
     *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.NSRef),
     *(nodes.If, nodes.For, nodes.Assign, nodes.CondExpr, nodes.And, nodes.Or, nodes.Not, nodes.Operand),
@@ -41,14 +41,14 @@ _QUESTIONS: Final[dict[str, Callable[..., bool]]] = {
     "endswith": str.endswith,
 }
 _CHANGES: Final = {"strip": str.strip, "lstrip": str.lstrip, "rstrip": str.rstrip}
+# Random, so that no client can put it into a text.
 _MARK: Final = secrets.token_hex(16)
-"""Random, so that no client can put it into a text."""
 _PLACE: Final = re.compile(f"{_MARK}:([0-9]+):")
 
 
+# Not an ``Exception``: jinja2 catches these in places, and would render a default instead.
 class NotPlainError(BaseException):
-    """The template does more with a text than can be recorded. jinja2 catches every ``Exception`` in
-    places."""
+    """The template does more with a text than can be recorded."""
 
 
 class Part(NamedTuple):
@@ -93,10 +93,13 @@ class TemplateTracer:
 
     def ask(self, part: Part, question: str, *given: Any) -> bool:
         """Return the real answer and record it; it is implied that a message's whole text is not empty."""
+        # Layouts are used for non-empty texts only, so this needs no record. A stripped text may be empty.
         if question == "bool" and not part.changes:
             return True
+        # A traced text as the argument would be read by Python without a record.
         if not all(type(one) in {str, tuple} for one in given):
             raise NotPlainError
+        # Asked of the real text, so that the rendering takes the branch that the engine would take.
         answer = _QUESTIONS[question](part.text_in(self._texts), *given)
         self.answers[TracedText(part, question, given, answer)] = None
         return answer
@@ -122,7 +125,8 @@ class WatchedText(str):
         return made
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python's own; the sandbox does not let templates call it
+        # Python's own; the sandbox does not let templates call it.
+        if name.startswith("__"):
             return str.__getattribute__(self, name)
         watch, part = _own(self)
         if part is None:
@@ -154,6 +158,7 @@ class WatchedText(str):
     def _refuse(self, *_given: Any) -> NoReturn:
         raise NotPlainError
 
+    # Used as a key, a text would be compared by the dictionary, unrecorded.
     def __hash__(self) -> int:
         raise NotPlainError
 
@@ -212,12 +217,14 @@ def _is_harmless(node: nodes.Node) -> bool:
     if type(node) not in _NODES:
         return False
     if isinstance(node, nodes.Filter):
+        # ``trim`` without arguments is ``str.strip``, which is recorded; with arguments it reads characters.
         return node.name in _FILTERS and not (node.name == "trim" and (node.args or node.kwargs))
     if isinstance(node, nodes.Test):
         return node.name in _TESTS
     if isinstance(node, nodes.Getitem):
         return _is_number(node.arg) or isinstance(node.arg, nodes.Const | nodes.Slice)
     if isinstance(node, nodes.Mod):
+        # ``%`` formats if its left side is a text: harmless only with a constant.
         return isinstance(node.right, nodes.Const)
     if isinstance(node, nodes.Compare):
         return all(_compares(left, right) for left, right in _pairs(node))
@@ -256,6 +263,7 @@ def _is_harmless_call(node: nodes.Call) -> bool:
         return False
     if isinstance(node.node, nodes.Name):
         return node.node.name in _FUNCTIONS
+    # Methods with constant arguments only: the recorded question must mean the same for other messages.
     constant = all(map(_is_constant, node.args)) and not node.kwargs
     return isinstance(node.node, nodes.Getattr) and constant
 
@@ -267,16 +275,15 @@ def _is_constant(node: nodes.Node) -> bool:
 
 
 def watching(environment: jinja2.Environment) -> jinja2.Environment:
-    """The environment, with filters that refuse traced texts they would read without asking.
-
-    Every text is iterable and a sequence: templates may test that without reading it.
-    """
+    """The environment, with filters that refuse traced texts they would read without asking."""
+    # Every text is iterable and a sequence: templates may test that without reading it.
     tojson = environment.filters["tojson"]
 
     def refusing(value: Any, *given: Any, **named: Any) -> Any:
         refuse_watched((value, given, named))
         return tojson(value, *given, **named)
 
+    # The filter reads texts deep inside values, where no method of the traced text is called.
     environment.filters["tojson"] = refusing
     environment.tests["iterable"] = lambda value: isinstance(value, WatchedText) or test_iterable(value)
     environment.tests["sequence"] = lambda value: isinstance(value, WatchedText) or test_sequence(value)

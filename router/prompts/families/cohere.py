@@ -33,16 +33,16 @@ _GROUNDING: Final = {
     **dict.fromkeys(("off", "disabled"), "disabled"),
     "unknown": "unknown",
 }
+# Arguments that vLLM's Cohere API passes to its renderer; clients must not send them.
 _INTERNAL: Final = frozenset({"_messages_citations", "_position_to_source", "_tool_message_v2_content"})
-"""Arguments that vLLM's Cohere API passes to its renderer; clients must not send them."""
 _TEMPLATES: Final = frozenset({"template_jinja", "template"})
+# Arguments that are no variables of the template.
 _OPTIONS: Final = frozenset({
     *_TEMPLATES, *_INTERNAL, "cohere_format", "template_id", "use_jinja", "documents", "available_tools",
     "tools", "reasoning_type", "thinking", "dev_instruction", "response_format", "json_schema", "json_mode",
     "safety_mode", "citation_quality", "citation_options", "skip_preamble", "grounding",
     "platform_instruction",
 })  # fmt: skip
-"""Arguments that are no variables of the template."""
 
 
 class _AnyName:

@@ -53,11 +53,9 @@ class TlsConnection(SSLConnection):
 
 
 def connection_arguments(target: Target, connect_timeout_s: float) -> dict[str, Any]:
-    """Return redis-py's connection arguments except host and port.
-
-    No retries and no timeouts of single reads, as every call has a deadline. Raises ``SettingsError`` for
-    unreadable TLS files.
-    """
+    """Return redis-py's connection arguments except host and port."""
+    # No retries and no timeouts of single reads, as every call has a deadline. Raises ``SettingsError`` for
+    # unreadable TLS files.
     arguments: dict[str, Any] = {
         "connection_class": Connection,
         "db": target.db,
@@ -99,11 +97,10 @@ _CHANGED = frozenset({"MOVED", "ASK", "READONLY", "CLUSTERDOWN", "TRYAGAIN", "MA
 class Client:
     """Connections of one user.
 
-    A reader and a writer have one client each, so that no lookup waits behind a batch.
-
     Raises ``SettingsError`` for unreadable TLS files; does not connect before ``start``.
     """
 
+    # A reader and a writer have one client each, so that no lookup waits behind a batch.
     def __init__(self, settings: SharedSettings) -> None:
         self.settings = settings
         self._target = parse_url(settings.url)
@@ -210,7 +207,8 @@ class Client:
 
     def _notice(self, error: IndexUnavailable) -> None:
         """Check the servers again if an error shows that they have changed."""
-        if error.reason == "READONLY":  # no longer a master: find the current one
+        # No longer a master: find the current one.
+        if error.reason == "READONLY":
             for master in self._masters.values():
                 master.pipelined.abort()
         if error.reason in _CHANGED:
@@ -276,7 +274,8 @@ class Client:
             try:
                 await self._connect(address, tasks)
             except (RedisError, OSError, IndexUnavailable) as error:
-                failure = error  # the others may still serve their part
+                # The others may still serve their part.
+                failure = error
         if failure is not None:
             raise failure
         if not all(master.pipelined.is_open for master in self._masters.values()):
@@ -314,7 +313,8 @@ class Client:
         pipelined = PipelinedConnection(pool.make_connection(), self._lost)
         async with asyncio.timeout(self.settings.connect_timeout_s):
             await pipelined.open(tasks)
-        self._identity = None  # this may be a different server from before
+        # This may be a different server from before.
+        self._identity = None
         master = self._masters[address] = Master(pool, pipelined, self.settings.write_timeout_s, self._notice)
         return master
 

@@ -99,7 +99,8 @@ class PipelinedConnection:
                 raise unavailable(error) from error
             raise
         self._reading = tasks.create_task(self._read(), name="replies of the shared index")
-        await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
+        # A task that is cancelled before it began would not close the connection.
+        await asyncio.sleep(0)
 
     @property
     def is_open(self) -> bool:
@@ -124,7 +125,8 @@ class PipelinedConnection:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connection.send_packed_command(payload, check_health=False)
-        except (RedisError, OSError) as error:  # the library has closed the connection
+        except (RedisError, OSError) as error:
+            # The library has closed the connection.
             _fail(future)
             raise unavailable(error) from error
         return future

@@ -6,12 +6,8 @@ finds no free block, the request that came last is preempted and computed again 
 ``advance`` nothing happens. Invariants: time does not go back; every request ends once, or is refused
 immediately if it can never fit.
 
-With memory outside the GPU (``tiers``) a scheduled prompt may have to be loaded first. It holds its blocks
-meanwhile and others are scheduled before it, as with vLLM's asynchronous loads; once loaded it precedes
-waiting ones. Compute time lost to a load is added to the next chunk.
-
-With disaggregated prefill, a prompt computed elsewhere is loaded in the same way (``Fetch``), and blocks that
-another engine has yet to fetch stay in use after their request has ended, until ``release``.
+With memory outside the GPU (``tiers``) a scheduled prompt may have to be loaded first. With disaggregated
+prefill, a prompt computed elsewhere is loaded in the same way (``Fetch``).
 """
 
 from __future__ import annotations
@@ -59,14 +55,15 @@ class SimEngine:
         self._waiting: deque[RequestRun] = deque()
         self._prefilling: RequestRun | None = None
         self._chunk_ends_s = 0.0
-        self._generating: dict[
-            RequestRun, int
-        ] = {}  # in the order of their start -> number of its next event
+        # In the order of their start -> number of its next event.
+        self._generating: dict[RequestRun, int] = {}
         self._events: list[tuple[float, int, RequestRun]] = []
         self._loading: list[tuple[float, int, RequestRun]] = []
         self._loaded: deque[RequestRun] = deque()
-        self._copying: deque[list[int]] = deque()  # blocks being copied out, step by step
-        self._owed_s = 0.0  # compute time lost to loads, added to the next chunk
+        # Blocks being copied out, step by step.
+        self._copying: deque[list[int]] = deque()
+        # Compute time lost to loads, added to the next chunk.
+        self._owed_s = 0.0
         self._order = 0
         self._block = pool.scheme.hash_block_size
 
@@ -122,6 +119,8 @@ class SimEngine:
         """Schedule the next prompts, as far as there is room."""
         while self._prefilling is None and len(self._generating) < self.timing.seqs_max:
             if self._loaded:
+                # Loaded prompts precede waiting ones: they already hold blocks, as after vLLM's asynchronous
+                # loads.
                 if not self._go_on(self._loaded[0], now):
                     return
             elif not self._waiting or not self._admit(self._waiting[0], now):
@@ -137,7 +136,8 @@ class SimEngine:
             return True
         if self._generating or self._loading:
             return False
-        last = self._loaded.pop()  # every request with blocks waits for more
+        # Every request with blocks waits for more.
+        last = self._loaded.pop()
         self._preempt(last)
         if not self._others_hold_blocks:
             self._waiting.popleft()
@@ -160,6 +160,7 @@ class SimEngine:
             return end
 
         holding = [load[2] for load in self._loading] + list(self._loaded)
+        # Running prompts must be able to finish, or two loads could each wait for the other's blocks.
         reserved = sum([self.pool.blocks_to_finish(one.pool_request) for one in holding])
         hit = self.pool.start(
             request,
@@ -171,9 +172,11 @@ class SimEngine:
         if hit is None and self._others_hold_blocks:
             return False  # retried when one of them ends
         self._waiting.popleft()
-        if hit is None:  # an empty engine has no room for it either
+        # An empty engine has no room for it either.
+        if hit is None:
             self._told[2](run, now)
             return True
+        # Counted once: a preempted request is admitted again.
         if run.started_s < 0:
             run.started_s, run.hit = now, request.loading_to or hit
             run.loaded, run.medium = run.hit - hit, medium
@@ -221,7 +224,8 @@ class SimEngine:
         while not self.pool.compute(request, tokens):
             if not self._copying:
                 return False
-            self.pool.unpin(self._copying.popleft())  # vLLM waits for copies before it preempts
+            # vLLM waits for copies before it preempts.
+            self.pool.unpin(self._copying.popleft())
         self.pool.end_step()
         if self._tiers is not None:
             due = self.pool.due(request)
@@ -233,6 +237,7 @@ class SimEngine:
 
     def _end_copies(self) -> None:
         """End the copies of all steps before the current one; on an idle engine also its own."""
+        # A connector reports a copy with the step after it; an idle engine has no further step.
         kept = 1 if self._prefilling or self._others_hold_blocks else 0
         while len(self._copying) > kept:
             self.pool.unpin(self._copying.popleft())
@@ -293,6 +298,7 @@ class SimEngine:
 
     def _schedule(self, run: RequestRun, now: float) -> None:
         """Schedule the next event of its generation that concerns the pool: a full block, or the end."""
+        # Tokens inside a block change nothing in the pool: one event per block instead of one per token.
         to_block = self._block - run.pool_request.num_computed % self._block
         run.coming = min(to_block, run.output_tokens - run.generated)
         self._order += 1
@@ -303,6 +309,8 @@ class SimEngine:
     def _is_late(self, run: RequestRun, order: int, now: float) -> bool:
         """Whether chunks have delayed this event; if so it is rescheduled."""
         owed_s, run.stalled_s = self._stalled_s - run.stalled_s, self._stalled_s
+        # Chunks computed since then delayed every generating request; the event is moved instead of all of
+        # them at each chunk.
         if owed_s > 0:
             heapq.heappush(self._events, (now + owed_s, order, run))
         return owed_s > 0
@@ -313,8 +321,10 @@ class SimEngine:
             self._end_copies()
         self.pool.extend(run.pool_request, [0] * run.coming)
         while not self._compute(run, run.coming):
+            # vLLM preempts the request that came last.
             last = self._prefilling or next(reversed(self._generating))
-            if run.rank_s:  # by priority, regardless of state (Scheduler.schedule, vLLM 0.32)
+            # By priority, regardless of state (Scheduler.schedule, vLLM 0.32).
+            if run.rank_s:
                 last = max(filter(None, (*self._generating, self._prefilling)), key=_rank_s)
             self._preempt(last)
             if last is run:
@@ -334,6 +344,8 @@ class SimEngine:
     def _end(self, run: RequestRun, now: float) -> None:
         if run.keeps:
             run.kept = [block for table in run.pool_request.tables for block in table if block]
+            # Another engine has yet to fetch these blocks: they stay in use until ``release``, as under a
+            # lease.
             self.pool.pin(run.kept)
             self._num_kept += 1
         self.pool.finish(run.pool_request)
@@ -345,7 +357,6 @@ class SimEngine:
 #
 # Invariants: an engine has at most one time, the last one set; every request arrives once, and in closed
 # sessions never before the one it follows.
-# sessions none before the one it follows.
 
 
 class Calendar:

@@ -57,10 +57,11 @@ Formula = Callable[[Sequence[PeerView], int, int], list[int]]
 def dynamo(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> list[int]:
     """Choose the lowest number of blocks to prefill and to decode, including this prompt's.
 
-    ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1. Prompt
-    tokens count as to be prefilled until the first token; generated tokens are not tracked (the default).
+    ai-dynamo/dynamo, ``lib/kv-router/src/scheduling/selector`` and ``config.rs``: overlap weight 1.
     """
 
+    # Prompt tokens count as to be prefilled until the first token; generated tokens are not tracked (the
+    # default).
     def blocks(view: PeerView) -> float:
         prefill = max(0, view.prefilling_tokens + prompt_tokens - view.prefix_tokens)
         return prefill / block_tokens + view.active_blocks
@@ -73,9 +74,10 @@ def llm_d(views: Sequence[PeerView], prompt_tokens: int, block_tokens: int) -> l
     LRU.
 
     llm-d/llm-d-router, the scorers ``precise-prefix-cache``, ``kv-cache-utilization``, ``queue`` and
-    ``no-hit-lru``. The queue's score is the waiting count between the longest (0) and the shortest (1). A
-    prompt held by no engine goes to engines that never had such a prompt, then to the least recently used.
+    ``no-hit-lru``.
     """
+    # The queue's score is the waiting count between the longest (0) and the shortest (1). A prompt held by no
+    # engine goes to engines that never had such a prompt, then to the least recently used.
     prefix_weight, usage_weight, queue_weight, lru_weight = LLM_D_WEIGHTS
     shortest, longest = min(v.waiting for v in views), max(v.waiting for v in views)
     order = sorted(range(len(views)), key=lambda i: views[i].cold_turn)
@@ -268,11 +270,9 @@ class PeerRouter:
     def misses(
         self, prompt_tokens: int, hashes: Sequence[BlockHash], seen: Sequence[PrefixHit], left_s: float
     ) -> bool:
-        """Whether every engine is predicted to give the first token later than in ``left_s``.
-
-        Never before the regression is trained, nor with an engine without requests: a fleet that refuses
-        everything would give no samples to correct it.
-        """
+        """Whether every engine is predicted to give the first token later than in ``left_s``."""
+        # Never before the regression is trained, nor with an engine without requests: a fleet that refuses
+        # everything would give no samples to correct it.
         regression = self._regression
         if regression is None or not regression.trained:
             return False

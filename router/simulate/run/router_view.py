@@ -129,7 +129,8 @@ class History:
 
     def placed(self, engine: int, prompt_tokens: int, hashes: Sequence[BlockHash]) -> None:
         held = self._held[engine]
-        for block_hash in reversed(hashes):  # the start of a prefix is evicted last
+        # The start of a prefix is evicted last.
+        for block_hash in reversed(hashes):
             held[block_hash] = None
             held.move_to_end(block_hash)
         if self._blocks_max is not None:
@@ -167,11 +168,9 @@ def history_blocks(
     groups: tuple[GroupSpec, ...], num_blocks: int, mean_prompt_tokens: float, retention: int | None
 ) -> int:
     """Return the number of full-attention blocks that a pool of ``num_blocks`` pages can keep beside the
-    pages of the other groups.
-
-    One prompt of the mean length, at the given retention, shows which share of its pages is full attention; a
-    tree of one group may hold the same share of the pool.
-    """
+    pages of the other groups."""
+    # One prompt of the mean length, at the given retention, shows which share of its pages is full attention;
+    # a tree of one group may hold the same share of the pool.
     pages = full = 0.0
     align = max(group.block_size for group in groups)
     kept = 1.0 if retention == 0 else mean_prompt_tokens / (retention or align)
@@ -278,8 +277,8 @@ class Roles:
         return Fetch(end, self._pd.transfer_s_per_token, self._pd.leg_overhead_s)
 
     def _lacks(self, candidate: Candidate, prompt_tokens: int) -> int:
-        """Return the tokens missing there. Recurrent states are always sent, so the full-attention prefix
-        counts."""
+        """Return the tokens missing there."""
+        # Recurrent states are always sent, so the full-attention prefix counts.
         hit = candidate.hit
         has = max(hit.soon_tokens, hit.shared_prefix_tokens) if self._states else hit.soon_tokens
         return max(0, prompt_tokens - has)

@@ -207,15 +207,18 @@ class RequestRun:
         self.hit = 0
         self.loaded = 0
         self.medium: Medium | None = None
-        self.due: list[HeldKey] = []  # blocks that the current chunk copies out
+        # Blocks that the current chunk copies out.
+        self.due: list[HeldKey] = []
         self.coming = 0
         self.generated = 0
         self.preempted = 0
-        self.stalled_s = 0.0  # the engine's total when this request's next event was scheduled
+        # The engine's total when this request's next event was scheduled.
+        self.stalled_s = 0.0
         self.keeps = keeps
         self.kept: list[int] = []
         self.fetch = fetch
         self.source = source  # engine to pull from
         self.hint = hint  # sent with the request, for its engine's host memory
         self.pulled = 0  # tokens that only that engine had
-        self.rank_s = rank_s  # its key in the engine's order; 0 for all: order of arrival
+        # Its key in the engine's order; 0 for all: order of arrival.
+        self.rank_s = rank_s

@@ -297,10 +297,8 @@ class EngineTiers:
         self, request: PoolRequest, source: EngineTiers, now: float, hint: RetentionHint | None = None
     ) -> tuple[float, float]:
         """Start to pull the missing part of a load into this host memory, and to load from there, like
-        ``load``.
-
-        The blocks count as held at once. Each end sends or receives one pull after the other.
-        """
+        ``load``."""
+        # The blocks count as held at once. Each end sends or receives one pull after the other.
         if self.host is None or source.host is None:
             raise ValueError("there is no host memory to pull from, or into")
         keys = self.host.load_keys(request, request.hit, request.loading_to)

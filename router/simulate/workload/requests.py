@@ -221,11 +221,9 @@ def spread(asked: Sequence[Asked], *, tick_s: float = TICK_S, seed: int = 0) -> 
 
 
 def continued(asked: Sequence[Asked]) -> list[Request]:
-    """Return prompts with answers: those of the next turn if there is one, else new ids.
-
-    A prompt continues an earlier one if it starts with all its whole units and is at least as long as that
-    prompt with its answer. Of several, the longest and then the latest counts; a prompt is continued once.
-    """
+    """Return prompts with answers: those of the next turn if there is one, else new ids."""
+    # A prompt continues an earlier one if it starts with all its whole units and is at least as long as that
+    # prompt with its answer. Of several, the longest and then the latest counts; a prompt is continued once.
     waiting: dict[int, deque[int]] = {}
     following: dict[int, int] = {}
     before: dict[int, Follows] = {}

@@ -53,7 +53,8 @@ def is_session(path: Path) -> bool:
         with contextlib.closing(lines_of(path)) as lines:
             _, fields = next(lines)
     except WorkloadError:
-        return True  # a session over several lines, or an error that its reader reports
+        # A session over several lines, or an error that its reader reports.
+        return True
     return not {"input_length", "payload_b64"} & fields.keys()
 
 

@@ -130,10 +130,8 @@ DOCUMENT_GAP_S = 20.0
 
 
 def documents(count: int, seconds: float, seed: int) -> list[Asked]:
-    """Draw conversations about long documents that share nothing: at most ``DOCUMENTS``, so 1,152 requests.
-
-    The sizes are those of llm-d's guide to sharing KV caches between engines (p2p-kv-cache-sharing).
-    """
+    """Draw conversations about long documents that share nothing: at most ``DOCUMENTS``, 1,152 requests."""
+    # The sizes are those of llm-d's guide to sharing KV caches between engines (p2p-kv-cache-sharing).
     draw = _Draw(random.Random(seed))
     for _ in range(min(DOCUMENTS, -(-count // DOCUMENT_TURNS))):
         draw.sessions += 1
@@ -184,10 +182,8 @@ SHARED_BURST_CV = 2.0
 
 def shared(count: int, seconds: float, seed: int) -> list[Asked]:
     """Draw single questions behind 150 system prompts, in bursts: gamma gaps with a deviation of twice their
-    mean.
-
-    The sizes are those of llm-d's guide to prefix routing; answers are of about 1,000 tokens.
-    """
+    mean."""
+    # The sizes are those of llm-d's guide to prefix routing; answers are of about 1,000 tokens.
     rng = random.Random(seed)
     shape = SHARED_BURST_CV**-2
     system, own = SHARED_TOKENS // SHARED_UNIT, SHARED_QUESTION_TOKENS // SHARED_UNIT

@@ -171,7 +171,8 @@ def exact(engine: EngineEvidence) -> Iterator[CheckResult]:
                 "look at the engine's log",
             )
             return
-    if not probe.requests or engine.load is not None:  # a load shows the same with more evidence
+    # A load shows the same with more evidence.
+    if not probe.requests or engine.load is not None:
         return
     yield from _lengths(probe.requests)
     yield from _hit(engine, probe.requests[-1])

@@ -181,5 +181,6 @@ def read_engine_gauges(page: bytes, dp_rank: int | None) -> EngineGauges:
     if not requests:
         tokens, requests = sums["prompt_tokens_total"], sums["request_success_total"]
     mean = tokens / requests if requests else None
-    speculates = drafted or (counters and bool(cache_config))  # as ``metrics_statement`` reads them
+    # As ``metrics_statement`` reads them.
+    speculates = drafted or (counters and bool(cache_config))
     return EngineGauges(cache_config, mean, int(requests), speculates, None if hits is None else int(hits))
