@@ -95,7 +95,7 @@ def serve(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the router in front of vLLM engines."""
-    from router.serve.command import serve as run
+    from router.serve import serve as run
 
     flags = {
         "server.host": host,
@@ -159,7 +159,7 @@ def epp(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine should get each request."""
-    from router.serve.command import pick
+    from router.serve import pick
 
     flags = {
         "epp.listen": _at("--listen", listen, "--grpc-port", grpc_port),
@@ -200,7 +200,7 @@ def _start(
     check_config: bool,
 ) -> int:
     """Implement ``start``."""
-    from router.serve.reload import check
+    from router.server_process import check
 
     return start(read, check, run, print_config=print_config, check_config=check_config)
 

@@ -39,7 +39,7 @@ from router.replication.redis.client import Client
 from router.replication.redis.connection import IndexUnavailable, unavailable
 from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
 from router.replication.settings import IndexSettings, SettingsError
-from router.serve.command import configure_logging
+from router.serve import configure_logging
 from router.tools.ops_client import output_console
 
 # Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from router import server_process
 from router.config.schema import OPS_PORT, ServerConfig
-from router.serve import server
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
@@ -34,24 +34,24 @@ OPS = f"http://127.0.0.1:{OPS_PORT}/health"
 def test_ports_by_arguments_and_environment(
     words: list[str], environ: dict[str, str], asked: list[str]
 ) -> None:
-    assert server.urls(words, environ)[: len(asked)] == asked
+    assert server_process.urls(words, environ)[: len(asked)] == asked
 
 
 def test_ports_by_the_configuration_file_which_flags_override(tmp_path: Path) -> None:
     file = tmp_path / "kvatlas.toml"
     file.write_text('[server]\nport = 8443\nops_port = 9100\ntls_cert_file = "/c"\n', encoding="utf-8")
     words = ["kvatlas", "serve", "--config", str(file), "--ops-port", "9200"]
-    assert server.urls(words, {}) == ["http://127.0.0.1:9200/health", "https://127.0.0.1:8443/health"]
+    assert server_process.urls(words, {}) == ["http://127.0.0.1:9200/health", "https://127.0.0.1:8443/health"]
     file.write_text("no toml", encoding="utf-8")
-    assert server.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
+    assert server_process.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
 
 
 def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
     async def main() -> None:
         async with running({}) as (engine,), routing(configure(engine)) as rig:
-            assert await asyncio.to_thread(server._answers, f"{rig.ops_url}/health")
-            assert await asyncio.to_thread(server._answers, f"{rig.url}/health")
+            assert await asyncio.to_thread(server_process._answers, f"{rig.ops_url}/health")
+            assert await asyncio.to_thread(server_process._answers, f"{rig.url}/health")
             url = rig.url
-        assert not await asyncio.to_thread(server._answers, f"{url}/health")
+        assert not await asyncio.to_thread(server_process._answers, f"{url}/health")
 
     run(main())

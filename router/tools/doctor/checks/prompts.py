@@ -137,7 +137,7 @@ def _not_compared(result: PromptParity) -> Iterator[CheckResult]:
 
 
 @engine_check("tokens.usage")
-def usage(engine: EngineEvidence) -> Iterator[CheckResult]:
+def cached_report(engine: EngineEvidence) -> Iterator[CheckResult]:
     """Check that the engine runs with ``--enable-prompt-tokens-details``."""
     if engine.probe is None:
         return

@@ -1,17 +1,26 @@
-"""The listening server of one process: start, address, shutdown."""
+"""The server of one process: start, address, reload at SIGHUP, shutdown.
+
+Reload: ``decide`` reads and checks, in the process that reads the file (the parent, if there are workers);
+``Reloads`` applies, in each serving process. Keys and certificates are read again too, as if their files had
+changed. Invariants: an unusable configuration changes nothing and is logged; changes that need a restart are
+logged and not applied; reloads do not overlap.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shutil
+import signal
 import socket
 import ssl
 import sys
+import tempfile
 import threading
 import tomllib
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
@@ -19,11 +28,21 @@ from typing import Any
 import msgspec
 import structlog
 
+from router.admission.key_file import KeyFile, KeyFileError
+from router.api.admin_auth import AdminFileError
+from router.api.metrics_page import ReloadStats
 from router.app import Router
+from router.config.errors import ConfigError
+from router.config.load import Change, changes
 from router.config.schema import Config
 from router.http.server import ListenError, ProxyServer, listen_config, server_url
 from router.http.settings import ListenSettings, ListenStats
-from router.http.sockets import Certificates, raise_descriptor_limit, server_context
+from router.http.sockets import Certificates, TlsError, raise_descriptor_limit, server_context
+from router.observe.traces import TracesNotInstalledError
+from router.placement.policies import policy
+from router.prompts.reader import ModelDirError
+from router.proxy.aliases import Aliases
+from router.replication.settings import SettingsError, redacted
 from router.workers.context import WorkerContext
 
 # Last time limit of a shutdown: after it the process is ended, and what did not end is logged.
@@ -196,7 +215,7 @@ def server_ends_within_s(listen: ListenSettings) -> float:
     return listen.drain_delay_s + listen.drain_s_max + STOP_S
 
 
-# Health check of this container's process: ``python -m router.serve.server``, for Docker's HEALTHCHECK.
+# Health check of this container's process: ``python -m router.server_process``, for Docker's HEALTHCHECK.
 #
 # ``serve``, ``epp`` and ``sidecar`` serve ``/health`` on the ops port; the first and the last also on the
 # public one, over TLS if configured. The ports are read from the arguments of process 1, its environment and
@@ -275,3 +294,240 @@ def _answers(url: str) -> bool:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+# Tries everything of a configuration that can fail, before anything listens.
+
+
+def check(config: Config) -> Router:
+    """Build everything that can fail before listening. Raises ``ConfigError`` naming the key."""
+    try_usage_record(config)
+    try:
+        router = Router(config)
+        if config.server.tls.given:
+            server_context(config.server.tls, TLS_KEYS)
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
+        raise ConfigError(str(error)) from None
+    except ModelDirError as error:
+        raise ConfigError(f"models: {error}") from None
+    except SettingsError as error:
+        raise ConfigError(f"index: {error}") from None
+    check_engines(config)
+    return router
+
+
+def check_engines(config: Config) -> None:
+    """Check that engines are configured or can be discovered. Raises ``ConfigError``."""
+    if not config.engines and not config.fleet.discovers and not config.admin.enabled:
+        raise ConfigError(
+            "no engine configured: give --engine URL (repeatable), e.g. kvatlas serve --engine "
+            "http://HOST:8000, [[engines]] in the --config file, or a source of engines "
+            "(fleet.kubernetes.selector or inference_pool, fleet.dns.names, fleet.file.path, or the admin "
+            "API)"
+        )
+
+
+def try_usage_record(config: Config) -> None:
+    """Create and remove a file: permissions do not show whether the file system accepts files.
+
+    Raises ``ConfigError`` naming the key.
+    """
+    for name in ("path", "key_file"):
+        text = getattr(config.usage, name)
+        if not text:
+            continue
+        path = Path(text)
+        try:
+            with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"usage.{name} = {text!r}: cannot be written: {error.strerror}") from None
+
+
+def check_shared_index(config: Config) -> None:
+    """Refuse an index of another schema. An unreachable one does not prevent the start.
+
+    Raises ``ConfigError``.
+    """
+    if not config.index.is_shared:
+        return
+    from router.replication.registry import IndexRefused  # noqa: PLC0415  # redis-py comes with it
+    from router.replication.service import check_index  # noqa: PLC0415
+
+    try:
+        problem = asyncio.run(check_index(config.index))
+    except IndexRefused as error:
+        raise ConfigError(f"index: {error}") from None
+    if problem:
+        _log.warning("starting without the shared index", index=redacted(config.index.url), problem=problem)
+
+
+_PENDING_NAME = "config"
+Decide = Callable[[Config], "Decided"]
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """Result of one reload. ``config``: the new configuration; None: the old one stays in effect."""
+
+    outcome: str
+    config: Config | None = None
+    waiting: int = 0
+
+
+def usable(config: Config) -> None:
+    """Raise ``ConfigError`` or ``ValueError`` if a router cannot run with this configuration."""
+    check_engines(config)
+    policy(config.policy.policy)
+
+
+def decide(
+    running: Config, load: Callable[[], Config], check: Callable[[Config], object] = usable
+) -> Decided:
+    """Read the configuration again and log the result. ``check``: as ``usable``."""
+    try:
+        change = changes(running, load())
+        check(change.config)
+    except (ConfigError, ValueError) as error:
+        return refused(error)
+    _tell(change)
+    if not change.taken:
+        return Decided("unchanged", None, len(change.waiting))
+    return Decided("applied", change.config, len(change.waiting))
+
+
+def refused(error: Exception) -> Decided:
+    """Log an unusable configuration."""
+    _log.error("configuration not reloaded, the old one stays", problem=str(error))
+    return Decided("refused")
+
+
+def _tell(change: Change) -> None:
+    _log.info("configuration read again", changed=list(change.taken))
+    if change.waiting:
+        _log.warning("settings that need a restart were not changed", keys=list(change.waiting))
+
+
+def hand_over(folder: Path, decided: Decided) -> None:
+    """Save the decision for the workers, which share this folder."""
+    part = folder / f"{_PENDING_NAME}.part"
+    part.write_bytes(msgspec.msgpack.encode(decided))
+    part.replace(folder / _PENDING_NAME)
+
+
+def inherited(folder: Path) -> Decided:
+    """Return the parent's last decision."""
+    return msgspec.msgpack.decode((folder / _PENDING_NAME).read_bytes(), type=Decided)
+
+
+def hold_back() -> None:
+    """Defer SIGHUP until ``Reloads`` handles it; by default it would end the process."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+
+
+class Reloads:
+    """Reloads of one serving process. ``running``: its configuration; ``take`` applies another one; ``renew``
+    reads its files again; ``on_log`` is called with a level and a format."""
+
+    def __init__(
+        self,
+        running: Callable[[], Config],
+        decide: Decide,
+        take: Callable[[Config], Awaitable[None]],
+        renew: Callable[[], None],
+        *,
+        on_log: Callable[[str, str], None],
+    ) -> None:
+        self._running = running
+        self._decide = decide
+        self._take = take
+        self._renew = renew
+        self._on_log = on_log
+        self._asked = asyncio.Event()
+        self.stats = ReloadStats()
+
+    async def run(self) -> None:
+        """Reload at each SIGHUP, until cancelled. Call it in the main thread."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._asked.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        try:
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                await self.once()
+        finally:
+            hold_back()  # the process is already ending
+            loop.remove_signal_handler(signal.SIGHUP)
+
+    async def once(self) -> None:
+        """Reload once."""
+        try:
+            running = self._running()
+            decided = await asyncio.to_thread(self._decide, running)
+            if decided.config not in (None, running):
+                await self._take(decided.config)
+                self._on_log(decided.config.server.log_level, decided.config.server.log_format)
+        except (KeyFileError, ModelDirError) as error:
+            decided = refused(error)
+        except Exception as error:  # noqa: BLE001  # the router continues after any error
+            decided = refused(error)
+            _log.exception("fault in a reload")
+        self._renew()
+        self.stats.reloads[decided.outcome] += 1
+        if decided.outcome != "refused":
+            self.stats.waiting = decided.waiting
+        _log.info("configuration reload done", outcome=decided.outcome, pid=os.getpid())
+
+
+def reloads_of(
+    router: Router, decide: Decide, *, on_log: Callable[[str, str], None], counts: bool = True
+) -> Reloads:
+    """Make and install the reloads of a router; ``counts``: this process counts them (of workers, the
+    lead)."""
+
+    def renew() -> None:
+        router.certificates.reload_changed()
+        if router.gate is not None:
+            router.gate.keys.reload()
+
+    made = Reloads(lambda: router.config, decide, partial(apply, router), renew, on_log=on_log)
+    if counts:
+        router.sources.reloads = made.stats
+    router.works.append(made.run)
+    return made
+
+
+async def apply(router: Router, config: Config) -> None:
+    """Apply everything that ``LIVE`` names. Raises ``KeyFileError`` or ``ModelDirError`` before any
+    change."""
+    before = router.config
+    keys, gate = config.keys, router.gate
+    file = None if gate is None else gate.keys
+    if file is not None and keys.file is not None and keys.file != before.keys.file:
+        file = KeyFile(Path(keys.file), clock=router.clock)
+    aliases = Aliases.of(config.alias_shares())
+    if config.models != before.models:
+        await router.reader.set_models(router.lifecycle.prompts_of(config))
+    # From here on nothing fails and nothing waits.
+    if gate is not None and file is not None:
+        priorities = keys.engine_priorities and not config.policy.engine_priority
+        gate.configure(file, forward=keys.forward, engine_priorities=priorities)
+    router.aliases = router.sources.aliases = aliases
+    server = config.server
+    router.planner.configure(
+        config.policy,
+        config.queue,
+        config.pd,
+        expose_decision=server.expose_decision,
+        check_every=server.check_every,
+    )
+    claims = router.planner.reads_claims
+    router.proxy.configure(config.proxy, config.pd, aliases, claims=claims, targets=config.policy.targets)
+    router.proxy.requests.log = server.log_requests
+    if config.listen != before.listen:
+        router.on_listen(config.listen)
+    if router.picker is not None:
+        router.picker.configure(config.proxy, config.listen)
+    if router.poller is not None:
+        router.poller.configure(config.fleet)
+    router.take(config)
