@@ -1,8 +1,8 @@
 """Syntax of texts in a configuration: a rule for every setting that is a text or a list of texts.
 
-A rule checks the syntax only; files and servers are tried later (``router/server_process.py``). Settings with a
-fixed set of values are ``Literal`` in their struct and need no rule. Invariant: every setting has one of both
-(a test walks the whole tree).
+A rule checks the syntax only; files and servers are tried later (``router/server_process.py``). Settings with
+a fixed set of values are ``Literal`` in their struct and need no rule. Invariant: every setting has one of
+both (a test walks the whole tree).
 """
 
 from __future__ import annotations
