@@ -18,10 +18,9 @@ from router.admission.gate import Isolation, KeyGate
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import create_control, create_ops
-from router.api.insight import sample_history
 from router.api.metrics_page import Sources
 from router.api.ops import Application, Front, OpsPort, ops_authenticator
-from router.api.views import Readiness, ReadinessCheck
+from router.api.views import Readiness, ReadinessCheck, sample_history
 from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer

@@ -421,7 +421,7 @@ async def apply(router: Router, config: Config) -> None:
     file = None if gate is None else gate.keys
     if file is not None and keys.file is not None and keys.file != before.keys.file:
         file = KeyFile(Path(keys.file), clock=router.clock)
-    aliases = Aliases.of(config.alias_shares())
+    aliases = Aliases.from_shares(config.alias_shares())
     if config.models != before.models:
         await router.reader.set_models(router.lifecycle.prompts_of(config))
     # From here on nothing fails and nothing waits.
@@ -434,6 +434,7 @@ async def apply(router: Router, config: Config) -> None:
         config.policy,
         config.queue,
         config.pd,
+        config.pull,
         expose_decision=server.expose_decision,
         check_every=server.check_every,
     )
@@ -446,4 +447,5 @@ async def apply(router: Router, config: Config) -> None:
         router.picker.configure(config.proxy, config.listen)
     if router.poller is not None:
         router.poller.configure(config.fleet)
+        router.poller.versions = config.pull.enabled
     router.take(config)

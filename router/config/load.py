@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from router.admission.settings import KeySettings, QueueSettings
-from router.api.admin_settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
