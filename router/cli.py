@@ -17,13 +17,14 @@ from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
 from router.config.errors import ConfigError
-from router.config.flags import (
+from router.config.load import (
     CheckFlag,
     ConfigFlag,
     EngineFlags,
     HostFlag,
     IndexFileFlag,
     IndexFlag,
+    Loaded,
     PortFlag,
     PrintFlag,
     SetFlags,
@@ -31,9 +32,10 @@ from router.config.flags import (
     any_model,
     given,
     index_settings,
+    load,
+    parse_engine,
     start,
 )
-from router.config.load import Loaded, load, parse_engine
 from router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.placement.candidate import PolicySettings

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from router.config.flags import IndexFileFlag, IndexFlag, index_settings
-from router.config.load import parse_engine
+from router.config.load import IndexFileFlag, IndexFlag, index_settings, parse_engine
 
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from router.config.flags import TokenizerFlag
+from router.config.load import TokenizerFlag
 
 
 def doctor(
