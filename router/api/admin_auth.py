@@ -1,4 +1,4 @@
-"""The admin API's settings, its authentication and that of the ops port, and limits of their rate.
+"""Authenticates requests to the admin API and the ops port, and limits their rate.
 
 Invariant: nothing of a request's body is read before the sender is authenticated. Once failed logins have
 used up their allowance, tokens from one address are compared one at a time, ``TURN_S`` apart: that slows
@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from fastapi import Request
 
-from router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe_error
+from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, too_often, unauthorized
 
 # Bearer tokens and their names, from a file that may be replaced while the router runs.
@@ -241,49 +241,3 @@ class AdminStats(msgspec.Struct):
     """Changes carried out, by action."""
     refused: Annotated[dict[str, int], "kvatlas_admin_refused_total{reason}"] = {}
     """Requests refused, by error code."""
-
-
-class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The admin API, off by default. It needs a bearer token, a client certificate (mTLS), or both if both
-    are set.
-
-    A change made here lives in this one process and ends with it. Make it at each replica; make a lasting
-    change in the engine file, or with a label or annotation in Kubernetes.
-    """
-
-    enabled: bool = False
-    """Whether the admin API is served."""
-    token_file: str | None = None
-    """File with tokens of at least 16 characters, one per line, as `NAME:TOKEN` or `TOKEN`; the name is
-    logged. Read again when it changes."""
-    host: str = "127.0.0.1"
-    """Address of the admin API's own port."""
-    port: int | None = None
-    """The admin API's own port (0 takes a free one). Not set: `/admin` on the router's port, with tokens
-    only."""
-    tls_cert_file: str | None = None
-    """Certificate chain of the admin API's own port, PEM."""
-    tls_key_file: str | None = None
-    """Private key of that certificate, PEM."""
-    client_ca_file: str | None = None
-    """Certificate authority of clients, PEM: each client must present a certificate it signed; the common
-    name is logged."""
-    requests_per_minute: float = 60.0
-    """Requests each name may make per minute, in bursts of up to a quarter of it; failed logins share one
-    such allowance. Once it is used up, tokens from one address are compared only four times a second."""
-
-    def __post_init__(self) -> None:
-        if not self.enabled:
-            return
-        if self.token_file is None and self.client_ca_file is None:
-            raise ValueError("enabled: give token_file, or client_ca_file with port and TLS files")
-        check_tls_files(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
-        if self.tls_cert_file is not None and self.port is None:
-            raise ValueError("tls_cert_file: TLS needs a port of its own; give port")
-        if self.port is not None and not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port: {self.port} is not a port number")
-
-    @property
-    def tls(self) -> TlsFiles:
-        """TLS settings of the own port."""
-        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.client_ca_file)
