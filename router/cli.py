@@ -42,8 +42,7 @@ from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.cli import advise, simulate
 from router.tools import cli as tools
-from router.tools.cli import index_app, top
-from router.tools.doctor.cli import certify, doctor
+from router.tools.cli import certify, doctor, index_app, top
 
 # Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
 

@@ -54,8 +54,7 @@ from router.tools.replay_player import (
     topics_of,
     up_to,
 )
-from router.tools.trace_verification import TraceError, trace_facts
-from router.tools.trace_writer import CONNECT_S, trace_settings
+from router.tools.trace_verification import CONNECT_S, TraceError, trace_facts, trace_settings
 
 # Differences between two states of residency: two captures, or one capture at two points.
 

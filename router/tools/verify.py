@@ -33,21 +33,24 @@ from router.replication.settings import IndexSettings
 from router.tools.index import block_hashes
 from router.tools.ops_client import output_console
 from router.tools.trace_verification import (
+    CONNECT_S,
     RECORDED,
     ProbePrompt,
+    Reply,
     TraceError,
     TraceResult,
+    WriterCommand,
     read_trace,
     total,
     trace_files,
+    trace_settings,
     verify_trace,
 )
-from router.tools.trace_writer import CONNECT_S, Reply, WriterCommand, trace_settings
 
 # ``kvatlas verify --index``: verification through a shared index, written by one process and read by another.
-# A separate process (``trace_writer``) replays the events into the index; this one predicts every probe from
-# what it reads there, like a replica for an engine that another replica follows. Each run uses a separate
-# namespace that expires soon, so that a fleet on the same server is not affected.
+# A separate process replays the events into the index; this one predicts every probe from what it reads
+# there, like a replica for an engine that another replica follows. Each run uses a separate namespace that
+# expires soon, so that a fleet on the same server is not affected.
 
 
 class _FollowsNone:
@@ -73,7 +76,7 @@ class SharedVerifier:
         self._writer: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> SharedVerifier:
-        command = [sys.executable, "-m", "router.tools.trace_writer"]
+        command = [sys.executable, "-m", "router.tools.trace_verification"]
         self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
         self._send(WriterCommand(url=self._settings.url, namespace=self._settings.namespace))
         if not self._runner.run(self._client.start(CONNECT_S)):

@@ -19,7 +19,7 @@ from router.server_process import check
 from router.simulate.advise import see
 from router.simulate.fit import fetch_usage
 from router.tools.doctor.examine import query_router
-from router.tools.doctor.gather.http import Http
+from router.tools.doctor.http import Http
 from router.tools.explain import ExplainOptions, run_explain
 from router.tools.top import take_snapshot
 from tests.support.waiting import run
