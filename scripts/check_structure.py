@@ -35,7 +35,7 @@ LONE_TASKS = frozenset(
         # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those
         "router/proxy/disaggregated.py",
         # ended by `close`
-        "router/replication/redis/client.py",
+        "router/replication/redis_client.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
         *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/listener.py"),
         *("router/tools/index.py", "router/tools/record.py"),

@@ -21,9 +21,8 @@ import msgspec
 
 from router.admission.gate import KeyGate
 from router.admission.tenants import TENANTS_MAX, OthersUse, Uses
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
-from router.replication.redis.topology import Script, ScriptCall
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, Script, ScriptCall
 
 # Together replicas exceed a limit by what is admitted in this time and two round trips (docs/tenants.md).
 EXCHANGE_S = 0.1

@@ -36,8 +36,8 @@ from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex, engine_facts
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.settings import IndexSettings
 
 # Traces: a stream of event batches and, between them, prompts with the hit the engine really found. A trace

@@ -26,8 +26,8 @@ from router.replication.codec import ScopeKeys
 from router.replication.gossip import LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
 from router.tools.index import block_hashes

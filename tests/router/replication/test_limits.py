@@ -20,7 +20,7 @@ from router.admission.settings import KeySettings
 from router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
 from router.openai.errors import ApiError
 from router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
-from router.replication.redis.client import Client
+from router.replication.redis_client import Client
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples
