@@ -54,7 +54,8 @@ from router.tools.replay_player import (
     topics_of,
     up_to,
 )
-from router.tools.trace_verification import CONNECT_S, TraceError, trace_facts, trace_settings
+from router.tools.trace_verification import TraceError, trace_facts
+from router.tools.verify import CONNECT_S, trace_settings
 
 # Differences between two states of residency: two captures, or one capture at two points.
 
