@@ -31,6 +31,6 @@ USER 65532:65532
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=6 \
-    CMD ["python", "-m", "router.serve.health"]
+    CMD ["python", "-m", "router.health_check"]
 ENTRYPOINT ["kvatlas"]
 CMD ["serve", "--config", "/etc/kvatlas/config/kvatlas.toml"]

@@ -49,7 +49,7 @@ from router.proxy.attempt import Attempt, Outbound
 from router.proxy.breaker import Breaker
 from router.proxy.headers import read_request_headers
 from router.proxy.settings import ProxySettings
-from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection
+from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
 
 MODEL = "kvatlas-demo"
 ENGINES = [f"http://10.0.0.{number}:8000" for number in range(1, 5)]

@@ -38,7 +38,7 @@ from router.openai.request import (
     InboundRequest,
 )
 from router.prompts.reader import ModelPrompts, Prompt, PromptReader, PromptSettings
-from router.serve.command import share_the_interpreter, tame_garbage_collection
+from router.serve import share_the_interpreter, tame_garbage_collection
 
 DEMO = Path(__file__).parent.parent / "publisher" / "assets" / "demo_tokenizer"
 SCHEME = HashScheme()

@@ -27,8 +27,8 @@ from router.replication.leases import Leases
 from router.replication.lookup import IndexLookup
 from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.settings import SharedSettings
 from router.tools.trace_verification import ProbePrompt
 

@@ -22,8 +22,8 @@ import hiredis
 import uvloop
 from redis.asyncio import Redis
 
-from router.replication.redis.client import connection_arguments
-from router.replication.redis.connection import PipelinedConnection, pack
+from router.replication.redis_client import connection_arguments
+from router.replication.redis_connection import PipelinedConnection, pack
 from router.replication.settings import parse_url
 
 PORT = 7431

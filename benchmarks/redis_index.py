@@ -33,8 +33,8 @@ from router.index.base import Plane
 from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import pack
+from router.replication.redis_client import Client
+from router.replication.redis_connection import pack
 from router.replication.settings import SharedSettings
 
 FULL, WINDOW = Plane("GPU", 0), Plane("GPU", 1)

@@ -40,8 +40,8 @@ from router.observe.history import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.load.others import OthersLoad
 from router.replication.settings import IndexSettings
-from router.serve.command import configure_logging
-from router.serve.server import make_server
+from router.serve import configure_logging
+from router.server_process import make_server
 from router.simulate.workload.requests import Request
 from router.simulate.workload.sources import WorkloadSource
 from router.workers.context import WorkerContext

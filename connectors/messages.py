@@ -36,7 +36,7 @@ class StepResults:
 #
 # A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
 # chained over the whole prefix, so a key names a block's content within one engine configuration. Stores that
-# several engines share prepend a namespace (``connectors.store.namespace``). Keys are compared as bytes and
+# several engines share prepend a namespace (``connectors.store.base``). Keys are compared as bytes and
 # never truncated; the 64-bit hashes of KV events are for the router only.
 
 
@@ -67,7 +67,7 @@ def block_hashes_of(keys: Iterable[bytes]) -> list[bytes]:
 
 # Counters of one half of a connector since the last report; reports of both halves and of all ranks add up.
 #
-# A name is ``metric`` or ``metric/label/...``, values are sums. ``connectors.stats`` reports them to vLLM's
+# A name is ``metric`` or ``metric/label/...``, values are sums. ``connectors.reports`` reports them to vLLM's
 # log and Prometheus; nothing here needs vLLM.
 
 

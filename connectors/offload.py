@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from connectors.compat import CacheHitSource, KVConnectorHandshakeMetadata, wait_for_ranks
 from connectors.hits import HitResolver
 from connectors.layout import row_bytes_from_config
-from connectors.scheduler.events import EventPlace, KvEventLog
+from connectors.reports import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
 from connectors.tier.eviction import make_policy

@@ -3,8 +3,8 @@
 ``--kv-transfer-config '{"kv_connector": "SharedStoreConnector", "kv_connector_module_path":
 "connectors.shared_store", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
 "kv_connector_extra_config": {"host_bytes": "1GiB", "store": {"kind": "file", "path": "/dev/shm/blocks"}}}'``;
-the settings are in ``connectors.shared_settings``, a store's own in its module. Engines with equal namespaces
-share blocks (``connectors.store.namespace``); each logs its namespace at start.
+the settings are in ``connectors.store.open``, a store's own in its module. Engines with equal namespaces
+share blocks (``connectors.store.base``); each logs its namespace at start.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import Any
 from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
 from connectors.hits import HitResolver
 from connectors.layout import CacheView, LayoutError, row_bytes_from_config
-from connectors.scheduler.events import EventPlace, KvEventLog
+from connectors.reports import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import ConfigError
-from connectors.shared_settings import SharedSettings
-from connectors.store.base import close_within
-from connectors.store.namespace import namespace_of
-from connectors.store.open import open_store
+from connectors.store.base import close_within, namespace_of
+from connectors.store.open import SharedSettings, open_store
 from connectors.tier.store import StoreTier
 from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine

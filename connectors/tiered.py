@@ -25,9 +25,9 @@ from connectors.compat import (
     wait_for_ranks,
 )
 from connectors.messages import StepJobs, StepResults
+from connectors.reports import OffloadPromMetrics, OffloadStats
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import ConfigError, layout_setting
-from connectors.stats import OffloadPromMetrics, OffloadStats
 from connectors.transfer.host import available_bytes
 from connectors.worker.worker import OffloadWorker
 
@@ -150,11 +150,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def totals(self) -> dict[str, int]:
-        """Further counters of this half since its start, by the names of ``connectors.stats``."""
+        """Further counters of this half since its start, by the names of ``connectors.reports``."""
         return {}
 
     def gauges(self) -> dict[str, float]:
-        """Current values by the names of ``connectors.stats``; empty in a worker."""
+        """Current values by the names of ``connectors.reports``; empty in a worker."""
         return {} if self._scheduler is None else self._scheduler.gauges()
 
     def get_kv_connector_stats(self) -> OffloadStats | None:

@@ -17,13 +17,14 @@ from cyclopts import App, CycloptsError, Parameter
 
 from router import __version__
 from router.config.errors import ConfigError
-from router.config.flags import (
+from router.config.load import (
     CheckFlag,
     ConfigFlag,
     EngineFlags,
     HostFlag,
     IndexFileFlag,
     IndexFlag,
+    Loaded,
     PortFlag,
     PrintFlag,
     SetFlags,
@@ -31,17 +32,17 @@ from router.config.flags import (
     any_model,
     given,
     index_settings,
+    load,
+    parse_engine,
     start,
 )
-from router.config.load import Loaded, load, parse_engine
 from router.config.schema import EPP_LISTEN, OPS_PORT, Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.placement.candidate import PolicySettings
 from router.placement.policies import POLICIES
 from router.simulate.cli import advise, simulate
 from router.tools import cli as tools
-from router.tools.cli import index_app, top
-from router.tools.doctor.cli import certify, doctor
+from router.tools.cli import certify, doctor, index_app, top
 
 # Arguments of ``kvatlas serve`` and ``epp``. Light to import: the implementation is loaded when it runs.
 
@@ -95,7 +96,7 @@ def serve(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the router in front of vLLM engines."""
-    from router.serve.command import serve as run
+    from router.serve import serve as run
 
     flags = {
         "server.host": host,
@@ -159,7 +160,7 @@ def epp(
     check_config: CheckFlag = False,
 ) -> int:
     """Run the endpoint picker: a gateway (Envoy) asks by ext_proc which engine should get each request."""
-    from router.serve.command import pick
+    from router.serve import pick
 
     flags = {
         "epp.listen": _at("--listen", listen, "--grpc-port", grpc_port),
@@ -200,7 +201,7 @@ def _start(
     check_config: bool,
 ) -> int:
     """Implement ``start``."""
-    from router.serve.reload import check
+    from router.server_process import check
 
     return start(read, check, run, print_config=print_config, check_config=check_config)
 

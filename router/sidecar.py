@@ -60,9 +60,19 @@ from router.proxy.attempt import Attempt, Fields
 from router.proxy.breaker import Breaker
 from router.proxy.headers import OBSERVED
 from router.proxy.settings import ProxySettings
-from router.serve.command import configure_logging, share_the_interpreter, tame_garbage_collection
-from router.serve.reload import Decided, Reloads, decide, hold_back, try_usage_record
-from router.serve.server import RouterServer, configure, run_server, server_ends_within_s, server_of
+from router.serve import configure_logging, share_the_interpreter, tame_garbage_collection
+from router.server_process import (
+    Decided,
+    Reloads,
+    RouterServer,
+    configure,
+    decide,
+    hold_back,
+    run_server,
+    server_ends_within_s,
+    server_of,
+    try_usage_record,
+)
 
 # Allowed prefill engines: any other address is refused.
 #

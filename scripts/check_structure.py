@@ -35,9 +35,9 @@ LONE_TASKS = frozenset(
         # awaited where its function ends, but for prefills that must end by themselves: `close` cancels those
         "router/proxy/disaggregated.py",
         # ended by `close`
-        "router/replication/redis/client.py",
+        "router/replication/redis_client.py",
         # cancelled and awaited in a `finally` of the function, or at the exit of the object, that starts it
-        *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/gather/listener.py"),
+        *("router/demo/run.py", "router/tools/doctor/examine.py", "router/tools/doctor/listener.py"),
         *("router/tools/index.py", "router/tools/record.py"),
         *("router/tools/replay.py", "router/tools/top.py"),
         *("publisher/simulator/http_agents.py", "publisher/simulator/server.py"),
@@ -77,7 +77,7 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 350,
+    "modules": 329,
     "modules under 60 lines": 5,
     "banned phrases": 0,
     "noqa": 147,

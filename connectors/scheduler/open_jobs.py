@@ -283,7 +283,7 @@ class SourcePins:
 
 
 class EventLog(Protocol):
-    """Makes KV events of blocks that became loadable; ``connectors.scheduler.events`` is vLLM's form."""
+    """Makes KV events of blocks that became loadable; ``connectors.reports`` is vLLM's form."""
 
     def submitted(self, request: EngineRequest, block: PlannedBlock) -> None:
         """Keep the content of the event of this block, whose store begins."""

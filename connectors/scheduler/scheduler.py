@@ -215,7 +215,7 @@ class OffloadScheduler:
         return gone and not self._jobs
 
     def gauges(self) -> dict[str, float]:
-        """Current values by the names of ``connectors.stats``."""
+        """Current values by the names of ``connectors.reports``."""
         rates = {f"bandwidth_bytes_per_second/{way}": r for way, r in self._rates.bytes_per_second().items()}
         waiting = {f"jobs_waiting/{way.value}": self._jobs.waiting(way) for way in Direction}
         return {**rates, **waiting, "blocks_pinned": self._pins.count}

@@ -1,5 +1,7 @@
-"""Open the store described by settings such as ``{"kind": "file", "path": ...}``, behind a circuit
-breaker."""
+"""Settings of ``SharedStoreConnector``, and the store that they describe, opened behind a circuit breaker.
+
+A store is described by settings such as ``{"kind": "file", "path": ...}``.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from connectors.settings import ConfigError
+from connectors.settings import ConfigError, OffloadSettings
 from connectors.store.base import BlockStore, Counters, Options, StoreUnavailable
+from connectors.tier.base import StoreTierSettings
+from connectors.worker.staged import StagingSettings
 
 # Circuit breaker of a store: after several failures in a row, calls fail immediately for a while.
 #
@@ -169,3 +174,70 @@ def _open_mooncake(options: Options, name: str, lookup_only: bool) -> BlockStore
 
 
 _OPEN: dict[str, Any] = {"file": _open_file, "mooncake": _open_mooncake, "redis": _open_redis}
+
+
+_OWN = (
+    "store",
+    "label",
+    "threads",
+    "keep_in_host",
+    "load_deadline_s",
+    "store_deadline_s",
+    "held_for_s",
+    "absent_for_s",
+    "quarantine_s",
+)
+_OF_HOST_TIERS = ("policy", "hint_share")
+
+
+@dataclass(frozen=True)
+class SharedSettings:
+    """Parsed settings; ``host_bytes`` of ``offload`` is the staging memory of all ranks together."""
+
+    offload: OffloadSettings
+    tier: StoreTierSettings
+    store: Mapping[str, Any]
+    label: str
+    """Part of the namespace: engines with different labels never share blocks."""
+    threads: int
+    keep_in_host: bool
+    """Whether staging memory keeps values for later loads."""
+    load_deadline_s: float
+    store_deadline_s: float
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], where: str) -> SharedSettings:
+        """Parse ``kv_connector_extra_config``. ConfigError for an unknown key or a value out of range."""
+        for name in _OF_HOST_TIERS:
+            if name in extra:
+                raise ConfigError(f"{where}.{name}", extra[name], "leave it out: the store evicts by itself")
+        offload = OffloadSettings.parse(extra, where, others=_OWN)
+        own = Options(extra, where)
+        store = extra.get("store")
+        if not isinstance(store, Mapping):
+            raise ConfigError(
+                f"{where}.store", store, 'give e.g. {"kind": "file", "path": "/dev/shm/blocks"}'
+            )
+        tier, staging = StoreTierSettings, StagingSettings
+        return cls(
+            offload=offload,
+            tier=StoreTierSettings(
+                # A lookup may take two rounds (``HitResolver.lookup_keys``).
+                lookup_deadline_s=offload.lookup_deadline_s / 2,
+                held_for_s=own.number("held_for_s", tier.held_for_s, low=0.1, high=3600),
+                absent_for_s=own.number("absent_for_s", tier.absent_for_s, low=0.1, high=3600),
+                quarantine_s=own.number("quarantine_s", tier.quarantine_s, low=1, high=86400),
+            ),
+            store=dict(store),
+            label=own.text("label", ""),
+            threads=own.whole("threads", staging.threads, low=1, high=64),
+            keep_in_host=own.flag("keep_in_host", default=staging.keep),
+            load_deadline_s=own.number("load_deadline_s", staging.load_deadline_s, low=0.1, high=600),
+            store_deadline_s=own.number("store_deadline_s", staging.store_deadline_s, low=0.1, high=600),
+        )
+
+    def staging(self, rows: int) -> StagingSettings:
+        """Settings of one rank with this many rows."""
+        return StagingSettings(
+            rows, self.threads, self.keep_in_host, self.load_deadline_s, self.store_deadline_s
+        )

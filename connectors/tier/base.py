@@ -68,7 +68,7 @@ class Tier(Protocol):
 class StoreTierSettings:
     """Cache times and bounds of the scheduler half over a shared store.
 
-    ``connectors.shared_settings`` lists those that a user may set.
+    ``connectors.shared_store`` lists those that a user may set.
     """
 
     lookup_deadline_s: float = 0.05

@@ -21,8 +21,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from connectors.store.base import BlockStore, Deadline
-from connectors.store.namespace import EPOCHS_MAX, Namespace
+from connectors.store.base import EPOCHS_MAX, BlockStore, Deadline, Namespace
 from connectors.tier.base import StoreTierSettings, TierChanges
 from publisher.pool.host_tier import RetentionHint
 

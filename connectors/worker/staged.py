@@ -25,8 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from connectors.layout import CacheView
-from connectors.store.base import DIGEST_BYTES, FRAME_BYTES, BlockStore, Deadline, close_within
-from connectors.store.namespace import Namespace
+from connectors.store.base import DIGEST_BYTES, FRAME_BYTES, BlockStore, Deadline, Namespace, close_within
 from connectors.transfer.base import (
     CLOSE_S,
     Direction,

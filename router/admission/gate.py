@@ -25,9 +25,8 @@ import msgspec
 import structlog
 
 from router.admission.key_file import KeyFile, KeyFileError, KeyStats, TenantRules
-from router.admission.peers import Use
 from router.admission.settings import KeySettings
-from router.admission.tenants import Tenant, TenantRequest, TenantStats
+from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
 from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, invalid_key, salt_not_accepted
 from router.openai.request import COHERE

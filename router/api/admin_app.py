@@ -15,8 +15,8 @@ from fastapi import FastAPI, Request, Response
 
 from router import __version__
 from router.api.admin_auth import PEER, AdminStats, Authenticator, TokenFile
-from router.api.admin_settings import AdminSettings
 from router.api.app import add_errors, json_answer, read_body
+from router.api.settings import AdminSettings
 from router.fleet.desired import DesiredState, FleetFullError
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address

@@ -7,9 +7,13 @@ without data of other clients, and ``create_ops`` with everything (``api/ops.py`
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import time
 from collections.abc import Callable, Generator
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any, cast
 
 import msgspec
@@ -41,7 +45,6 @@ from router.api.answers import (
     refer,
 )
 from router.api.metrics_page import Sources
-from router.api.page import page
 from router.api.views import LocalView, OpsView, Readiness, explain
 from router.fleet.sources import SourceStats
 from router.fleet.status import ModelCard
@@ -69,6 +72,38 @@ from router.openai.members import (
 )
 from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
 from router.placement.decide import Planner
+
+
+@cache
+def page() -> Response:
+    """Return the page and its headers, which restrict what it may do in a browser."""
+    html = files("router.api").joinpath("status_page.html").read_text(encoding="utf-8")
+    headers = {
+        "content-security-policy": _policy(html),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(html, headers=headers, media_type="text/html")
+
+
+def _policy(html: str) -> str:
+    """Allow only the page's own style and script, by their hashes (CSP 3, 6.7.3.3); texts cannot become
+    markup (``require-trusted-types-for``)."""
+    return (
+        f"default-src 'none'; style-src {_hash_of('style', html)}; script-src {_hash_of('script', html)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+
+
+def _hash_of(tag: str, html: str) -> str:
+    found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    if found is None:
+        raise ValueError(f"status_page.html has no <{tag}>")
+    digest = hashlib.sha256(found[1].encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
 
 # Key of the ASGI scope for the ``Tenant`` of a request's key.
 TENANT = "kvatlas.tenant"

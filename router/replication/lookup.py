@@ -28,7 +28,7 @@ from router.placement.load.others import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip import SILENCE_S, LoadGossip
 from router.replication.reader import SharedEngine, SharedReader, SharedRows
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import IndexRefused
 
 _log = structlog.get_logger()

@@ -23,8 +23,8 @@ from router.index.engine import EngineResidency
 from router.index.memory import MemoryIndex
 from router.index.model import ModelIndexes
 from router.index.query_plan import EngineHit, EngineQuery
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import EngineFacts, EpochChanged, IndexRefused, Registry
 from router.replication.write_queue import IDLE_S, Flush, MirrorStats, WriteQueue
 

@@ -24,8 +24,8 @@ from router.index.base import Rows, Slot, Words
 from router.index.learn.layout import CacheLayout
 from router.replication.codec import Decoder, ScopeKeys, as_words, mget, partition_of
 from router.replication.leases import Lease, parse_leases
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, pack, within
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, PipelinedConnection, Reply, pack, within
 from router.replication.registry import EngineFacts, ScopeView, parse_view
 
 # A reader's copy of one model's registry, and the engines described in it. An engine is fresh only while the

@@ -35,8 +35,8 @@ from router.replication.codec import (
     pattern_planes,
     schema_key,
 )
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, ServerError
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, ServerError
 
 _LOG = structlog.get_logger()
 

@@ -19,8 +19,8 @@ import msgspec
 
 from router.fleet.status import HeldResponse
 from router.replication.codec import response_key
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, pack
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, pack
 
 # Seconds for which other replicas can find a response.
 KEPT_S = 3600

@@ -26,14 +26,13 @@ from router.index.model import ModelIndexes
 from router.placement.load.others import OthersLoad
 from router.replication.codec import ScopeKeys, limits_key
 from router.replication.gossip import GossipedInflight, LoadGossip
-from router.replication.lease_manager import LeaseCandidate, LeaseManager, ModelLeases
-from router.replication.leases import Leases, Membership
+from router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases
 from router.replication.limits import SharedLimits
 from router.replication.lookup import IndexLookup
 from router.replication.mirror import Descriptions, MirroredIndex
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, pack
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, pack
 from router.replication.registry import Registry
 from router.replication.responses import ResponseDirectory
 from router.replication.settings import IndexSettings

@@ -30,9 +30,8 @@ from router.index.memory import MemoryIndex
 from router.replication import scripts
 from router.replication.codec import pack_records, partition_of
 from router.replication.leases import holders
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, Reply, ServerError
-from router.replication.redis.topology import ScriptCall
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, Reply, ScriptCall, ServerError
 from router.replication.registry import (
     Codes,
     EngineFacts,

@@ -1,4 +1,4 @@
-"""Command-line arguments of the capture, trace, key, usage and index commands.
+"""Command-line arguments of the capture, trace, key, usage, index, doctor and certify commands.
 
 Light to import: each command imports its implementation when it runs.
 """
@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from router.config.flags import IndexFileFlag, IndexFlag, index_settings
-from router.config.load import parse_engine
+from router.config.load import IndexFileFlag, IndexFlag, TokenizerFlag, index_settings, parse_engine
 
 Json = Annotated[bool, Parameter(help="One JSON object instead of a table.", negative="")]
 Pieces = Annotated[Path, Parameter(help="A capture (all its pieces, in order) or a recorded trace.")]
@@ -203,7 +202,7 @@ def keys_add(
     stdin: Annotated[bool, Parameter(help="Read an existing key from standard input.", negative="")] = False,
 ) -> int:
     """Create a key and add it to the file; the key is printed once and not stored."""
-    from router.tools.keys import run_add
+    from router.tools.tenants import run_add
 
     return run_add(file, tenant=tenant, name=name, stdin=stdin)
 
@@ -213,7 +212,7 @@ def keys_list(*, file: _KeyFileFlag) -> int:
     """List tenants, their limits and the digests of their keys; status 2 if a router would refuse the
     file.
     """
-    from router.tools.keys import run_list
+    from router.tools.tenants import run_list
 
     return run_list(file)
 
@@ -239,7 +238,7 @@ def invoice(
     json: Json = False,
 ) -> int:
     """Show requests, tokens by tier and prices of each tenant, from usage records (docs/tenants.md)."""
-    from router.tools.invoice import InvoiceOptions, run_invoice
+    from router.tools.tenants import InvoiceOptions, run_invoice
 
     return run_invoice(InvoiceOptions(paths, price or [], since, until, by), as_json=json)
 
@@ -328,3 +327,88 @@ def index_verify(
         settle_s=settle,
         as_json=json,
     )
+
+
+def doctor(
+    *,
+    engine: Annotated[
+        list[str] | None,
+        Parameter(
+            name="--engine",
+            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; repeat for more. "
+            "Without events= the event endpoints are read from the engine.",
+            negative="",
+        ),
+    ] = None,
+    router: Annotated[
+        str | None,
+        Parameter(
+            help="URL of a running router's ops port: its view is compared; without --engine its engines are "
+            "checked."
+        ),
+    ] = None,
+    tokenizer: TokenizerFlag = None,
+    config: Annotated[Path | None, Parameter(help="TOML configuration file of the router.")] = None,
+    seconds: Annotated[float, Parameter(help="Seconds to listen for live events.")] = 3.0,
+    timeout: Annotated[float, Parameter(help="Seconds to wait for each answer.")] = 5.0,
+    probe: Annotated[
+        bool,
+        Parameter(
+            help="Send two or three small completions to each engine, and compare predicted with real hits.",
+            negative="",
+        ),
+    ] = False,
+    json: Annotated[bool, Parameter(help="One JSON object with every finding.", negative="")] = False,
+) -> int:
+    """Examine engines and a router as kvatlas uses them; exits with 1 if it finds a problem, and says how to
+    fix it.
+    """
+    from router.tools.doctor.command import run_doctor
+    from router.tools.doctor.examine import ExamineSettings
+
+    settings = ExamineSettings(seconds=seconds, timeout_s=timeout, probe=probe)
+    return run_doctor(
+        engines=engine or [],
+        router=router,
+        tokenizer=tokenizer,
+        config=config,
+        settings=settings,
+        as_json=json,
+    )
+
+
+def certify(
+    *,
+    engine: Annotated[
+        str,
+        Parameter(
+            help="URL[,events=tcp://..][,replay=tcp://..][,topic=..][,dp-rank=N]; without a rank, all ranks.",
+        ),
+    ],
+    tokenizer: TokenizerFlag = None,
+    config: Annotated[
+        Path | None, Parameter(help="TOML configuration with the model facts that events do not carry.")
+    ] = None,
+    model: Annotated[str, Parameter(help="Model name that the engine must serve; default: any.")] = "",
+    seconds: Annotated[float, Parameter(help="Seconds after which the load starts no more requests.")] = 40.0,
+    timeout: Annotated[
+        float, Parameter(help="Seconds to wait for each response that needs no prefill.")
+    ] = 5.0,
+    json: Annotated[
+        bool, Parameter(help="One JSON object with every property and its evidence.", negative="")
+    ] = False,
+) -> int:
+    """Certify one engine under a small load: status 0 certified, 1 not certified, 2 could not run."""
+    from router.tools.doctor.command import run_certify
+    from router.tools.doctor.examine import ExamineSettings
+    from router.tools.doctor.prober import LoadPlan
+
+    settings = ExamineSettings(
+        seconds=0.5,
+        timeout_s=timeout,
+        probe_timeout_s=20.0,
+        probe=True,
+        model=model,
+        load=LoadPlan(seconds_max=seconds),
+    )
+    return run_certify(engine=engine, tokenizer=tokenizer, config=config, settings=settings, as_json=json)

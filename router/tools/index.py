@@ -35,11 +35,11 @@ from router.index.model import FleetResidency
 from router.replication.codec import ScopeKeys
 from router.replication.leases import Lease, Leases, MemberRecord, decode_members
 from router.replication.reader import SharedEngine, SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable, unavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable, unavailable
 from router.replication.registry import IndexRefused, Registry, Scope, ScopeView
 from router.replication.settings import IndexSettings, SettingsError
-from router.serve.command import configure_logging
+from router.serve import configure_logging
 from router.tools.ops_client import output_console
 
 # Reads a shared index from outside the router: its scopes, lease holders, and every block key. For tools and

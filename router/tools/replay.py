@@ -32,8 +32,8 @@ from router.index.learn.layout import ModelFacts
 from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import IndexRefused
 from router.replication.settings import IndexSettings
 from router.tools.capture import CapturedFrame, CaptureError, is_trace, read_capture, with_progress
@@ -55,7 +55,7 @@ from router.tools.replay_player import (
     up_to,
 )
 from router.tools.trace_verification import TraceError, trace_facts
-from router.tools.trace_writer import CONNECT_S, trace_settings
+from router.tools.verify import CONNECT_S, trace_settings
 
 # Differences between two states of residency: two captures, or one capture at two points.
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from router.config.errors import ConfigError
 from router.tools.doctor.command import router_url
-from router.tools.doctor.gather.http import Http, HttpAnswer, series
+from router.tools.doctor.http import Http, HttpAnswer, series
 from router.tools.ops_client import ops_headers, output_console
 
 # Snapshot of a running router: the responses of its endpoints converted to rows and totals. Pure functions of

@@ -1,4 +1,10 @@
-"""``kvatlas verify``: verify traces and print a table with a progress bar, or JSON lines."""
+"""``kvatlas verify``: verify traces and print a table with a progress bar, or JSON lines.
+
+Run as a program, it is the writing process of ``kvatlas verify --index``, which replays traces into a shared
+index on command. It reads one JSON object per line from its standard input and answers each with one line:
+``{"url", "namespace"}`` first; then ``{"trace", "model"}`` (play the trace once to learn, then restart it)
+and ``{"line"}`` (apply every event up to this line and write it). It exits at the end of its input.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +27,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from publisher.events import BlockHash
+from router.feeds.base import FeedState
 from router.index.base import Plane
+from router.index.model import FleetResidency
 from router.replication.codec import ScopeKeys
 from router.replication.gossip import LoadGossip
+from router.replication.leases import Leases
 from router.replication.lookup import IndexLookup
+from router.replication.mirror import MirroredIndex, engine_facts
 from router.replication.reader import SharedReader
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import Registry
 from router.replication.settings import IndexSettings
 from router.tools.index import block_hashes
@@ -36,18 +46,114 @@ from router.tools.trace_verification import (
     RECORDED,
     ProbePrompt,
     TraceError,
+    TraceLine,
     TraceResult,
+    apply_line,
+    detected,
+    learn_trace,
     read_trace,
     total,
+    trace_facts,
     trace_files,
     verify_trace,
 )
-from router.tools.trace_writer import CONNECT_S, Reply, WriterCommand, trace_settings
+
+CONNECT_S = 5.0
+_LEASE_S, _TTL_S = 900.0, 1800.0
+
+
+class WriterCommand(msgspec.Struct, omit_defaults=True):
+    """A command: one line of input."""
+
+    url: str = ""
+    namespace: str = ""
+    trace: str = ""
+    model: str = ""
+    line: int | None = None
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """One line of output. ``problem`` is the reason why the command failed."""
+
+    problem: str = ""
+    is_trace_fault: bool = False
+    detected: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def trace_settings(url: str, namespace: str) -> IndexSettings:
+    """Settings for both sides: long timeouts, since nothing here is timed, and a short block lifetime."""
+    return IndexSettings(
+        url=url, namespace=namespace, lease_s=_LEASE_S, block_ttl_s=_TTL_S, lookup_timeout_s=CONNECT_S
+    )
+
+
+class _Play:
+    """One trace being written into the index."""
+
+    def __init__(self, client: Client, path: Path, model: str) -> None:
+        self._path = path
+        self._mirror = MirroredIndex(client, model)
+        self._leases = Leases(client, model, "writer")
+        self._fleet = FleetResidency(trace_facts(path), self._mirror)
+        self._rest: Iterator[tuple[int, TraceLine]] = iter(())
+
+    async def begin(self) -> None:
+        """Learn from the whole trace, then start with nothing resident."""
+        token = await self._leases.acquire(RECORDED)
+        if token is None:
+            raise IndexUnavailable("lease", "held by another replica")
+        self._fleet.engine(RECORDED)
+        await self._mirror.take_over(RECORDED, token)
+        learn_trace(self._fleet, self._path)
+        self._rest = read_trace(self._path)
+        await self._write()
+
+    async def advance(self, until: int) -> None:
+        """Apply the events of every line up to this one, which must not have been passed before."""
+        for number, line in self._rest:
+            if line.events is not None:
+                apply_line(self._fleet, self._path, number, line)
+            if number >= until:
+                break
+        await self._write()
+
+    def detected(self) -> msgspec.Raw:
+        return msgspec.Raw(msgspec.json.encode(detected(self._fleet.engine(RECORDED))))
+
+    async def _write(self) -> None:
+        engine, query = self._fleet.engine(RECORDED), self._fleet.residency(RECORDED).query()
+        self._mirror.describe(RECORDED, engine_facts(engine, query, FeedState.READY, 0))
+        await self._mirror.flush()
+
+
+async def _main() -> None:
+    commands = msgspec.json.Decoder(WriterCommand)
+    client: Client | None = None
+    play: _Play | None = None
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        command, reply = commands.decode(line), Reply()
+        try:
+            if command.url:
+                client = Client(trace_settings(command.url, command.namespace))
+                if not await client.start(CONNECT_S):
+                    reply.problem = client.last_error or "no connection in time"
+            elif command.trace and client is not None:
+                play = _Play(client, Path(command.trace), command.model)
+                await play.begin()
+            elif command.line is not None and play is not None:
+                await play.advance(command.line)
+                reply.detected = play.detected()
+        except (IndexUnavailable, TraceError) as error:
+            reply.problem, reply.is_trace_fault = str(error), isinstance(error, TraceError)
+        print(msgspec.json.encode(reply).decode(), flush=True)
+    if client is not None:
+        await client.close()
+
 
 # ``kvatlas verify --index``: verification through a shared index, written by one process and read by another.
-# A separate process (``trace_writer``) replays the events into the index; this one predicts every probe from
-# what it reads there, like a replica for an engine that another replica follows. Each run uses a separate
-# namespace that expires soon, so that a fleet on the same server is not affected.
+# A separate process replays the events into the index; this one predicts every probe from what it reads
+# there, like a replica for an engine that another replica follows. Each run uses a separate namespace that
+# expires soon, so that a fleet on the same server is not affected.
 
 
 class _FollowsNone:
@@ -73,7 +179,7 @@ class SharedVerifier:
         self._writer: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> SharedVerifier:
-        command = [sys.executable, "-m", "router.tools.trace_writer"]
+        command = [sys.executable, "-m", "router.tools.verify"]
         self._writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # noqa: S603
         self._send(WriterCommand(url=self._settings.url, namespace=self._settings.namespace))
         if not self._runner.run(self._client.start(CONNECT_S)):
@@ -242,3 +348,7 @@ def _scheme(result: TraceResult) -> str:
         return ""
     scheme = result.detected["scheme"]
     return result.detected["mode"] if scheme is None else f"{scheme['algo']}/{scheme['hash_block_size']}"
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

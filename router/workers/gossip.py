@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from router.admission.gate import KeyGate
-from router.admission.peers import OthersUse, Uses
+from router.admission.tenants import OthersUse, Uses
 from router.fleet.status import HeldResponse, ResponseHolders
 from router.observe.receipts import Histogram
 from router.placement.affinity import AffinityMap

@@ -19,10 +19,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptView, SessionView
-from router.api.insight import SESSIONS_SHOWN
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
-from router.api.views import LATEST_SHOWN, LocalView
+from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from router.http.settings import ListenStats
 from router.http.sockets import describe_error
 from router.observe.history import RecentHistory

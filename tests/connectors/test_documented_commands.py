@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector", reason=WHY)
 
 from connectors.compat import KVConnectorFactory, KVTransferConfig  # noqa: E402
-from connectors.multi.children import read_children  # noqa: E402
+from connectors.multi_children import read_children  # noqa: E402
 from tests.docs.pages import transfer_configs  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 

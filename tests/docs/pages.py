@@ -73,7 +73,7 @@ def transfer_configs(page: Path) -> list[dict[str, Any]]:
 
 def connector_metrics() -> dict[str, tuple[str, ...]]:
     """Metrics of the connectors as exported, with their labels; read from the source, which needs vLLM."""
-    source = (ROOT / "connectors" / "stats.py").read_text(encoding="utf-8")
+    source = (ROOT / "connectors" / "reports.py").read_text(encoding="utf-8")
     values: dict[str, Any] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from connectors import shared_settings
 from connectors.register import CONNECTORS
 from connectors.settings import OffloadSettings
-from connectors.shared_settings import SharedSettings
 from connectors.store import open as store_open
 from connectors.store.base import Options
 from connectors.store.mooncake import MooncakeSettings
+from connectors.store.open import SharedSettings
 from tests.docs.pages import connector_metrics, transfer_configs
 from tests.support.paths import ROOT
 
@@ -42,7 +41,6 @@ class Recorder(Options):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings read through ``Options`` from now on, by name."""
     Recorder.read = {}
-    monkeypatch.setattr(shared_settings, "Options", Recorder)
     monkeypatch.setattr(store_open, "Options", Recorder)
     return Recorder.read
 

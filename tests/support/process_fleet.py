@@ -14,8 +14,8 @@ import msgspec
 
 from publisher.engine import EngineSettings
 from router.demo.run import engine_process
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.settings import IndexSettings
 from router.tools.index import EngineDiff, read_scope, verify_scope
 from tests.support.processes import Replica, replicas

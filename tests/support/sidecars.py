@@ -14,7 +14,7 @@ import msgspec
 from publisher.engine import SimulatedEngine
 from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
-from router.serve.server import RouterServer
+from router.server_process import RouterServer
 from router.sidecar import Sidecar, make_server
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL

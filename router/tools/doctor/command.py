@@ -15,11 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from router.config.errors import ConfigError
-from router.config.flags import any_model
-from router.config.load import load, parse_engine
+from router.config.load import any_model, load, parse_engine
 from router.config.schema import Config
 from router.prompts.reader import ModelDirError
-from router.serve.command import configure_logging
+from router.serve import configure_logging
 from router.tools.doctor import checks
 from router.tools.doctor.evidence import EngineEvidence, Evidence
 from router.tools.doctor.examine import ExamineSettings, examine

@@ -14,8 +14,8 @@ from router.fleet.status import Frontend, ModelCard, kind_of
 from router.index.engine import EngineResidency
 from router.prompts.hub import TokenizerProblem
 from router.prompts.model_config import ModelConfigFile
-from router.tools.doctor.gather.http import EngineGauges, HttpAnswer
-from router.tools.doctor.gather.listener import (
+from router.tools.doctor.http import EngineGauges, HttpAnswer
+from router.tools.doctor.listener import (
     EventCounts,
     Observation,
     ReplayComparison,

@@ -56,10 +56,9 @@ from router.tools.doctor.evidence import (
     RouterEvidence,
     ServerEvidence,
 )
-from router.tools.doctor.gather.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
-from router.tools.doctor.gather.listener import EventListener, ReplayComparison, replay_comparison
-from router.tools.doctor.gather.load import Load, LoadPlan
-from router.tools.doctor.gather.prober import EngineProber, compare, probe
+from router.tools.doctor.http import EngineGauges, Http, HttpAnswer, read_engine_gauges, series
+from router.tools.doctor.listener import EventListener, ReplayComparison, replay_comparison
+from router.tools.doctor.prober import EngineProber, Load, LoadPlan, compare, probe
 from router.tools.ops_client import ops_headers
 from router.tools.replay_player import JournaledIndex
 

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from connectors.multi import HybridMultiConnector
-from connectors.stats import OffloadStats
+from connectors.reports import OffloadStats
 
 
 @dataclass

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from connectors.multi import HybridMultiConnector
-from connectors.multi.messages import MultiStats
+from connectors.multi_children import MultiStats
 from connectors.settings import ConfigError
 from tests.connectors.multi.fake_children import (
     SHUT_DOWN,

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs torch; make test-connectors runs it")
 pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it")
 
 from connectors import compat
-from connectors.multi.children import read_children
+from connectors.multi_children import read_children
 from connectors.offload import HybridOffloadConnector
 from connectors.settings import ConfigError
 from connectors.shared_store import SharedStoreConnector

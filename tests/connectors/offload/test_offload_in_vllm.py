@@ -21,8 +21,8 @@ from connectors import compat, tiered
 from connectors.messages import StepResults
 from connectors.offload import HybridOffloadConnector
 from connectors.register import CONNECTORS
+from connectors.reports import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
 from connectors.settings import ConfigError
-from connectors.stats import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
 from connectors.tiered import TieredConnector, WorkerResults, check_engine
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
 from tests.vllm.forked import run

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from connectors.store.namespace import Namespace
+from connectors.store.base import Namespace
 from connectors.tier.base import StoreTierSettings
 from connectors.tier.store import StoreTier
 from tests.connectors.store.store_kit import MemoryStore

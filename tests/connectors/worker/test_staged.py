@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from connectors.layout import CacheView
-from connectors.store.base import FRAME_BYTES
-from connectors.store.namespace import Namespace
+from connectors.store.base import FRAME_BYTES, Namespace
 from connectors.transfer.base import Direction, GroupMoves, TransferJob, TransferResult
 from connectors.transfer.host import BufferMemory, HostTransferEngine
 from connectors.worker.staged import StagedTransfers, StagingSettings, staging_row_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.api.insight import is_named, show_history
+from router.api.views import is_named, show_history
 from router.app import Router
 from router.config.schema import Config
 from router.http.settings import ListenStats

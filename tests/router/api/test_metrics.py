@@ -43,7 +43,7 @@ from router.placement.load.account import LoadStats
 from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats
 from router.replication.gossip import GossipStats
-from router.replication.lease_manager import LeaseStats
+from router.replication.leases import LeaseStats
 from router.replication.lookup import LookupStats
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings

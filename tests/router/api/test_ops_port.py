@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import structlog
 
-from router.api.admin_settings import AdminSettings
+from router.api.settings import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
 from router.http.server import ListenError
-from router.serve.reload import check
+from router.server_process import check
 from router.simulate.advise import see
 from router.simulate.fit import fetch_usage
 from router.tools.doctor.examine import query_router
-from router.tools.doctor.gather.http import Http
+from router.tools.doctor.http import Http
 from router.tools.explain import ExplainOptions, run_explain
 from router.tools.top import take_snapshot
 from tests.support.waiting import run

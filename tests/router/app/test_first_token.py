@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.observe.receipts import Receipt
-from router.tools.doctor.gather.http import Http
+from router.tools.doctor.http import Http
 from router.tools.top import take_snapshot
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -18,7 +18,7 @@ from publisher.simulator.model import WRONG_MARK
 from router.admission.settings import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
-from router.serve.reload import apply
+from router.server_process import apply
 from tests.support.pairs import busy
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running

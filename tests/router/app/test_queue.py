@@ -18,7 +18,7 @@ from router.admission.admission_queue import AdmissionQueue
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings, QueueSettings
 from router.proxy.settings import ProxySettings
-from router.serve.reload import apply
+from router.server_process import apply
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 

@@ -17,7 +17,7 @@ from router.fleet.identity import EngineAddress
 from router.observe.traces import Traces, TraceSettings
 from router.pd.settings import PdSettings
 from router.proxy.app import ProxyApp
-from router.serve.reload import check
+from router.server_process import check
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying
 from tests.support.waiting import run, until

@@ -15,7 +15,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.placement.affinity import Shadow
 from router.prompts.settings import ANY_MODEL
-from router.serve.reload import check
+from router.server_process import check
 
 EXAMPLE = f"""
 [server]

@@ -10,10 +10,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 import pytest
 
+from router.config.checks import RULES
 from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
 from router.config.schema import Config, ModelConfig
-from router.config.texts import RULES
 from router.fleet.identity import EngineAddress
 
 WRONG: dict[str, str] = {

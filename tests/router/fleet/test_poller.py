@@ -24,7 +24,7 @@ from router.fleet.statement import (
     read_started,
     read_transfers,
 )
-from router.tools.doctor.gather.http import Http
+from router.tools.doctor.http import Http
 from tests.router.fleet.misbehaving import HANG, MODELS, QUICK, page, watching
 from tests.support.waiting import run, until
 

@@ -15,7 +15,7 @@ from router.index.base import IndexStats, Plane, Rows, Slot
 from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.client import Client
+from router.replication.redis_client import Client
 from router.replication.settings import SharedSettings
 
 MODEL = "org/model-{7b} instruct"

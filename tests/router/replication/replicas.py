@@ -10,8 +10,8 @@ from router.index.base import Plane
 from router.replication.leases import Leases
 from router.replication.mirror import MirroredIndex
 from router.replication.reader import SharedReader, SharedRows
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.settings import SharedSettings
 from tests.router.replication.backend import MODEL, bits
 from tests.support import waiting

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from router.replication.mirror import MirroredIndex
-from router.replication.redis.client import Client
+from router.replication.redis_client import Client
 from router.replication.settings import SharedSettings
 from tests.support.waiting import run
 

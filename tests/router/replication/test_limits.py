@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, digest_of
-from router.admission.peers import SILENCE_S, TENANTS_MAX, Uses
 from router.admission.settings import KeySettings
-from router.admission.tenants import TenantRequest
+from router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
 from router.openai.errors import ApiError
 from router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage
-from router.replication.redis.client import Client
+from router.replication.redis_client import Client
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.examples import examples

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.registry import EngineFacts, IndexRefused
 from tests.router.replication.backend import MODEL, make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, Writer, blocks, until

@@ -8,7 +8,7 @@ import pytest
 
 from publisher.engine import SimulatedEngine
 from router.replication.leases import Leases
-from router.replication.redis.client import Client
+from router.replication.redis_client import Client
 from router.replication.service import SharedIndex
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings

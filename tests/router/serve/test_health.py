@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from router import health_check
 from router.config.schema import OPS_PORT, ServerConfig
-from router.serve import server
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running
 
@@ -34,24 +37,37 @@ OPS = f"http://127.0.0.1:{OPS_PORT}/health"
 def test_ports_by_arguments_and_environment(
     words: list[str], environ: dict[str, str], asked: list[str]
 ) -> None:
-    assert server.urls(words, environ)[: len(asked)] == asked
+    assert health_check.urls(words, environ)[: len(asked)] == asked
 
 
 def test_ports_by_the_configuration_file_which_flags_override(tmp_path: Path) -> None:
     file = tmp_path / "kvatlas.toml"
     file.write_text('[server]\nport = 8443\nops_port = 9100\ntls_cert_file = "/c"\n', encoding="utf-8")
     words = ["kvatlas", "serve", "--config", str(file), "--ops-port", "9200"]
-    assert server.urls(words, {}) == ["http://127.0.0.1:9200/health", "https://127.0.0.1:8443/health"]
+    assert health_check.urls(words, {}) == ["http://127.0.0.1:9200/health", "https://127.0.0.1:8443/health"]
     file.write_text("no toml", encoding="utf-8")
-    assert server.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
+    assert health_check.urls(["kvatlas", "serve", f"--config={file}"], {})[0] == OPS
 
 
 def test_a_running_router_is_healthy_and_a_closed_port_is_not() -> None:
     async def main() -> None:
         async with running({}) as (engine,), routing(configure(engine)) as rig:
-            assert await asyncio.to_thread(server._answers, f"{rig.ops_url}/health")
-            assert await asyncio.to_thread(server._answers, f"{rig.url}/health")
+            assert await asyncio.to_thread(health_check._answers, f"{rig.ops_url}/health")
+            assert await asyncio.to_thread(health_check._answers, f"{rig.url}/health")
             url = rig.url
-        assert not await asyncio.to_thread(server._answers, f"{url}/health")
+        assert not await asyncio.to_thread(health_check._answers, f"{url}/health")
 
     run(main())
+
+
+def test_the_image_runs_a_check_that_exists_and_imports_only_the_standard_library() -> None:
+    dockerfile = (Path(__file__).parents[3] / "Dockerfile").read_text(encoding="utf-8")
+    found = re.search(r'HEALTHCHECK.*?"-m", "([\w.]+)"', dockerfile, re.DOTALL)
+    assert found is not None
+    script = (
+        f"import sys; before = set(sys.modules); import {found[1]} as check; check.main; "
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}; "
+        "print(*sorted(new - sys.stdlib_module_names - {'router'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""

@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from router.replication.registry import IndexRefused, parse_view
-from router.serve.command import configure_logging
+from router.serve import configure_logging
 
 LONG = "x" * 12_000_000
 KEPT: dict[str, Any] = {"a": "text", "b": 1, "c": 0.5, "d": None, "e": True, "f": ["m", "n"], "g": {"h": 1}}

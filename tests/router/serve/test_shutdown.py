@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.serve.server import ShutdownGuard
+from router.server_process import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import run, until
 from tests.support.whole_router import running

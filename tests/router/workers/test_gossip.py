@@ -18,7 +18,7 @@ import pytest
 from publisher.events import BlockHash
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.admission.peers import SILENCE_S
+from router.admission.tenants import SILENCE_S
 from router.app import Router
 from router.config.schema import Config
 from router.fleet.identity import EngineAddress

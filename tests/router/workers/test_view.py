@@ -8,8 +8,7 @@ from typing import Any, cast
 import msgspec
 from prometheus_client.core import CounterMetricFamily
 
-from router.api.insight import SESSIONS_SHOWN
-from router.api.views import LATEST_SHOWN, LocalView
+from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
 from router.app import Router
 from router.config.schema import Config
 from router.openai.request import Session, Usage

@@ -11,7 +11,7 @@ from router.api.answers import engine_problems
 from router.index.learn.hash_scheme import Detection
 from router.tools.doctor.evidence import EngineEvidence, Evidence, RouterEvidence
 from router.tools.doctor.findings import CheckResult, Severity, error, fleet_check, info, ok, warning
-from router.tools.doctor.gather.http import series
+from router.tools.doctor.http import series
 
 _SOURCE_REMEDIES = {
     "kubernetes": "check RBAC (get, list, watch on pods and endpointslices), namespace and selector",

@@ -10,13 +10,13 @@ import pytest
 import structlog
 
 from publisher.engine import EngineSettings, SimulatedEngine
-from router.api.admin_settings import AdminSettings
+from router.api.settings import AdminSettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FleetSettings
 from router.http.server import ListenError
-from router.serve.reload import check
+from router.server_process import check
 from tests.router.api.admin.admin_rig import OTHER, TOKEN, administered, audited, token_file
 from tests.support.waiting import run, until
 from tests.support.whole_router import QUICK, configure, routing, running

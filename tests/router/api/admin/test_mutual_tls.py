@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.api.admin_settings import AdminSettings
+from router.api.settings import AdminSettings
 from router.config.errors import ConfigError
-from router.serve.reload import check
+from router.server_process import check
 from tests.router.api.admin.admin_rig import administered, audited
 from tests.support.pki import make_authority, make_certificate
 from tests.support.waiting import run

@@ -17,7 +17,7 @@ from router.placement.load.rates import FleetRates
 from router.replication.gossip import HeartbeatMonitor, LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedRows
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_connection import IndexUnavailable
 
 E = "http://e"
 

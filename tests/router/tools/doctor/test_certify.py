@@ -28,7 +28,7 @@ from router.tools.doctor.findings import (
     engine_checks,
     engine_verdict,
 )
-from router.tools.doctor.gather.load import LoadPlan
+from router.tools.doctor.prober import LoadPlan
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import LOCAL, MODEL, running

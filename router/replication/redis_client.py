@@ -24,16 +24,19 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
 from router.http.sockets import describe_error
-from router.replication.redis.connection import IndexUnavailable, PipelinedConnection, Reply, unavailable
-from router.replication.redis.topology import (
+from router.replication.redis_connection import (
     Address,
+    IndexUnavailable,
     Master,
+    PipelinedConnection,
+    Reply,
     Script,
     ScriptCall,
     Topology,
     cluster_topology,
     sentinel_master,
     single,
+    unavailable,
 )
 from router.replication.settings import SettingsError, SharedSettings, Target, parse_url
 

@@ -25,18 +25,21 @@ from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config
 from router.http.server import address_url
 from router.observe.history import read_key
-from router.serve.reload import (
+from router.server_process import (
     Decided,
+    ShutdownGuard,
     check,
     check_shared_index,
     decide,
+    ends_within_s,
     hand_over,
     hold_back,
     inherited,
+    make_server,
     refused,
     reloads_of,
+    run_server,
 )
-from router.serve.server import ShutdownGuard, ends_within_s, make_server, run_server
 from router.workers.context import LEAD, WorkerContext, WorkerSockets, cores
 from router.workers.supervisor import Supervisor
 

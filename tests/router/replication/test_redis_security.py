@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from router.replication.redis.client import Client
-from router.replication.redis.connection import IndexUnavailable
+from router.replication.redis_client import Client
+from router.replication.redis_connection import IndexUnavailable
 from router.replication.settings import SettingsError
 from tests.router.replication.backend import make_settings
 from tests.router.replication.replicas import CPU, FULL, Replicas, blocks

@@ -1,4 +1,4 @@
-"""Whether there is an admin API, where it listens, and who may use it; all defaults live here."""
+"""Settings of the admin API; all defaults are here."""
 
 from __future__ import annotations
 

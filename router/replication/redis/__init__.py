@@ -1,1 +1,0 @@
-"""Connections to a Redis or Valkey server."""

@@ -1,1 +1,0 @@
-"""The router as a process: start, reload, shutdown."""

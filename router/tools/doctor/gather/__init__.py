@@ -1,1 +1,0 @@
-"""Collection of evidence: HTTP responses, metrics, events, prompts and probes."""
