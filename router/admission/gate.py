@@ -62,14 +62,17 @@ class Isolation:
         """
         self._refresh()
         given = self._given(own)
-        group = rules.cache_group if self._by_group else ""
-        parts = ("group", group) if group else ("tenant", tenant)
         # JSON keeps the parts apart: no name and salt can spell another name and salt.
-        message = msgspec.json.encode([*parts, given])
+        message = msgspec.json.encode([*self.group(tenant, rules), given])
         digest = hmac.new(self._secret, message, hashlib.sha256).digest()
         self.stats.salted += 1
         # base64url: vLLM refuses "@", "/", "\\" and NUL, and more than 128 characters.
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+    def group(self, tenant: str, rules: TenantRules) -> tuple[str, str]:
+        """Whose prompts share blocks with this tenant's: kind and name."""
+        group = rules.cache_group if self._by_group else ""
+        return ("group", group) if group else ("tenant", tenant)
 
     def check_path(self, path: str) -> None:
         """Raises ``ApiError`` (400) for an API whose prompts cannot be isolated."""

@@ -182,6 +182,7 @@ class RouterCollector:
                 yield from of_stats(stats)
         if s.gate is not None:
             yield from of_each("tenant", s.gate.tenants())
+            yield from of_stats(s.accounts.group_prefixes.stats)
 
 
 def families(sources: Sources) -> Iterator[Metric]:

@@ -261,6 +261,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     seen_tokens: int = 0
     """Longest prefix known from earlier prompts (one in four is kept, at powers of two) if it is longer than
     the hit; else 0."""
+    isolated_tokens: int = 0
+    """Prompt tokens that no cache held for its isolation group, and that another group sent before."""
     salted: bool = False
     """Whether it has a cache salt."""
     pulled_tokens: int = 0
@@ -480,6 +482,10 @@ class CacheFunnel:
                 evicted = min(seen, prompt) - held
                 new -= evicted
                 missed["evicted"] = missed.get("evicted", 0) + evicted
+            if receipt.isolated_tokens:
+                isolated = min(receipt.isolated_tokens, new)
+                new -= isolated
+                missed["isolated"] = missed.get("isolated", 0) + isolated
             why = "salted" if receipt.salted else "new"
             missed[why] = missed.get(why, 0) + new
         if chosen < held:

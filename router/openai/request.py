@@ -80,6 +80,8 @@ class InboundRequest(msgspec.Struct, gc=False):
     """Whose key it came with; "" where clients have none."""
     isolated: bool = False
     """Its ``cache_salt`` is of its tenant or group, set by the router."""
+    cache_group: str = ""
+    """The tenant or group that its salt is of; "" without one, or if its own salt is in it too."""
     session: Session | None = None
     earlier_response: str | None = None
     """Id of the response that it goes on from, asks for or cancels: one engine has it."""

@@ -29,7 +29,7 @@ from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt, Residency
 from router.index.query_plan import EngineHit
-from router.observe.history import HotPrefixes, RetentionHints
+from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import SessionLedger
 from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
@@ -159,6 +159,7 @@ class Accounts:
         self.hot = HotPrefixes()
         self.retention = RetentionHints()
         self.sessions = SessionLedger()
+        self.group_prefixes = GroupPrefixes()
         self.responses = ResponseHolders()
         self.shadow_stats = ShadowStats()
         self.receipts = ReceiptLog()

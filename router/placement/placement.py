@@ -187,6 +187,7 @@ class Placement(Attempt):
         "_cost",
         "_first_token",
         "_flying",
+        "_group_tokens",
         "_pooled",
         "_prefilled",
         "_rank_s",
@@ -245,6 +246,7 @@ class Placement(Attempt):
         self._flying: InflightPrompt | None = None
         self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
+        self._group_tokens = 0, 0
         read = decision.read
         if isinstance(read, Prompt):
             scheme, now = engine.scheme, self.asked_s
@@ -255,6 +257,12 @@ class Placement(Attempt):
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
             held = decision.hit.whole_tokens
             self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
+            if request.cache_group and self._leg != "decode" and not read.extras.multimodal:
+                adapter = read.extras.lora_name or ""
+                groups = accounts.group_prefixes
+                self._group_tokens = groups.add(
+                    request.cache_group, engine.base_model or "", adapter, read.token_ids
+                )
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
@@ -494,6 +502,7 @@ class Placement(Attempt):
         parts = first_token or _NO_FIRST_TOKEN
         read_s, asked_s, due_s = request.read_s, self.asked_s, request.claim.due_s
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
+        own, other = self._group_tokens
         return Receipt(
             request_id=request.request_id[:REQUEST_ID_CHARS_MAX].decode("latin-1"),
             engine_id=self.engine_id,
@@ -529,6 +538,7 @@ class Placement(Attempt):
             missed=missed,
             elsewhere_s=decision.candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
             seen_tokens=self._seen_tokens,
+            isolated_tokens=max(0, other - max(own, held.tokens)) if predicted else 0,
             salted=(
                 isinstance(read, Prompt)
                 and read.extras.cache_salt is not None

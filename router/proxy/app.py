@@ -249,9 +249,9 @@ class ProxyApp:
             body = await self._prioritized(path, method, body, look, entry.tenant.rules)
         if look.guarded:
             body = await self._screen(body)
-        isolation = None if self._gate is None else self._gate.isolation
+        isolation, cache_group = None if self._gate is None else self._gate.isolation, ""
         if isolation is not None and entry is not None and form is None and method == "POST" and body:
-            body = await self._isolated(isolation, path, body, entry)
+            body, cache_group = await self._isolated(isolation, path, body, entry)
         raw_path = scope.get("raw_path") or path.encode()
         target = b"%b?%b" % (raw_path, query) if query else raw_path
         request = InboundRequest(
@@ -264,12 +264,11 @@ class ProxyApp:
         if self.settings.pin_header:
             request.pinned = _pinned(scope["headers"])
         request.tenant, request.earlier_response = record.tenant, earlier
-        request.isolated = isolation is not None
+        request.isolated, request.cache_group = isolation is not None, cache_group
         request.session = record.session = session
         if session is not None and SESSION not in dict(head.fields):
-            head.fields.append(
-                (SESSION, session.id.encode())
-            )  # vLLM 0.32 and 0.33 show it in their KV events
+            # vLLM 0.32 and 0.33 show it in their KV events.
+            head.fields.append((SESSION, session.id.encode()))
         request.read_s = record.read_s
         if self._claims or (entry is not None and entry.tenant.rules.has_wait_targets):
             request.claim = read_claim(
@@ -324,15 +323,19 @@ class ProxyApp:
         own = -1 if lowest is None else lowest
         return await self._changed(with_value(body, b"priority", own, adds=True))
 
-    async def _isolated(self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest) -> bytes:
-        """The body with the salt of its tenant or group. Raises ``ApiError`` (400)."""
+    async def _isolated(
+        self, isolation: Isolation, path: str, body: bytes, entry: TenantRequest
+    ) -> tuple[bytes, str]:
+        """The body with the salt of its tenant or group, and the group; "" if the client's own salt separates
+        it further. Raises ``ApiError`` (400)."""
         isolation.check_path(path)
         tenant = entry.tenant
         salt = partial(isolation.salt, tenant.name, tenant.rules)
         salted = await self._changed(with_value(body, b"cache_salt", salt, adds=True))
         if salted is body:  # not read here, but perhaps by an engine: it would go there without a salt
             raise invalid_json(ValueError("its members cannot be read"))
-        return salted
+        own = b"cache_salt" in body
+        return salted, "" if own else ":".join(isolation.group(tenant.name, tenant.rules))
 
     async def _form(self, fields: list[tuple[bytes, bytes]], body: bytes) -> tuple[Form, Peek] | None:
         """The form that the body is, and what is needed of it; None: it is none."""

@@ -78,6 +78,56 @@ def test_tenants_of_a_group_share_what_they_cached(tmp_path: Path) -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("isolate", "foreign"),
+    [("tenant", [False, True, False, True]), ("group", [False, True, False, False])],
+)
+def test_the_price_is_what_another_group_sent_before(
+    isolate: str, foreign: list[bool], tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with isolating(tmp_path, isolate=isolate) as rig:
+            for tenant in ("ada", "eve", "ada", "bob"):
+                await ask(rig, tenant, COMPLETION, prompt=TEXT * 20)
+            await ask(rig, "eve", COMPLETION, prompt="other text " + TEXT * 20)
+            await ask(rig, "bob", COMPLETION, prompt="salted " + TEXT * 20)
+            await ask(rig, "eve", COMPLETION, prompt="salted " + TEXT * 20, cache_salt="own")
+            receipts = list(rig.router.accounts.receipts.latest)
+            assert [bool(receipt.isolated_tokens) for receipt in receipts] == [*foreign, False, False, False]
+            price = receipts[1].isolated_tokens
+            assert 1024 <= price <= (receipts[1].prompt_tokens or 0)
+            _, page = await rig.ask("GET", "/metrics")
+            labels = f'model="{MODEL}",reason="isolated",tenant="%s"'
+            for tenant in ("eve", "bob") if isolate == "tenant" else ("eve",):
+                assert f"kvatlas_cache_missed_tokens_total{{{labels % tenant}}} {float(price)}" in page
+            assert labels % "ada" not in page
+            assert "kvatlas_isolation_prefixes_dropped_total 0.0" in page
+
+    run(main())
+
+
+def test_a_tenants_answers_tell_nothing_of_the_price(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with isolating(tmp_path, isolate="tenant") as rig:
+            answers = []
+            for prompt in ("sent by ada, too. " + TEXT * 20, "sent by eve only. " + TEXT * 20):
+                if "ada" in prompt:
+                    await ask(rig, "ada", COMPLETION, prompt=prompt)
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+                fields = {"authorization": "Bearer key-of-eve", "x-request-id": "one"}
+                async with rig.session.post(rig.url + COMPLETION, json=body, headers=fields) as answer:
+                    usage = (await answer.json())["usage"]
+                    answers.append(({n: v for n, v in answer.headers.items() if n != "date"}, usage))
+                await until(lambda: rig.idle, "answered")
+            receipts = rig.router.accounts.receipts.latest
+            assert [bool(receipt.isolated_tokens) for receipt in receipts] == [False, True, False]
+            assert answers[0][0].keys() == answers[1][0].keys()
+            assert answers[0][0]["x-kvatlas-hit-tokens"] == answers[1][0]["x-kvatlas-hit-tokens"] == "0"
+            assert answers[0][1]["prompt_tokens_details"] == answers[1][1]["prompt_tokens_details"]
+
+    run(main())
+
+
 def test_a_tenant_cannot_reach_another_ones_cache_by_a_salt(tmp_path: Path) -> None:
     """Whatever salt it sends, also the one that the router made for the other."""
 

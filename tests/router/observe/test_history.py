@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.observe.history import EVERY_S, INTERVALS_MAX, Counts, Gauges, HistoryLog, RecentHistory
+from router.observe import history
+from router.observe.history import (
+    EVERY_S,
+    GROUPS_MAX,
+    INTERVALS_MAX,
+    STEP_TOKENS,
+    Counts,
+    Gauges,
+    GroupPrefixes,
+    HistoryLog,
+    RecentHistory,
+)
 
 GAUGES = Gauges(active=2, engines=3, engines_up=1)
 FIELDS = Counts.__struct_fields__
@@ -77,3 +91,45 @@ def test_several_workers_add_up_interval_by_interval(parts: list[tuple[int, Coun
         expected = sum(getattr(part, name) for _, part in parts)
         assert sum(getattr(interval, name) for interval in whole.intervals) == expected
     assert all(interval.engines_up == 1 and interval.engines == 3 for interval in whole.intervals)
+
+
+PROMPT = st.lists(st.integers(0, 1), max_size=9).map(
+    lambda parts: array("i", [part for part in parts for _ in range(STEP_TOKENS // 2)])
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from("rgb"), PROMPT), max_size=12))
+def test_prefixes_of_groups_are_the_longest_sent_before(prompts: list[tuple[str, array[int]]]) -> None:
+    prefixes = GroupPrefixes()
+    sent: list[tuple[str, array[int]]] = []
+
+    def longest(tokens: array[int], others: list[array[int]]) -> int:
+        ends = range(0, len(tokens) + 1, STEP_TOKENS)
+        return max(end for end in ends if not end or any(one[:end] == tokens[:end] for one in others))
+
+    for group, tokens in prompts:
+        own = longest(tokens, [one for name, one in sent if name == group])
+        other = longest(tokens, [one for name, one in sent if name != group])
+        assert prefixes.add(group, "m", "", tokens) == (own, other)
+        assert max(own, other) <= len(tokens)
+        sent.append((group, tokens))
+
+
+@given(st.lists(PROMPT, max_size=12))
+def test_one_group_alone_has_no_price(prompts: list[array[int]]) -> None:
+    prefixes = GroupPrefixes()
+    assert not any(prefixes.add("red", "m", "", tokens)[1] for tokens in prompts)
+
+
+def test_prefixes_are_of_one_model_and_adapter_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "PREFIXES_MAX", 20)
+    prefixes, tokens = GroupPrefixes(), array("i", range(100 * STEP_TOKENS))
+    prefixes.add("red", "m", "", tokens)
+    assert prefixes.add("blue", "m", "adapter", tokens) == (0, 0)
+    assert prefixes.add("blue", "n", "", tokens) == (0, 0)
+    longest = 64 * STEP_TOKENS  # 16 steps, then 32 and 64 of them
+    assert prefixes.stats.dropped == 3 * 18 - 20
+    assert prefixes.add("red", "n", "", tokens) == (0, longest)
+    for number in range(GROUPS_MAX + 1):
+        prefixes.add(f"group {number}", "n", "", tokens)
+    assert prefixes.add("red", "n", "", tokens) == (0, longest), "the latest groups are known"

@@ -316,6 +316,12 @@ _MISSED = (
         "prompts with another salt share nothing, whatever their text",
         "give clients that may share prefixes the same cache_salt",
     ),
+    (
+        "isolated",
+        "had been sent by another isolation group only",
+        "keys.isolate keeps the caches of tenants or groups apart",
+        "give tenants that trust each other one cache_group (keys.isolate = group)",
+    ),
 )
 
 # Smaller shares of an API's requests that the router cannot tokenize need no action.
