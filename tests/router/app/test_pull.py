@@ -267,7 +267,7 @@ def test_streams_tell_the_time_and_a_late_pull_rests() -> None:
 
 
 def test_reloading_the_configuration_switches_pulls_on_and_off() -> None:
-    from router.serve.reload import apply  # noqa: PLC0415
+    from router.server_process import apply  # noqa: PLC0415
 
     async def main() -> None:
         async with fleet() as world:
