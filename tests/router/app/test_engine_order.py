@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from publisher.simulator.api_protocol import invalid
+from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
 from publisher.simulator.http_agents import Call
 from router.admission.settings import KeySettings
 from router.placement.candidate import PolicySettings
@@ -129,15 +129,16 @@ def test_an_engine_that_refuses_priorities_is_asked_without_and_remembered(
 ) -> None:
     calls: list[int] = []
 
-    def refusing(self: Call, in_body: int) -> int:
-        priority = int(self.headers.get(b"x-vllm-priority", b"0")) or in_body
-        calls.append(priority)
-        if priority:
-            raise invalid(f"Got priority {priority} but Priority scheduling is not enabled.")
-        return 0
+    apply_headers = Call.apply_headers
+
+    def refusing(self: Call, request: ChatRequest | CompletionRequest) -> None:
+        apply_headers(self, request)
+        calls.append(request.priority)
+        if request.priority:
+            raise invalid(f"Got priority {request.priority} but Priority scheduling is not enabled.")
 
     async def main() -> None:
-        monkeypatch.setattr(Call, "priority", refusing)
+        monkeypatch.setattr(Call, "apply_headers", refusing)
         async with ordered() as (rig, seen):
             for _ in range(3):
                 assert (await rig.chat("hi")).http_response.status_code == 200
