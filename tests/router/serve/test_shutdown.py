@@ -20,11 +20,11 @@ from tests.support.whole_router import running
 GIVES_UP = "shutdown does not end"
 HANGS = """
 import asyncio, sys
-from router.serve import server
+from router import server_process
 from router.__main__ import run
 from router.app import Router
 
-server.STOP_S = 0.5
+server_process.STOP_S = 0.5
 begin = Router.__init__
 
 async def deaf():
