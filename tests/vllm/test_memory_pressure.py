@@ -12,11 +12,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import openai
 import pytest
 
+from tests.support.chats import Chats, shares
 from tests.vllm.observed_fleet import running
 from tests.vllm.vllm_engine import VllmEngine
 
@@ -31,14 +31,6 @@ ENGINE_ARGS = (
 )  # fmt: skip
 
 
-class Outcome(NamedTuple):
-    """One request: cached tokens as the router predicted and as the engine reported them."""
-
-    engine: str
-    predicted: int
-    actual: int
-
-
 class Clients:
     """Chats that go on from each other; each client sends its next prompt when its last answer is whole."""
 
@@ -47,51 +39,32 @@ class Clients:
             base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120
         )
         self._rng = random.Random(seed)
-        self._systems = [self._tokens(length) for length in (240, 400, 640)]
-        self._chats: list[list[int]] = [[] for _ in range(clients)]
-        self.outcomes: list[Outcome] = []
+        # The lengths, in blocks, are those of the simulated engine in crowded_engine.py.
+        self._chats, self._clients = Chats(self._rng, clients, vocabulary=1000, scale=BLOCK // 16), clients
+        self.outcomes: list[tuple[int, int]] = []
+        self.served: Counter[str] = Counter()
 
-    async def run(self, requests: int) -> list[Outcome]:
-        """Serve this number of requests."""
+    async def run(self, requests: int) -> list[tuple[int, int]]:
+        """Serve this number of requests; returns cached tokens as predicted and as the engine reported."""
         left = iter(range(requests))
         async with self._client, asyncio.TaskGroup() as group:
-            for client in range(len(self._chats)):
+            for client in range(self._clients):
                 group.create_task(self._chat(client, left))
         return self.outcomes
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(10, 1000) for _ in range(count)]
-
-    def _prompt(self, client: int) -> list[int]:
-        rng, chat = self._rng, self._chats[client]
-        kind = rng.random()
-        if not chat or kind < 0.2 or len(chat) > 1280:
-            chat = list(rng.choice(self._systems))
-        elif kind < 0.3:
-            chat = list(rng.choice([other for other in self._chats if other]))
-        self._chats[client] = chat = chat + self._tokens(rng.randint(10, 240))
-        return chat
 
     async def _chat(self, client: int, left: Iterator[int]) -> None:
         for _ in left:
             raw = await self._client.completions.with_raw_response.create(
-                model="tiny", prompt=self._prompt(client), max_tokens=self._rng.randint(2, 48), temperature=0,
-                stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+                model="tiny", prompt=self._chats.prompt(client), max_tokens=self._rng.randint(2, 48),
+                temperature=0, extra_body={"ignore_eos": True},
+                stream=True, stream_options={"include_usage": True},
             )  # fmt: skip
             async for part in raw.parse():
                 if part.usage is not None and part.usage.prompt_tokens_details is not None:
                     actual = part.usage.prompt_tokens_details.cached_tokens or 0
                     predicted = int(raw.headers["x-kvatlas-hit-tokens"])
-                    self.outcomes.append(Outcome(raw.headers["x-kvatlas-engine"], predicted, actual))
-
-
-def shares(outcomes: list[Outcome]) -> dict[str, float]:
-    """The shares of exact, too high and too low predictions."""
-    kinds = Counter(
-        "exact" if one.predicted == one.actual else "over" if one.predicted > one.actual else "under"
-        for one in outcomes
-    )
-    return {kind: kinds[kind] / len(outcomes) for kind in ("exact", "over", "under")}
+                    self.outcomes.append((predicted, actual))
+                    self.served[raw.headers["x-kvatlas-engine"]] += 1
 
 
 @pytest.mark.parametrize(
@@ -118,8 +91,9 @@ def test_predictions_hold_when_prompts_evict_each_other(
         for n in range(2)
     ]
     with running(engines, tiny_model, log=tmp_path / "router.log") as fleet:
-        outcomes = asyncio.run(Clients(fleet.router.base_url, clients, seed=7).run(REQUESTS))
+        load = Clients(fleet.router.base_url, clients, seed=7)
+        outcomes = asyncio.run(load.run(REQUESTS))
     assert len(outcomes) == REQUESTS
     measured = shares(outcomes)
-    print(f"{pool_blocks} blocks, {clients} clients: {measured}, {Counter(one.engine for one in outcomes)}")
-    assert measured["exact"] >= exact_min, [one for one in outcomes if one.predicted != one.actual]
+    print(f"{pool_blocks} blocks, {clients} clients: {measured}, {load.served}")
+    assert measured["exact"] >= exact_min, [pair for pair in outcomes if pair[0] != pair[1]]

@@ -20,6 +20,7 @@ from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
 from router.placement.load.evictions import EvictionForecast, PooledPrompt
+from tests.support.chats import Chats
 
 BLOCK = 16
 _EOS = 1
@@ -89,8 +90,7 @@ class CrowdedEngine:
         self._sent: dict[SimRequest, Sent] = {}
         self._due = [(self.rng.random() * 0.05, client) for client in range(clients)]
         heapq.heapify(self._due)
-        self._systems = [self._tokens(rng_len) for rng_len in (120, 200, 320)]
-        self._chats: list[list[int]] = [[] for _ in range(clients)]
+        self._chats = Chats(self.rng, clients, vocabulary=10_000)
 
     def run(self, requests: int) -> list[Outcome]:
         """Serve this number of requests."""
@@ -112,22 +112,8 @@ class CrowdedEngine:
                 self._token(output.request, ended=output.finish_reason is not None)
         return self.outcomes
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self.rng.randrange(10, 10_000) for _ in range(count)]
-
-    def _prompt(self, client: int) -> list[int]:
-        """The next turn of the client's chat, a new one, or the turn of another client said again."""
-        rng, chat = self.rng, self._chats[client]
-        kind = rng.random()
-        if not chat or kind < 0.2 or len(chat) > 640:
-            chat = list(rng.choice(self._systems))
-        elif kind < 0.3:
-            chat = list(rng.choice([other for other in self._chats if other]))
-        self._chats[client] = chat = chat + self._tokens(rng.randint(5, 120))
-        return chat
-
     def _send(self, client: int) -> None:
-        tokens = self._prompt(client)
+        tokens = self._chats.prompt(client)
         hashes = block_hashes(tokens, self.scheme)
         request = SimRequest(
             str(len(self.outcomes)),
@@ -175,11 +161,5 @@ class CrowdedEngine:
             self.forecast.end(sent.pooled, len(request.output))
             assert request.cached_tokens is not None
             self.outcomes.append(Outcome(sent.indexed, sent.predicted, request.cached_tokens))
-            self._chats[sent.client] = request.prompt + request.output
+            self._chats.answered(sent.client, request.prompt + request.output)
             heapq.heappush(self._due, (self.now + self.rng.random() * self._think_s, sent.client))
-
-
-def shares(pairs: list[tuple[int, int]]) -> dict[str, float]:
-    """Shares of (predicted, actual) that are exact, over and under."""
-    found = Counter("exact" if p == a else "over" if p > a else "under" for p, a in pairs)
-    return {name: found[name] / len(pairs) for name in ("exact", "over", "under")}
