@@ -63,7 +63,7 @@ PULL_TITLE = "# Pulling prefixes from other engines' host memory: simulated flee
 
 HINT_ENGINES, HINT_POOL, HINT_S_PER_REQUEST = 2, 0.05, 0.5
 HINT_SHARE = 0.75
-"""What all hints together may have; requests are of one tenant here."""
+"""Share of host memory that hinted blocks may take; all requests are of one tenant."""
 HINT_HOSTS = ("100%", "200%", "400%")
 HINT_WORKLOADS = ("pauses", "agents", "tenants", "chat", "documents")
 HINT_TITLE = "# Retention hints: simulated fleets"
@@ -130,7 +130,7 @@ def _against(outcomes: list[Outcome], now_s: float) -> str:
 
 
 def pull_intro(seeds: range, count: int) -> str:
-    """What was run, and how to read it."""
+    """Return the text above the tables: the command, the fleets and the meaning of the cells."""
     return (
         f"`python -m benchmarks.tiers --pulls --seeds {len(seeds)} --requests {count}`: fleets as above with "
         f"host memory of {PULLED_HOST}, seeds {seeds.start} to {seeds[-1]}, by link between the engines. "
@@ -197,7 +197,7 @@ def _hint_cell(runs: list[Hinted]) -> str:
 
 
 def hint_intro(seeds: range, count: int, models: str) -> str:
-    """What was run, and how to read it."""
+    """Return the text above the tables: the command, the fleets and the meaning of the cells."""
     return (
         f"`python -m benchmarks.tiers --hints --seeds {len(seeds)} --requests {count} --models {models}`: "
         f"{HINT_ENGINES} engines, pool {HINT_POOL:.0%}, host memory in shares of the pool, PCIe 5, seeds "
@@ -230,7 +230,7 @@ def _tiers(setup: FleetSetup, host: str | None, store: str | None) -> TierSetup:
 
 
 def intro(seeds: range, count: int) -> str:
-    """What was run, and how to read it."""
+    """Return the text above the tables: the command, the fleets and the meaning of the cells."""
     return (
         f"`python -m benchmarks.tiers --seeds {len(seeds)} --requests {count}`: {ENGINES} engines, "
         f"pool {POOL:.0%}, {KV_KIB_PER_TOKEN:g} KiB per token, round robin without such memory {LOAD:.0%} "

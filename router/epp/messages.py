@@ -34,8 +34,8 @@ Value = int | bytes
 
 
 def fields(message: bytes, at: int = 0) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of every field from ``at`` on."""
-    # Fixed-size numbers, which no message here has, are skipped. Raises ``ProtobufError``.
+    """Yield number and value of every field from ``at`` on. Raises ``ProtobufError``."""
+    # Fixed-size numbers, which no message here has, are skipped.
     size, left = len(message), _FIELDS_MAX
     while at < size:
         left -= 1

@@ -468,9 +468,8 @@ class ConcurrentPrefill:
         second = asyncio.create_task(pair.fetch(first, answer))
         try:
             await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
-            # The blocks will not come, so the decode engine would wait for its time-out. Closed while the
-            # client has received nothing, the request can be placed again.
-            # Regardless of the decode engine's state.
+            # The blocks will not come, so the decode engine, whatever its state, would wait for its time-out.
+            # Closed while the client has received nothing, the request can be placed again.
             if _failed(first) and not pair.begun:
                 placement.finished(None)  # the decode engine is not at fault
                 await first

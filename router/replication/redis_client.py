@@ -56,9 +56,9 @@ class TlsConnection(SSLConnection):
 
 
 def connection_arguments(target: Target, connect_timeout_s: float) -> dict[str, Any]:
-    """Return redis-py's connection arguments except host and port."""
-    # No retries and no timeouts of single reads, as every call has a deadline. Raises ``SettingsError`` for
-    # unreadable TLS files.
+    """Return redis-py's connection arguments except host and port. Raises ``SettingsError`` for unreadable
+    TLS files."""
+    # No retries and no timeouts of single reads, as every call has a deadline.
     arguments: dict[str, Any] = {
         "connection_class": Connection,
         "db": target.db,

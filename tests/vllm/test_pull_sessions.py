@@ -1,4 +1,4 @@
-"""What the router asks for, before vLLM's own P2P sessions: a wrong source or an evicted block is a miss."""
+"""Requests of the router against vLLM's own P2P sessions: a wrong source or an evicted block is a miss."""
 
 from __future__ import annotations
 

@@ -283,7 +283,6 @@ class LoadAccount:
         if not was_head:
             # A first token out of order: with an engine order the head has not begun; otherwise both prompts
             # were in one step, and the head's sample has the tokens of both.
-            # The engine computed this one first, so the head has not begun.
             if ticket.rank_s:
                 self._head_s, self._sure = now, False
             else:

@@ -115,7 +115,7 @@ def test_parameters_that_are_incomplete_have_no_effect() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("gone", ["nobody listens", "other model", "other groups"])
+@pytest.mark.parametrize("gone", ["closed port", "other model", "other groups"])
 def test_a_source_that_is_gone_or_other_costs_the_handshake_and_no_answer(gone: str) -> None:
     others: dict[str, dict[str, Any]] = {"other model": {"model": "m2"}, "other groups": {"block_size": 32}}
     other = others.get(gone, {})
@@ -123,7 +123,7 @@ def test_a_source_that_is_gone_or_other_costs_the_handshake_and_no_answer(gone: 
     async def main() -> None:
         async with two(source=other) as pair:
             alone = (await pair.ask(pair.target, PROMPT[:450]))[0]
-            source = pair.named(**({"remote_port": free_port()} if gone == "nobody listens" else {}))
+            source = pair.named(**({"remote_port": free_port()} if gone == "closed port" else {}))
             text, cached = await pair.ask(pair.target, source=source)
             assert cached <= 448
             assert alone

@@ -45,7 +45,7 @@ class Fleet(NamedTuple):
 
     @contextmanager
     def busy(self, engine: SimulatedEngine, tokens: int = 80_000) -> Iterator[None]:
-        """The router believes that so many prompt tokens wait there."""
+        """Let the router assume that this many prompt tokens wait there."""
         load = self.named(engine).load
         ticket = load.admit(uncached_tokens=tokens, now=time.monotonic(), streams=True)
         yield
