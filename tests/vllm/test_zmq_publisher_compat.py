@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 WAIT_S = 60.0
 ANY = "tcp://127.0.0.1:*"
-# Deadlines fit a busy machine: an engine's process that gets no processor for some seconds would make the feed
-# give a repair up, correctly, and count lost batches.
+# Deadlines fit a busy machine: if an engine's process gets no processor for some seconds, the feed rightly
+# gives a repair up and counts lost batches.
 SETTINGS = FeedSettings(tick_s=0.05, hold_s_max=120.0, replay_timeout_s=60.0)
 
 

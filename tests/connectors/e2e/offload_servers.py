@@ -41,7 +41,7 @@ def server(model: Path, folder: Path, connector: str, module: str, **extra: Any)
         "16",
         "--max-model-len",
         "4096",
-        # Not the default: vLLM narrows float32 to bfloat16, whose unit in the last place of a logit is 1.2e-4.
+        # vLLM narrows float32 to bfloat16 by itself; the last place of a logit is 1.2e-4 there.
         "--dtype",
         "float32",
     )
