@@ -1,10 +1,25 @@
-"""Blocks of one engine outside its GPU, as published by its connectors: the writer's side.
+"""Blocks that an engine's connectors hold outside the GPU: what it would load, and what it holds.
 
-Own places (host memory, a local disk) are counted like the GPU: one store adds a copy, one removal removes
-one, separately for each owner. Events about a shared store are hints: a block is present or not, however
-often it was published, and it expires if not published again for ``facts.shared_store_ttl_s`` (at least half
-of that), because the store's evictions are not published. A removal revokes what this engine published, not
-what others did.
+Hit rules: the GPU hit ``L`` is determined first. A connector is then asked for the rest: from ``L`` on it
+looks in its own places only, by the rules of ``hit_rules.py``, where everything before ``L`` counts as
+present. Hence for a boundary ``x > L``: full attention needs every block from ``L`` to ``x``, a window its
+last blocks before ``x`` as far as they lie after ``L``, Mamba the state at ``x``. A boundary that needs
+blocks of two connectors is not valid. Places without an owner in events belong to one connector (vLLM's
+offloading looks in all its tiers), and each owner is a separate connector. One connector loads everything:
+the one that reaches furthest (the first that holds anything with ``ModelFacts.first_connector_loads``); host
+memory comes before storage, then by name.
+
+If hits may end inside a block, a connector is asked from the last whole block on; the block in which a load
+ends must be held under the hash at that end, and with EAGLE loads end on whole blocks. Blocks that any engine
+wrote to a shared store are available to every engine that uses it. Sources: vLLM 0.32
+(``Scheduler.schedule``, the offloading connectors' lookup, MultiConnector); checked against a direct
+implementation in tests/router/index/rules/test_offload.py.
+
+The writer (``OffloadedBlocks``): own places (host memory, a local disk) are counted like the GPU: one store
+adds a copy, one removal removes one, separately for each owner. Events about a shared store are hints: a
+block is present or not, however often it was published, and it expires if not published again for
+``facts.shared_store_ttl_s`` (at least half of that), because the store's evictions are not published. A
+removal revokes what this engine published, not what others did.
 
 Nothing here affects the GPU's residency; one engine has at most ``PLACES_MAX`` places, events of further ones
 are counted and ignored.
@@ -13,27 +28,208 @@ are counted and ignored.
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
 
-from publisher.events import GROUPS_MAX, BlockRemoved, BlockStored, to_block_hash
+import numpy as np
+from msgspec.structs import replace
+
+from publisher.events import GROUPS_MAX, MEDIA, BlockRemoved, BlockStored, scheduler_block_size, to_block_hash
 from router.index.base import (
+    CPU,
+    GPU,
     OWNER_CHARS_MAX,
     TURNS,
     Index,
     Plane,
+    Rows,
+    Words,
+    connector_of,
     is_cleared_with_gpu,
     is_remote,
     is_shared,
     medium_named,
+    medium_of,
     owner_of,
-    place,
 )
+from router.index.base import (
+    place as place_of,
+)
+from router.index.hit_rules import WordHits, evaluate
+from router.index.learn.layout import CacheLayout
 
+# Word numbers from here down are of other replicas' rows; -1 is unused (``NOWHERE``).
+_ELSEWHERE = -2
 # Maximum number of places per engine outside its GPU. An engine with host memory and one shared store has
 # three.
 PLACES_MAX = 8
 _KEYS_MAX = PLACES_MAX * GROUPS_MAX
 
 _Key = tuple[str | None, int | None, str | None, str | None]
+
+
+class Tier(NamedTuple):
+    """All places in which one connector looks.
+
+    ``layers``: media from the nearest on, each with all places up to and including it, so that the last layer
+    is complete.
+    """
+
+    stores: frozenset[str]
+    """Shared stores in it, by owner; it applies to engines that use one of them."""
+    layers: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class Extent(NamedTuple):
+    """Per layer of a tier: its medium, and the hits with this layer and the nearer ones, by bit of a word."""
+
+    tier: Tier
+    layers: tuple[tuple[str, WordHits], ...]
+
+
+def tiers(rows: Rows) -> tuple[Tier, ...]:
+    """Return the connectors that hold anything, in the order in which they are asked."""
+    return _tiers(frozenset(plane.medium for plane, _ in rows.places if plane.medium != GPU))
+
+
+@lru_cache(maxsize=256)
+def _tiers(places: frozenset[str]) -> tuple[Tier, ...]:
+    of_connector: dict[str, list[str]] = {}
+    for place in sorted(places):
+        of_connector.setdefault(connector_of(place), []).append(place)
+    found: list[tuple[int, str, Tier]] = []
+    for connector, held in of_connector.items():
+        layers: list[tuple[str, tuple[str, ...]]] = []
+        up_to: tuple[str, ...] = ()
+        for medium in MEDIA[1:]:
+            here = tuple(place for place in held if medium_of(place) == medium)
+            if here:
+                up_to += here
+                layers.append((medium, up_to))
+        stores = frozenset(owner_of(place) for place in held if is_shared(place))
+        if layers:
+            found.append((MEDIA.index(layers[0][0]), connector, Tier(stores, tuple(layers))))
+    return tuple(tier for _, _, tier in sorted(found, key=lambda each: each[:2]))
+
+
+def tier_extents(
+    rows: Rows, layout: CacheLayout, num_tokens: int, word: int, on_gpu: WordHits, *, detail: bool = False
+) -> tuple[Extent, ...]:
+    """Return the extent of the hits of the 64 engines of ``word`` with each tier."""
+    below = _below(on_gpu.hit, layout, rows.num_hashes)
+    ends = _ends(layout)
+    return tuple(
+        Extent(
+            tier,
+            tuple(
+                (
+                    medium,
+                    evaluate(
+                        _joined(rows, layout, word, places, below),
+                        ends,
+                        num_tokens,
+                        word=word,
+                        loading=True,
+                        detail=detail,
+                    ),
+                )
+                for medium, places in tier.layers
+            ),
+        )
+        for tier in tiers(rows)
+    )
+
+
+def usable(extents: tuple[Extent, ...], stores: frozenset[str]) -> tuple[Extent, ...]:
+    """Return the tiers that an engine has; ``stores`` are the shared stores it uses."""
+    return tuple(r for r in extents if not r.tier.stores or not r.tier.stores.isdisjoint(stores))
+
+
+def loaded(extents: tuple[Extent, ...], bit: int, hit: int, *, first: bool = False) -> dict[str, int]:
+    """Return the tokens that one engine would load beyond its GPU hit, by medium; ``extents`` are of its
+    tiers.
+
+    ``first``: the first connector that has any loads, however little it has.
+    """
+    most: dict[str, int] = {}
+    furthest = hit
+    for _, layers in extents:
+        by_medium: dict[str, int] = {}
+        at = hit
+        for medium, hits in layers:
+            if hits.hit[bit] > at:
+                by_medium[medium] = hits.hit[bit] - at
+                at = hits.hit[bit]
+        if at > furthest:
+            most, furthest = by_medium, at
+            if first:
+                break
+    return most
+
+
+def held_alone(rows: Rows, layout: CacheLayout, num_tokens: int, word: int) -> list[int]:
+    """Return the tokens of the prompt that the host memory of vLLM's own offloading holds by itself in every
+    group, for the 64 engines of ``word``, by bit. Its ``p2p`` tier serves others from there
+    (vllm/v1/kv_offload/tiering, 0.32)."""
+    for tier in tiers(rows):
+        medium, places = tier.layers[0]
+        if medium == CPU and not connector_of(places[0]):
+            nothing = np.zeros(rows.num_hashes, np.uint64)
+            own = _joined(rows, layout, word, places, nothing)
+            return evaluate(own, _ends(layout), num_tokens, word=word, loading=True).hit
+    return []
+
+
+def shared_part(rows: Rows) -> Rows:
+    """Return the rows of shared stores in the shared index, in a form that can be merged with local rows."""
+    columns = {
+        (plane, _ELSEWHERE - word): column
+        for (plane, word), column in rows.columns.items()
+        if is_shared(plane.medium)
+    }
+    return Rows(rows.num_hashes, columns)
+
+
+@lru_cache(maxsize=256)
+def _ends(layout: CacheLayout) -> CacheLayout:
+    """Return the layout with the boundaries at which a load may end."""
+    if layout.lookahead or not any(c.spec.is_eagle for c in layout.classes):
+        return layout
+    whole = max(layout.alignment, scheduler_block_size(layout.groups))
+    return layout if layout.alignment == whole else replace(layout, alignment=whole)
+
+
+def _joined(rows: Rows, layout: CacheLayout, word: int, places: tuple[str, ...], below: Words) -> Rows:
+    """Return one tier's rows as GPU rows, with everything before the GPU hits present."""
+    columns: dict[tuple[Plane, int], Words] = {}
+    for group in layout.groups:
+        held = below
+        for place in places:
+            plane = Plane(place, group.group_idx)
+            held = held | (_held_by_any(rows, plane) if is_shared(place) else rows.plane(plane, word))
+        columns[Plane(GPU, group.group_idx), word] = held
+    return Rows(rows.num_hashes, columns)
+
+
+def _held_by_any(rows: Rows, plane: Plane) -> Words:
+    """Return all bits set for blocks that any engine published."""
+    told = np.zeros(rows.num_hashes, bool)
+    for (at, _), column in rows.columns.items():
+        if at == plane:
+            told |= column != 0
+    return np.where(told, ~np.uint64(0), np.uint64(0))
+
+
+def _below(hits: list[int], layout: CacheLayout, num_hashes: int) -> Words:
+    """Return per hash block the engines whose GPU hit, rounded down to a whole block, covers it."""
+    whole = scheduler_block_size(layout.groups)
+    ends = np.zeros(num_hashes, np.uint64)
+    for bit, tokens in enumerate(hits):
+        blocks = tokens // whole * whole // layout.hash_block_size
+        if blocks:
+            ends[blocks - 1] |= np.uint64(1 << bit)
+    covered: Words = np.bitwise_or.accumulate(ends[::-1])[::-1]
+    return covered
 
 
 class OffloadedBlocks:
@@ -129,7 +325,7 @@ class OffloadedBlocks:
             self._rejected["owner_too_long"] += 1
             return None
         shared = is_remote(medium, event.locality, owner)
-        name = place(medium, owner, turn=self._turn if shared else None)
+        name = place_of(medium, owner, turn=self._turn if shared else None)
         if name not in self._places:
             if len(self._places) >= PLACES_MAX:
                 self._rejected["too_many_places"] += 1

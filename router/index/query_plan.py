@@ -16,7 +16,7 @@ from router.index.base import CPU, GPU, STORAGE, Rows, Slot
 from router.index.hit_rules import Ends, WordHits, WordRule, evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.learn.root_events import LearnedKeys
-from router.index.offload_rules import Extent, held_alone, loaded, tier_extents, usable
+from router.index.offloaded import Extent, held_alone, loaded, tier_extents, usable
 
 Mode = Literal["native", "learned", "assumed", "shadow", "unknown"]
 
@@ -37,7 +37,7 @@ class EngineHit(msgspec.Struct, frozen=True, gc=False):
     """Number of tokens that one engine would take from its caches for a prompt.
 
     ``hit_tokens`` counts blocks on the GPU, ``cpu_tokens`` and ``storage_tokens`` what a connector would load
-    beyond them (``offload_rules.py``). ``shared_prefix_tokens`` is the full-attention prefix. ``by_class`` is
+    beyond them (``offloaded.py``). ``shared_prefix_tokens`` is the full-attention prefix. ``by_class`` is
     filled only with ``detail``.
     """
 

@@ -113,7 +113,7 @@ class PeerSnapshot(msgspec.Struct, frozen=True):
     """Requests in flight of the other replicas, by engine; None: unknown."""
     stores: Mapping[str, Mapping[HashScheme, Rows]] = {}
     """Contents of shared stores by events that other replicas received, by model and hash scheme: to predict
-    the engines followed here (``router.index.offload_rules.shared_part``)."""
+    the engines followed here (``router.index.offloaded.shared_part``)."""
     problem: str = ""
     """Why the shared index could not be queried; "" if it answered."""
 

@@ -21,7 +21,7 @@ from router.feeds.base import FeedState
 from router.index.base import Rows, is_shared
 from router.index.learn.layout import CacheLayout
 from router.index.model import HashedPrompt
-from router.index.offload_rules import shared_part
+from router.index.offloaded import shared_part
 from router.index.query_plan import EngineHit, EngineQuery, query_hits
 from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.load.others import OthersLoad

@@ -41,7 +41,7 @@ from router.index.learn import hash_scheme
 from router.index.learn.layout import ModelFacts, make_layout
 from router.index.memory import MemoryIndex
 from router.index.model import FleetResidency
-from router.index.offload_rules import loaded, tier_extents
+from router.index.offloaded import loaded, tier_extents
 from router.tools.trace_verification import ProbePrompt, verify_trace
 from tests.publisher.pool.pool_load import PlacementRequest
 from tests.vllm.drive_scheduler import DifferenceError, Pair

@@ -5,7 +5,7 @@ known scheme is tried on it: algorithm, seed, hash block size (the divisors of t
 or without tagged extra keys; a match on 64 bits proves the scheme. If no such event arrives (chunked local
 attention and windows alone hide the beginnings of prompts) or none lists a hash, other evidence is tried: a
 root span with the parents named by its children, and published blocks that occur in prompts the router had to
-place (``published_blocks.py``). Seeds are tried in three rounds: those configured or already used in the
+place (``PublishedBlocks``). Seeds are tried in three rounds: those configured or already used in the
 fleet, vLLM's fixed default, then the small integers that users set as PYTHONHASHSEED. The last round is long,
 so ``advance`` runs it in slices. If all fail (xxhash with a random seed, a custom hash), the scheme is
 *unknown* and the engine is used in learned mode. SGLang's only scheme has no seed (``expect_pages``): the
@@ -47,8 +47,7 @@ from publisher.block_hash import (
     sha256,
 )
 from publisher.events import BlockHash, BlockStored
-from router.index.learn.published_blocks import PublishedBlocks, proven_algorithm
-from router.index.learn.root_events import PendingRoots, RootEvent, matches
+from router.index.learn.root_events import PendingRoots, PublishedBlocks, RootEvent, matches, proven_algorithm
 
 # Exhaustive search for the small number that is the engine's PYTHONHASHSEED. Every seed is tried with every
 # algorithm and hash block size on one piece of evidence. Only the parent of the first hash depends on the

@@ -16,8 +16,7 @@ from publisher.events import BlockHash, Family, GroupSpec, SpecClass, encode_bat
 from publisher.pool.hits import HitFinder
 from publisher.pool.layout import pool_layout
 from router.index.base import WORD_BITS, Plane, Rows
-from router.index.eagle import order_matters
-from router.index.hit_rules import evaluate
+from router.index.hit_rules import evaluate, order_matters
 from router.index.learn.layout import CacheLayout, ModelFacts, make_layout
 from router.index.model import FleetResidency
 from tests.router.index.rules.layouts import (

@@ -18,8 +18,16 @@ from router.index.base import Plane, Rows, is_shared, medium_of, owner_of
 from router.index.hit_rules import evaluate
 from router.index.learn.layout import CacheLayout
 from router.index.memory import MemoryIndex
-from router.index.offload_rules import held_alone, loaded, shared_part, tier_extents, tiers, usable
-from router.index.offloaded import PLACES_MAX, OffloadedBlocks
+from router.index.offloaded import (
+    PLACES_MAX,
+    OffloadedBlocks,
+    held_alone,
+    loaded,
+    shared_part,
+    tier_extents,
+    tiers,
+    usable,
+)
 from tests.router.index.rules.layouts import (
     ENGINE,
     full,

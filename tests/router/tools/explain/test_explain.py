@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from publisher.block_hash import NO_EXTRAS, HashScheme
-from router.index.eagle import order_matters
+from router.index.hit_rules import order_matters
 from router.tools.capture import TRACE_SOURCE, encode_line, read_capture, redact
 from router.tools.explain import ExplainOptions, run_explain
 from router.tools.explain_state import EngineExplanation, TokenPrompt, explain_engine

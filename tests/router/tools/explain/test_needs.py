@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from publisher.events import SpecClass
-from router.index.eagle import order_matters
+from router.index.hit_rules import order_matters
 from router.index.learn.layout import CacheLayout
 from router.tools.explain_state import needs
 from tests.router.index.rules.layouts import evaluate_one, models, residencies
