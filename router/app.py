@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from router.admission.gate import Isolation, KeyGate
+from router.admission.gate import Isolation, KeyGate, sidecar_secret
 from router.admission.key_file import KeyFile, KeyStats
 from router.api.admin_app import AdminApi, FleetActions
 from router.api.app import create_control, create_ops
@@ -41,6 +41,7 @@ from router.observe.history import HistoryLog
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
+from router.pd.settings import PdStats
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from router.placement.inflight import InflightPrompt
@@ -299,6 +300,7 @@ class Router:
         )
 
     def _assemble(self) -> tuple[Planner, ProxyApp]:
+        pd_stats = PdStats()
         planner = Planner(
             fleet=self.fleet,
             scopes=self.scopes,
@@ -312,7 +314,9 @@ class Router:
             peer_state=self.peers.peer_state,
             queue=self.config.queue,
             pd=self.config.pd,
+            pd_stats=pd_stats,
             pull=self.config.pull,
+            sidecar_secret=sidecar_secret(self.config.sidecar.secret_file, pd_stats, self.clock),
         )
         requests = RequestTracker(
             self.clock,
@@ -335,7 +339,7 @@ class Router:
             targets=self.config.policy.targets,
             responses=self.accounts.responses,
             pd=self.config.pd,
-            pd_stats=planner.pd_stats,
+            pd_stats=pd_stats,
         )
         return planner, proxy
 

@@ -24,6 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from router import __version__
+from router.admission.gate import sidecar_secret
+from router.admission.key_file import KeyFileError
 from router.api.admin_auth import AdminFileError
 from router.api.app import json_answer
 from router.api.metrics_page import ReloadStats, build_info, of_requests, page_steps
@@ -51,8 +53,10 @@ from router.pd.settings import (
     PREFILLERS,
     PdStats,
     Prefilled,
+    SidecarHints,
     prefilled_field,
     read_endpoints,
+    read_hints,
 )
 from router.pd.transfer import KvSource
 from router.proxy.app import ProxyApp
@@ -151,7 +155,7 @@ _FORGETS = 0.9
 
 class SidecarPlacer:
     """Implements ``Placer``. ``engine``: base URL of the engine beside it; ``scheme``: that of prefill
-    engines."""
+    engines; ``secret``: under which pickers sign retention hints."""
 
     def __init__(
         self,
@@ -162,7 +166,9 @@ class SidecarPlacer:
         stats: PdStats,
         clock: Callable[[], float],
         p2p_port: int,
+        secret: Callable[[], bytes] | None = None,
     ) -> None:
+        self._secret = secret
         self.p2p_port = p2p_port
         """Port of the ``p2p`` tiers of engines to pull from."""
         self._engine = engine
@@ -182,18 +188,30 @@ class SidecarPlacer:
             raise no_ready_engine("The engine beside this sidecar did not answer; retry shortly.")
         named = read_endpoints(request.headers)
         found, why = self._find(request, named, exclude, disagg)
-        body = None
+        hints, body = self._hints(request), None
         if found is not None:
             body, why = await self._read(request)
         if body is None or found is None:
             if why:
                 self._stats.count(self._stats.aggregated, why)
             attempt = self._alone(request)
+            attempt.retention = hints.own
             if not exclude and disagg is None:
                 attempt.kv_source = await self._kv_source(request)
             return attempt
         helper = _Helper(found, f"{self._scheme}://{found}", self._known(found), request, now=self._clock)
-        return _Answerer(self._engine, self._breaker, request, self._clock, body, helper, named.index(found))
+        place = named.index(found)
+        answerer = _Answerer(self._engine, self._breaker, request, self._clock, body, helper, place)
+        answerer.retention, helper.retention = hints
+        return answerer
+
+    def _hints(self, request: InboundRequest) -> SidecarHints:
+        """Return the retention hints of the picker, and none that a client wrote."""
+        if request.method != "POST" or request.path not in PROMPT_APIS:
+            return SidecarHints()
+        found = read_hints(request.headers, None if self._secret is None else self._secret())
+        self._stats.hints_refused += found is None
+        return SidecarHints() if found is None else found
 
     def _alone(self, request: InboundRequest) -> Attempt:
         attempt = Attempt(self._engine, self._engine, self._breaker, request, now=self._clock)
@@ -315,7 +333,8 @@ class _Answerer(Attempt):
 
 
 class Sidecar:
-    """The ASGI application. Raises ``ConfigError`` if no prefill engine is allowed."""
+    """The ASGI application. Raises ``ConfigError`` if no prefill engine is allowed, ``KeyFileError`` for an
+    unusable secret."""
 
     def __init__(self, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
         own = config.sidecar
@@ -352,6 +371,7 @@ class Sidecar:
             stats=self.pd_stats,
             clock=clock,
             p2p_port=config.pd.offloading_port,
+            secret=sidecar_secret(own.secret_file, self.pd_stats, clock),
         )
         self._placer = placer
         self.proxy = ProxyApp(
@@ -484,7 +504,7 @@ def check(config: Config) -> tuple[Sidecar, RouterServer]:
     try:
         sidecar = Sidecar(config)
         return sidecar, make_server(sidecar)
-    except (AdminFileError, TlsError, TracesNotInstalledError) as error:
+    except (AdminFileError, KeyFileError, TlsError, TracesNotInstalledError) as error:
         raise ConfigError(str(error)) from None
 
 

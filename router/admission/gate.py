@@ -30,6 +30,7 @@ from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
 from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, invalid_key, salt_not_accepted
 from router.openai.request import COHERE
+from router.pd.settings import PdStats
 
 _log = structlog.get_logger()
 # The output size of SHA-256: a shorter key weakens the HMAC (RFC 2104, section 3).
@@ -44,6 +45,30 @@ _SALT_CHARS_MAX: Final = 1024
 UNSALTED: Final = frozenset({COHERE})
 
 
+class SharedSecret:
+    """A secret in a file that is read again after a change; one that cannot be used then leaves the last one
+    in use, and ``failed`` is called. ``setting`` names the file in errors. Raises ``KeyFileError``."""
+
+    def __init__(
+        self, setting: str, path: str, *, clock: Callable[[], float], failed: Callable[[], None]
+    ) -> None:
+        self._setting = setting
+        self._failed = failed
+        self._watched = WatchedFile(Path(path), clock=clock, every_s=_LOOK_EVERY_S)
+        self._secret = read_secret(self._watched.path, setting)
+
+    def __call__(self) -> bytes:
+        """Return the secret of now."""
+        if self._watched.changed():
+            try:
+                self._secret = read_secret(self._watched.path, self._setting)
+                _log.info("secret reloaded", setting=self._setting)
+            except KeyFileError as error:
+                self._failed()
+                _log.warning("secret not reloaded, the last one stays in use", problem=str(error))
+        return self._secret
+
+
 class Isolation:
     """Salts by tenant or group. Raises ``KeyFileError`` for a secret file that cannot be used."""
 
@@ -51,20 +76,19 @@ class Isolation:
         self._by_group = settings.isolate == "group"
         self._combines = settings.client_salts == "combine"
         self.stats = stats
-        path = Path(settings.isolate_secret_file or "")
-        self._watched = WatchedFile(path, clock=clock, every_s=_LOOK_EVERY_S)
-        self._secret = read_secret(path)
+        path = settings.isolate_secret_file or ""
+        self._secret = SharedSecret("keys.isolate_secret_file", path, clock=clock, failed=self._not_read)
 
     def salt(self, tenant: str, rules: TenantRules, own: bytes) -> str:
         """The salt of a request with this JSON value of its own ``cache_salt`` (empty: none): 43 characters.
 
         Raises ``ApiError`` (400) for a salt of its own that is refused, or is none.
         """
-        self._refresh()
+        secret = self._secret()
         given = self._given(own)
         # JSON keeps the parts apart: no name and salt can spell another name and salt.
         message = msgspec.json.encode([*self.group(tenant, rules), given])
-        digest = hmac.new(self._secret, message, hashlib.sha256).digest()
+        digest = hmac.new(secret, message, hashlib.sha256).digest()
         self.stats.salted += 1
         # base64url: vLLM refuses "@", "/", "\\" and NUL, and more than 128 characters.
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
@@ -97,20 +121,20 @@ class Isolation:
         self.stats.salts_refused += 1
         return salt_not_accepted(why)
 
-    def _refresh(self) -> None:
-        if not self._watched.changed():
-            return
-        try:
-            self._secret = read_secret(self._watched.path)
-            _log.info("isolation secret reloaded: prompts are cached under new salts")
-        except KeyFileError as error:
-            self.stats.isolate_secret_failures += 1
-            _log.warning("isolation secret not reloaded, the last one stays in use", problem=str(error))
+    def _not_read(self) -> None:
+        self.stats.isolate_secret_failures += 1
 
 
-def read_secret(path: Path) -> bytes:
-    """Read the secret. Raises ``KeyFileError`` that names the setting and the file, never the contents."""
-    where = f"keys.isolate_secret_file: {path}"
+def sidecar_secret(path: str | None, stats: PdStats, clock: Callable[[], float]) -> SharedSecret | None:
+    """The secret of pickers and sidecars; None without a file. Raises ``KeyFileError``."""
+    if path is None:
+        return None
+    return SharedSecret("sidecar.secret_file", path, clock=clock, failed=stats.secret_failed)
+
+
+def read_secret(path: Path, setting: str) -> bytes:
+    """Read a secret. Raises ``KeyFileError`` that names the setting and the file, never the contents."""
+    where = f"{setting}: {path}"
     try:
         with path.open("rb") as file:
             secret = file.read(_SECRET_BYTES_MAX + 1).strip()

@@ -191,6 +191,7 @@ RULES: dict[str, Rule] = {
     "keys.isolate_secret_file": _path,
     "sidecar.engine": _web_url,
     "sidecar.prefills": _prefill,
+    "sidecar.secret_file": _path,
     "traces.endpoint": _collector,
     "traces.service_name": _name,
     "usage.path": _path,
@@ -409,9 +410,14 @@ def _check_pull(config: Config) -> None:
 
 def _check_hints(config: Config) -> None:
     """Check that clients cannot claim a share of the engines' memory."""
-    if config.policy.retention_hints and config.proxy.trust_client_kv_transfer_params:
+    hints = {
+        "policy.retention_hints": config.policy.retention_hints,
+        "sidecar.secret_file": config.sidecar.secret_file is not None,
+    }
+    key = next((key for key, given in hints.items() if given), None)
+    if key is not None and config.proxy.trust_client_kv_transfer_params:
         raise ConfigError(
-            "policy.retention_hints: with proxy.trust_client_kv_transfer_params, clients could set retention "
+            f"{key}: with proxy.trust_client_kv_transfer_params, clients could set retention "
             "hints of their own; leave one of the two out"
         )
 

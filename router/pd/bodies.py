@@ -95,20 +95,32 @@ class SplitBody(msgspec.Struct, frozen=True, gc=False):
     edits: tuple[_Edit, ...] = ()
     """Start, end and new text, in order."""
 
-    def prefill(self, params: bytes) -> Generator[None, None, bytes]:
-        """Steps to the prefill engine's body, with these ``kv_transfer_params``."""
+    def prefill(self, params: bytes, hint: bytes = b"") -> Generator[None, None, bytes]:
+        """Steps to the prefill engine's body, with these ``kv_transfer_params`` and this retention hint."""
         view, done = memoryview(self.text), self.start
-        pieces: list[bytes | memoryview] = [view[:done], b'"kv_transfer_params":%b,' % params]
+        pieces: list[bytes | memoryview] = [view[:done], _member(params, hint)]
         for start, end, new in self.edits:
             pieces += (view[done:start], new)
             done = end
         pieces.append(view[done:])
         return joined(pieces)
 
-    def decode(self, params: bytes) -> Generator[None, None, bytes]:
+    def decode(self, params: bytes, hint: bytes = b"") -> Generator[None, None, bytes]:
         """Steps to the decode engine's body, with the parameters that the prefill engine returned."""
         view = memoryview(self.text)
-        return joined((view[: self.start], b'"kv_transfer_params":%b,' % params, view[self.start :]))
+        return joined((view[: self.start], _member(params, hint), view[self.start :]))
+
+
+def hint_params(hint: bytes) -> bytes:
+    """Return ``kv_transfer_params`` that hold a retention hint alone."""
+    return b'{"retention_hint":%b}' % hint
+
+
+def _member(params: bytes, hint: bytes) -> bytes:
+    # Behind the others: of two members with one name, parsers take the last.
+    if hint:
+        params = b"%b,%b" % (params[:-1], hint_params(hint)[1:])
+    return b'"kv_transfer_params":%b,' % params
 
 
 def split_body(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 from collections.abc import Iterable
 from typing import Annotated, Final, Literal, NamedTuple
@@ -80,6 +82,10 @@ class SidecarSettings(msgspec.Struct, frozen=True, kw_only=True):
     `HOST:PORT` or `NETWORK:PORT`, e.g. `10.4.0.0/16:8000` or `[fd00::/8]:8000`. Engines from
     `fleet.kubernetes`, `dns` or `file` with a prefill role or without a role are allowed too. All others are
     refused."""
+    secret_file: str | None = None
+    """File with a secret of pickers and sidecars (at least 32 bytes: `openssl rand -hex 32`). Pickers sign
+    [retention hints](connectors.md#retention-hints) under it, and sidecars pass on those alone. Without it,
+    no hint goes through a sidecar."""
     prefill_tls: bool = False
     """Use TLS to prefill engines, which are verified by `fleet.ca_file`, or else by the system's
     authorities."""
@@ -101,6 +107,8 @@ PREFILLERS: Final = b"x-prefiller-host-port"
 # Request field: the engine whose host memory holds a prefix of the prompt, by its HTTP address, in llm-d's
 # field. A sidecar knows the port of the ``p2p`` tiers.
 KV_SOURCE: Final = b"x-kv-cache-source-host-port"
+# Request field: a retention hint, signed, since a gateway may forward a client's own field.
+RETENTION: Final = b"x-kvatlas-retention-hint"
 # Answer field: position in that list and ``cached_tokens`` there, or a dash for either.
 PREFILLED: Final = b"x-kvatlas-prefilled"
 # Request field: rank of the answering engine, which has no meaning for the prefill engine.
@@ -143,6 +151,35 @@ def read_prefilled(fields: Iterable[tuple[bytes, bytes]]) -> Prefilled | None:
     return Prefilled(place, None if place is None else cached)
 
 
+class SidecarHints(NamedTuple):
+    """Retention hints as JSON for the engine beside the sidecar and for the prefill engine; empty: none."""
+
+    own: bytes = b""
+    prefill: bytes = b""
+
+
+def hint_field(hint: bytes, secret: bytes, *, own: bool, prefill: bool) -> tuple[bytes, bytes]:
+    """Encode the field of a hint, which is ASCII without line breaks, for these of the two engines."""
+    text = b"%b%b %b" % (b"o" * own, b"p" * prefill, hint)
+    return RETENTION, b"%b %b" % (_signature(text, secret), text)
+
+
+def read_hints(fields: Iterable[tuple[bytes, bytes]], secret: bytes | None) -> SidecarHints | None:
+    """Parse the field; None if there is one that is not signed under the secret."""
+    value = next((value for name, value in fields if name == RETENTION), None)
+    if value is None:
+        return SidecarHints()
+    signature, _, text = value.partition(b" ")
+    if secret is None or not hmac.compare_digest(signature, _signature(text, secret)):
+        return None
+    engines, _, hint = text.partition(b" ")
+    return SidecarHints(*(hint if engine in engines else b"" for engine in (b"o", b"p")))
+
+
+def _signature(text: bytes, secret: bytes) -> bytes:
+    return hmac.new(secret, b"%b: %b" % (RETENTION, text), hashlib.sha256).hexdigest().encode()
+
+
 # Counters of requests on two engines; the metrics exporter reads them.
 
 
@@ -183,6 +220,14 @@ class PdStats(msgspec.Struct):
     """Requests to a sidecar that named only engines it may not ask (`sidecar.prefills`)."""
     kv_sources_refused: Annotated[int, "kvatlas_pd_kv_sources_refused_total"] = 0
     """Requests to a sidecar that named an engine to pull from that its engine may not ask."""
+    hints_refused: Annotated[int, "kvatlas_pd_retention_hints_refused_total"] = 0
+    """Requests to a sidecar with a retention hint that is not signed under its `sidecar.secret_file`."""
+    secret_failures: Annotated[int, "kvatlas_pd_secret_failures_total"] = 0
+    """Failed attempts to read the changed `sidecar.secret_file`; the last secret stays in use."""
+
+    def secret_failed(self) -> None:
+        """Count a secret that could not be read again."""
+        self.secret_failures += 1
 
     def count(self, counts: dict[str, int], reason: str) -> None:
         """Increment a counter by reason."""

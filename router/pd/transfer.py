@@ -296,9 +296,9 @@ class KvSource(msgspec.Struct, frozen=True, gc=False):
     host: str
     port: int
 
-    def asked_with(self, transfer_id: str) -> Generator[None, None, bytes]:
+    def asked_with(self, transfer_id: str, hint: bytes = b"") -> Generator[None, None, bytes]:
         """Steps to the engine's body; ``transfer_id`` is unique to this request."""
-        return self.body.decode(_peer("remote_kv_source", transfer_id, self.host, self.port))
+        return self.body.decode(_peer("remote_kv_source", transfer_id, self.host, self.port), hint)
 
 
 def _peer(role: str, transfer_id: str, host: str | None, port: int) -> bytes:

@@ -25,10 +25,10 @@ from router.observe.history import hint_json
 from router.observe.requests import LogThrottle
 from router.openai.body import cache_control_s
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
-from router.openai.request import BATCH, MESSAGES, PROMPT_APIS, InboundRequest
+from router.openai.request import MESSAGES, PROMPT_APIS, InboundRequest
 from router.pd.bodies import SplitBody
 from router.pd.handoff import DisaggState
-from router.pd.settings import PdSettings, PdStats
+from router.pd.settings import PdSettings, PdStats, hint_field
 from router.placement.affinity import ShadowPrompt, text_tokens
 from router.placement.candidate import (
     Candidate,
@@ -73,15 +73,14 @@ _NO_PULL = PullSettings()
 _LOG_EVERY_S = 1.0
 _NO_CONNECTOR_S = 60.0
 """How long a prefill engine that handed nothing over is not asked again; a connector comes with a restart."""
-_HINTED_APIS = PROMPT_APIS.keys() - {BATCH}
-"""A batch has one value for prompts that have nothing in common."""
 _NONE_SKIPPED: Sequence[Candidate] = ()
 
 
 class Planner:
     """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
     ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is queried for others'
-    engines and load in each decision; without it ``peer_state`` has the latest state that others sent."""
+    engines and load in each decision; without it ``peer_state`` has the latest state that others sent.
+    ``sidecar_secret``: signs retention hints for sidecars, which get none without it."""
 
     def __init__(
         self,
@@ -100,8 +99,10 @@ class Planner:
         pd: PdSettings = _NO_PD,
         pd_stats: PdStats | None = None,
         pull: PullSettings = _NO_PULL,
+        sidecar_secret: Callable[[], bytes] | None = None,
     ) -> None:
         self._fleet = fleet
+        self._sidecar_secret = sidecar_secret
         self._eligible = EligibleEngines(fleet, accounts)
         self._scopes = scopes
         self._candidate_sets = CandidateSets(fleet, scopes)
@@ -157,12 +158,14 @@ class Planner:
         gate = self.gate
         # Placed again: it has waited already, and its client has waited with it.
         if exclude or disagg is not None:
+            if disagg is not None and disagg.distrusts_caches:
+                request.retention = None  # its blocks are found by no other prompt
             return self._placed(request, decision, 0.0)
         waits = gate is not None and gate.must_queue(request, decision)
         # Before the queue: a request that is refused anyway must not wait first.
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
-        if self._settings.retention_hints and request.method == "POST" and request.path in _HINTED_APIS:
+        if self._settings.retention_hints and request.method == "POST" and request.path in PROMPT_APIS:
             self._expect_reuse(request, decision)
         if gate is None or not waits:
             return self._placed(request, decision, 0.0)
@@ -186,8 +189,9 @@ class Planner:
                 return self._placed_apart(request, decision, split, waited_s)
             self.pd_stats.count(self.pd_stats.aggregated, split.why)
         headers = self._client_headers(request, decision)
+        placement: Placement
         if decision.pull is not None:
-            return PullPlacement(
+            placement = PullPlacement(
                 request,
                 decision,
                 decision.pull,
@@ -197,22 +201,24 @@ class Planner:
                 client_headers=headers,
                 waited_s=waited_s,
             )
-        placement = Placement(
-            request,
-            decision,
-            self._accounts,
-            retention=self._retention,
-            client_headers=headers,
-            waited_s=waited_s,
-        )
-        placement.retention = self._sent_hint(request, decision.engine)
+        else:
+            placement = Placement(
+                request,
+                decision,
+                self._accounts,
+                retention=self._retention,
+                client_headers=headers,
+                waited_s=waited_s,
+            )
+        self._give_hint(request, placement)
         return placement
 
     def _expect_reuse(self, request: InboundRequest, decision: Decision) -> None:
         """Set the request's retention hint and count it as a turn of its session."""
         accounts, read, session = self._accounts, decision.read, request.session
         now, prefix = accounts.now(), None
-        if isinstance(read, Prompt):
+        # Engines apply a hint to all prompts of a request; only the first one's prefix is known here.
+        if isinstance(read, Prompt) and read.num_prompts == 1:
             scheme = decision.engine.scheme
             prefix = accounts.hot.reuse(read.hashes(scheme), scheme.hash_block_size, now)
         found = accounts.retention.predict(
@@ -224,14 +230,24 @@ class Planner:
         if found is not None:
             request.retention = found[0], hint_json(found[1], request.tenant)
 
-    def _sent_hint(self, request: InboundRequest, engine: Engine) -> bytes:
-        """The hint that the engine gets; empty: none."""
-        # A sidecar removes transfer parameters like a router.
-        if request.retention is None or not engine.obeys_hints or request.carried == "sidecar":
-            return b""
+    def _give_hint(
+        self, request: InboundRequest, placement: Placement, prefill: PrefillPlacement | None = None
+    ) -> None:
+        """Give the hint to the engines that obey it. A sidecar gets it in the head, for both engines: it
+        removes all transfer parameters of bodies, like a router."""
+        if request.retention is None:
+            return
         source, hint = request.retention
-        self._accounts.retention.stats.sent[source] += 1
-        return hint
+        obeys = [one for one in (placement, prefill) if one is not None and one.engine.obeys_hints]
+        if request.carried != "sidecar":
+            for one in obeys:
+                one.retention = hint
+        elif self._sidecar_secret is None:
+            return
+        elif obeys:
+            own, other = placement in obeys, prefill in obeys
+            placement.engine_headers += (hint_field(hint, self._sidecar_secret(), own=own, prefill=other),)
+        self._accounts.retention.stats.sent[source] += len(obeys)
 
     def _placed_apart(
         self, request: InboundRequest, decision: Decision, split: Split, waited_s: float
@@ -250,7 +266,7 @@ class Planner:
         headers = self._client_headers(request, decision)
         if prefill is not None and request.carried:
             self.pd_stats.split += 1
-            return SidecarPlacement(
+            beside = SidecarPlacement(
                 request,
                 decision,
                 split,
@@ -260,7 +276,9 @@ class Planner:
                 prefill=prefill,
                 named_max=self._pd.prefills_max,
             )
-        return DecodePlacement(
+            self._give_hint(request, beside, prefill)
+            return beside
+        decode = DecodePlacement(
             request,
             decision,
             split,
@@ -269,6 +287,8 @@ class Planner:
             client_headers=headers,
             prefill=prefill,
         )
+        self._give_hint(request, decode, prefill)
+        return decode
 
     def _check(self) -> None:
         """Check the accounts and the index for contradictions every ``check_every`` decisions."""

@@ -86,7 +86,7 @@ class Attempt:
         self.body: SplitBody | None = None
         """Of a request that this engine takes over after another one has computed its prompt."""
         self.retention = b""
-        """Retention hint for the engine's connector, as JSON; empty: none."""
+        """Retention hint for the engine's connector, as JSON; empty: none, or its sidecar gets it."""
         self.sent_body: bytes | None = None
         """Body for this engine instead of the client's."""
         self.handoff: Handoff | None = None

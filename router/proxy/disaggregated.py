@@ -159,7 +159,8 @@ class DisaggForwarder:
     async def _ask_prefill(
         self, attempt: Attempt, body: SplitBody, out: Outbound, disagg: DisaggState, transfer_id: str
     ) -> None:
-        prefill_body = await run_cooperatively(body.prefill(self.connector.prefill_params(transfer_id)))
+        params = self.connector.prefill_params(transfer_id)
+        prefill_body = await run_cooperatively(body.prefill(params, attempt.retention))
         asked_s = self._idle.begin()
         usage: Usage | None = None
         answer: Any = None
@@ -299,7 +300,7 @@ class DisaggForwarder:
         try:
             # Early: the decode engine waits for the prefill first, so both times are allowed.
             timeout_s += self.proxy.first_byte_timeout_s * handoff.early
-            text = await run_cooperatively(body.decode(handoff.params))
+            text = await run_cooperatively(body.decode(handoff.params, attempt.retention))
             asking = self._carrier.ask(attempt, out, timeout_s, on_sent, text)
             waits_s = handoff.leased and not out.request.stream
             answer: Answer = await (self._witnessed(asking, handoff) if waits_s else asking)

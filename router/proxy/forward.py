@@ -31,6 +31,7 @@ from router.openai.errors import (
 )
 from router.openai.members import run_cooperatively, with_first, with_value
 from router.openai.request import PROMPT_APIS, RESPONSES, InboundRequest
+from router.pd.bodies import hint_params
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
 from router.pd.transfer import KvSource, connector_of
@@ -389,6 +390,8 @@ class Forwarder:
             return self._ask_to_pull(placement, placement.kv_source, out, timeout_s)
         if disagg is not None and disagg.distrusts_caches:
             return self._ask_without_cache(placement, out, timeout_s)
+        if placement.retention and placement.sent_body is None:
+            return self._ask_with_hint(placement, out, carrier, timeout_s)
         return carrier.ask(placement, out, timeout_s)
 
     async def _ask_in_order(
@@ -396,11 +399,6 @@ class Forwarder:
     ) -> Answer | None:
         """Where the engine refuses the request, ask it without the priority that it was given here: vLLM
         before V1 takes none but 0 unless it schedules by priority (vllm/engine/llm_engine.py, 0.8)."""
-        if placement.retention:
-            hinted = with_first(
-                out.request.body, b"kv_transfer_params", b'{"retention_hint":%b}' % placement.retention
-            )
-            placement.sent_body = await run_cooperatively(hinted)
         answer = await self._ask(placement, out, carrier, disagg)
         if answer is None or answer.status != _BAD_REQUEST or carrier is not self._own:
             return answer
@@ -413,13 +411,21 @@ class Forwarder:
             self._stats.priorities_refused += 1
         return answer
 
+    async def _ask_with_hint(
+        self, placement: Attempt, out: Outbound, carrier: Carrier, timeout_s: float
+    ) -> Answer | None:
+        """With a retention hint alone: the engine transfers nothing."""
+        hinted = with_first(out.request.body, b"kv_transfer_params", hint_params(placement.retention))
+        placement.sent_body = await run_cooperatively(hinted)
+        return await carrier.ask(placement, out, timeout_s)
+
     async def _ask_to_pull(
         self, placement: Attempt, source: KvSource, out: Outbound, timeout_s: float
     ) -> Answer:
         """With the engine from which a part of the prompt is fetched."""
         # A name of its own per attempt: engines forget a request's transfer by name when it ends
         # (vllm/v1/kv_offload/tiering/p2p/manager.py ``on_request_finished``, 0.32).
-        body = await run_cooperatively(source.asked_with(new_transfer_id()))
+        body = await run_cooperatively(source.asked_with(new_transfer_id(), placement.retention))
         answer: Answer = await self._own.ask(placement, out, timeout_s, body=body)
         return answer
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from router.openai.request import PROMPT_APIS, RESPONSES, Session, session_in_headers
-from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS
+from router.pd.settings import KV_SOURCE, PREFILLED, PREFILLERS, RETENTION
 
 Header = tuple[bytes, bytes]
 
@@ -36,7 +36,7 @@ _NOT_FORWARDED = frozenset(
         *(*_HOP_BY_HOP, b"host", b"content-length", b"expect", b"x-forwarded-for", b"http2-settings"),
         b"accept-encoding",  # see IDENTITY
         # A client's own would have a sidecar send its prompt anywhere.
-        *(PREFILLERS, KV_SOURCE),
+        *(PREFILLERS, KV_SOURCE, RETENTION),
     )
 )
 # Asked of engines in place of the client's wish: neither the usage nor the end of a packed answer can be read

@@ -16,6 +16,7 @@ from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.server_process import RouterServer
 from router.sidecar import Sidecar, make_server
+from tests.support.front import Front
 from tests.support.waiting import until
 from tests.support.whole_router import MODEL
 
@@ -55,7 +56,7 @@ class SidecarRig:
             return answer.status, await answer.text()
 
 
-def endpoint(engine: SimulatedEngine) -> str:
+def endpoint(engine: SimulatedEngine | Front) -> str:
     """``host:port``."""
     return engine.base_url.partition("//")[2]
 
@@ -69,11 +70,14 @@ def completion(number: int, tokens: int = 700, **fields: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def sidecar(
-    engine: SimulatedEngine, *prefills: SimulatedEngine | str, **changes: Any
+    engine: SimulatedEngine | Front,
+    *prefills: SimulatedEngine | Front | str,
+    secret_file: str | None = None,
+    **changes: Any,
 ) -> AsyncIterator[SidecarRig]:
     """The sidecar of this engine, which may ask ``prefills``."""
     names = tuple(one if isinstance(one, str) else endpoint(one) for one in prefills)
-    own = SidecarSettings(engine=engine.base_url, prefills=names)
+    own = SidecarSettings(engine=engine.base_url, prefills=names, secret_file=secret_file)
     app = Sidecar(Config(**{"server": ServerConfig(port=0), "sidecar": own, **changes}))
     server = make_server(app)
     serving = asyncio.create_task(server.serve())

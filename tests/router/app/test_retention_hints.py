@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +13,25 @@ from typing import Any
 import pytest
 
 from connectors.scheduler.plans import HINT, retention_hint
+from publisher.engine import SimulatedEngine
 from publisher.pool.host_tier import RetentionHint
 from router.admission.settings import KeySettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
-from router.fleet.identity import EngineAddress
-from router.openai.request import CHAT, MESSAGES
-from router.placement.candidate import PolicySettings
+from router.fleet.identity import EngineAddress, Role
+from router.openai.request import BATCH, CHAT, MESSAGES
+from router.pd.settings import SidecarSettings
+from router.placement.candidate import PolicySettings, PullSettings
 from router.proxy.settings import ProxySettings
 from tests.router.app.test_cache_isolation import RULES
+from tests.router.app.test_prefill_decode import SPLITS
 from tests.support.front import Front, fronting
+from tests.support.pairs import busy
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running
 
 HINTS = PolicySettings(retention_hints=True)
+JSON = {"content-type": "application/json"}
 OBEYS = b'kvatlas_offload_rows{engine="0",model_name="m",state="hinted"} 0.0\n'
 IGNORES = b'kvatlas_offload_rows{engine="0",model_name="m",state="used"} 0.0\n'
 
@@ -197,7 +203,114 @@ def test_another_engine_gets_the_hint_only_if_it_obeys_it() -> None:
     run(main())
 
 
-def test_clients_with_transfer_parameters_of_their_own_and_hints_exclude_each_other() -> None:
+@pytest.mark.parametrize(
+    ("path", "many"),
+    [
+        (BATCH, {"messages": [[{"role": "user", "content": TEXT * 30 + str(n)}] for n in range(2)]}),
+        ("/v1/completions", {"prompt": [TEXT * 30 + str(n) for n in range(2)]}),
+    ],
+)
+def test_all_prompts_of_one_request_have_the_hint_of_its_session(path: str, many: dict[str, Any]) -> None:
+    body = json.dumps({"model": MODEL, "max_tokens": 1, **many}).encode()
+
+    async def main() -> None:
+        async with hinting() as (rig, front):
+            front.overrides[path] = lambda: (200, {"choices": []})
+            for _ in range(20):  # their prefix is hot
+                assert await ask(rig, body, path) == 200
+            assert await ask(rig, body, path, x_session_id="s") == 200
+            *others, last = [read(each) for each in received(front, path)]
+            # One length for all prompts would cover what is only of the first one.
+            assert set(others) == {None}
+            assert last is not None
+            assert last.tokens is None
+
+    run(main())
+
+
+@asynccontextmanager
+async def two(
+    engines: tuple[dict[str, Any], ...],
+    listed: Callable[[Front, SimulatedEngine], EngineAddress],
+    **changes: Any,
+) -> AsyncIterator[tuple[Rig, list[Front], list[SimulatedEngine]]]:
+    """A router before fronts of two engines; the first one's metrics say that it obeys hints."""
+    async with running(*engines) as started, AsyncExitStack() as stack:
+        fronts = [await stack.enter_async_context(fronting(engine)) for engine in started]
+        fronts[0].overrides["/metrics"] = lambda: (200, OBEYS)
+        config = configure(*map(listed, fronts, started), policy=HINTS, **changes)
+        async with routing(config) as rig:
+            await until(lambda: any(engine.obeys_hints for engine in rig.router.fleet), "metrics read")
+            yield rig, fronts, list(started)
+            await until(lambda: rig.idle, "every request has ended")
+            rig.check_books()
+
+
+@pytest.mark.parametrize("obeying", ["prefill", "decode"])
+def test_both_requests_of_a_split_one_have_the_hint_if_their_engine_obeys_it(obeying: str) -> None:
+    roles: tuple[Role, Role] = ("prefill", "decode") if obeying == "prefill" else ("decode", "prefill")
+
+    def listed(front: Front, engine: SimulatedEngine) -> EngineAddress:
+        return EngineAddress(front.base_url, role=engine.settings.role)
+
+    async def main() -> None:
+        async with two(tuple({"role": role} for role in roles), listed, pd=SPLITS) as (rig, fronts, _):
+            with busy(rig):
+                assert await ask(rig, chat(TEXT * 30, kv_transfer_params=CLAIM), x_session_id="s") == 200
+            assert rig.router.proxy.pd_stats.handoffs == 1
+            for front, role in zip(fronts, roles, strict=True):
+                (body,) = received(front)
+                params = json.loads(body)["kv_transfer_params"]
+                assert params["do_remote_decode" if role == "prefill" else "do_remote_prefill"] is True
+                hint = read(body)
+                assert (hint is not None) == (role == obeying)
+                assert hint is None or hint.value == 0.5
+            assert rig.router.accounts.retention.stats.sent["session"] == 1
+
+    run(main())
+
+
+def feed_is_at(rig: Rig, front: Front, engine: SimulatedEngine) -> bool:
+    feed = rig.router.lifecycle.feeds.stats.get(front.base_url)
+    assert engine.publisher is not None
+    return feed is not None and feed.last_seq == engine.publisher.next_seq - 1
+
+
+def test_a_request_that_pulls_has_its_hint_too() -> None:
+    def listed(front: Front, engine: SimulatedEngine) -> EngineAddress:
+        assert engine.connector is not None
+        host, port = engine.connector.address
+        return EngineAddress(front.base_url, kv_source=f"{host}:{port}")
+
+    tier = {"kv_connector": "offloading", "host_blocks": 8000}
+
+    async def main() -> None:
+        async with two((tier, tier), listed, pull=PullSettings(enabled=True)) as (rig, fronts, engines):
+            await until(lambda: all(one.version for one in rig.router.fleet), "versions are known")
+            for number, engine in enumerate(engines):  # the second one holds the prompt
+                warm = json.dumps({"model": MODEL, "prompt": [5 + number] * 700, "max_tokens": 1}).encode()
+                bodies = [warm, chat(TEXT * 60)] if number else [warm]
+                for path, body in zip(("/v1/completions", CHAT), bodies, strict=False):
+                    async with rig.session.post(engine.base_url + path, data=body, headers=JSON) as answer:
+                        assert answer.status == 200
+            for front, engine in zip(fronts, engines, strict=True):
+                await until(lambda f=front, e=engine: feed_is_at(rig, f, e), "every batch applied")  # type: ignore[misc]
+            holder = rig.router.fleet.get(fronts[1].base_url)
+            assert holder is not None
+            load = holder.load
+            ticket = load.admit(uncached_tokens=80_000, now=time.monotonic(), streams=True)
+            assert await ask(rig, chat(TEXT * 60), x_session_id="s") == 200
+            load.finish(ticket, time.monotonic())
+            (body,) = received(fronts[0])
+            assert json.loads(body)["kv_transfer_params"].keys() == {"remote_kv_source", HINT}
+            assert read(body) is not None
+
+    run(main())
+
+
+@pytest.mark.parametrize("given", [{"policy": HINTS}, {"sidecar": SidecarSettings(secret_file="s")}])
+def test_clients_with_transfer_parameters_of_their_own_and_hints_exclude_each_other(given: Any) -> None:
     proxy = ProxySettings(trust_client_kv_transfer_params=True)
-    with pytest.raises(ConfigError, match=r"policy\.retention_hints"):
-        check_config(configure(EngineAddress("http://h:1"), policy=HINTS, proxy=proxy))
+    (section,) = given
+    with pytest.raises(ConfigError, match=rf"{section}\.[a-z_]+: with proxy.trust_client"):
+        check_config(configure(EngineAddress("http://h:1"), proxy=proxy, **given))

@@ -66,6 +66,7 @@ WRONG: dict[str, str] = {
     "keys.isolate_secret_file": "",
     "sidecar.engine": "http://h:8000/v1",
     "sidecar.prefills": "10.0.0.0/8",
+    "sidecar.secret_file": "",
     "traces.endpoint": "http://h:4318/v1/traces",
     "traces.service_name": " kvatlas",
     "usage.path": "/nowhere/at/all",

@@ -22,6 +22,7 @@ from router.epp.messages import bytes_field, number_field
 from router.epp.settings import EppSettings, EppStats
 from router.http.settings import ListenSettings
 from router.observe.usage import UsageSettings
+from router.pd.settings import RETENTION, SidecarSettings, read_hints
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS
 from router.proxy.relay import AnswerRelay
@@ -215,6 +216,50 @@ def test_a_gateway_takes_the_body_with_a_retention_hint_to_the_engine(
             assert (hint.keys(), hint["value"]) == ({"ttl_s", "value"}, 0.5)
             assert sets.get("content-length", b"").decode() in ("", str(len(text)))
             assert json.loads(text) == json.loads(chat(kv_transfer_params={"retention_hint": hint}))
+            await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
+            await peer.until_over(number)
+
+    run(main())
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_sidecar_gets_the_hint_signed_in_the_head(
+    has_secret: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.fleet.poller.read_obeys_hints", lambda *_: True)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    own = SidecarSettings(secret_file=str(secret) if has_secret else None)
+
+    async def main() -> None:
+        policy = PolicySettings(retention_hints=True)
+        async with gateway(policy=policy, epp={"sidecar": True}, sidecar=own) as (rig, peer, _engine):
+            (engine,) = rig.router.fleet
+            await until(lambda: engine.obeys_hints, "metrics read")
+            number = peer.open(PROCESS)
+            fields = {
+                b":method": b"POST",
+                b":path": CHAT,
+                b":authority": b"a",
+                b"content-type": b"application/json",
+                b"x-session-id": b"s",
+                RETENTION: b"a client's own",
+            }
+            whole = body(REQUEST_BODY, chat()) + body(REQUEST_BODY, b"", ends=True)
+            await peer.send(number, head(REQUEST_HEADERS, fields) + whole)
+            await until(lambda: len(messages(peer, number)) == 2, "the body is given back")
+            told = messages(peer, number)
+            assert told[1].request_body.response.body_mutation.streamed_response.body == chat()
+            mutation = told[0].request_headers.response.header_mutation
+            sets = {each.header.key.encode(): each.header.raw_value for each in mutation.set_headers}
+            sent = rig.router.accounts.retention.stats.sent["session"]
+            if has_secret:
+                hints = read_hints(list(sets.items()), b"s" * 32)
+                assert hints is not None
+                assert (json.loads(hints.own)["value"], hints.prefill, sent) == (0.5, b"", 1)
+            else:
+                assert RETENTION.decode() in mutation.remove_headers
+                assert (sets.get(RETENTION), sent) == (None, 0)
             await peer.send(number, OK + body(RESPONSE_BODY, b"{}", ends=True))
             await peer.until_over(number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,11 +13,12 @@ import pytest
 
 from publisher.engine import SimulatedEngine
 from router.fleet.identity import EngineAddress
-from router.pd.settings import PdSettings
+from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings, PullSettings
 from tests.router.app.test_prefill_decode import busy
 from tests.router.epp.test_envoy import FORMS, epp, port_of
 from tests.support.envoy import Envoy, envoy, program
+from tests.support.front import fronting
 from tests.support.ports import free_port
 from tests.support.sidecars import SidecarRig, completion, endpoint, sidecar
 from tests.support.waiting import run, until
@@ -77,6 +79,41 @@ def test_both_engines_serve_and_the_receipts_are_theirs(tmp_path: Path, form: st
             assert [one.outcome for one in prefills] == ["exact", "exact"]
             assert [(one.actual_tokens or 0) > 600 for one in prefills] == [False, True]
             assert [one.ttft_s is not None for one in prefills] == [stream, stream]
+
+    run(main())
+
+
+def test_both_engines_behind_a_sidecar_get_the_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.fleet.poller.read_obeys_hints", lambda *_: True)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    shared, policy = str(secret), PolicySettings(retention_hints=True)
+
+    async def main() -> None:
+        async with (
+            running(P, D) as engines,
+            fronting(engines[0]) as p,
+            fronting(engines[1]) as d,
+            sidecar(d, p, pd=SPLITS, secret_file=shared) as beside,
+        ):
+            listed = EngineAddress(p.base_url, role="prefill"), EngineAddress(beside.url, role="decode")
+            own = SidecarSettings(secret_file=shared)
+            config = configure(*listed, epp=epp(sidecar=True), pd=SPLITS, policy=policy, sidecar=own)
+            names = [endpoint(p), beside.endpoint]
+            async with routing(config) as rig, envoy(tmp_path, names, [port_of(rig)]) as through:
+                await until(lambda: all(one.obeys_hints for one in rig.router.fleet), "metrics read")
+                for number, form in enumerate(FORMS):
+                    claim = {"x-session-id": f"s{number}", "x-kvatlas-retention-hint": "op {}"}
+                    with busy(rig):
+                        body = completion(number)
+                        status, _, answer = await through.ask(form, PATH, body, headers=claim)
+                    assert status == 200, answer
+                    for front in (p, d):
+                        params = json.loads(front.bodies[-1][1])["kv_transfer_params"]
+                        assert (len(params) > 1, params["retention_hint"]["value"]) == (True, 0.5)
+                assert beside.sidecar.pd_stats.handoffs == len(FORMS)
+                assert rig.router.accounts.retention.stats.sent["session"] == 2 * len(FORMS)
+                await until(lambda: rig.idle, "every request has ended")
 
     run(main())
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +17,11 @@ from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.settings import FileSettings, FleetSettings
 from router.openai.request import InboundRequest
-from router.pd.settings import PdSettings, PdStats, SidecarSettings
+from router.pd.settings import PdSettings, PdStats, SidecarSettings, hint_field
 from router.proxy.attempt import Attempt
 from router.sidecar import Allowed, SidecarPlacer, check, reloads_of
 from tests.router.app.test_engine_order import watched
+from tests.support.front import Front, fronting
 from tests.support.pairs import CONNECTORS, connected
 from tests.support.ports import free_port
 from tests.support.sidecars import completion, endpoint, sidecar
@@ -98,6 +100,63 @@ def test_the_priority_that_a_picker_gave_reaches_the_engine(path: str) -> None:
             seen = watched(d)
             status, _, _ = await beside.ask(asked, path=path, **{"x-vllm-priority": "1234567890123"})
             assert (status, seen) == (200, [1_234_567_890_123])
+
+    run(main())
+
+
+def params_at(front: Front) -> list[Any]:
+    """``kv_transfer_params`` of the requests that it got."""
+    return [msgspec.json.decode(body).get("kv_transfer_params") for _, body in front.bodies]
+
+
+RETENTION_HINT = {"ttl_s": 9.0, "value": 0.5, "owner": "ab"}
+
+
+def signed(secret: bytes, *, own: bool = True, prefill: bool = True) -> dict[str, str]:
+    """Header field of a picker with this secret."""
+    name, value = hint_field(msgspec.json.encode(RETENTION_HINT), secret, own=own, prefill=prefill)
+    return {name.decode(): value.decode()}
+
+
+def test_hints_of_the_picker_reach_the_engines_that_they_are_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.admission.gate._LOOK_EVERY_S", 0.0)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"s" * 32)
+    hint = {"retention_hint": RETENTION_HINT}
+
+    async def main() -> None:
+        async with (
+            running(P, D) as engines,
+            fronting(engines[0]) as p,
+            fronting(engines[1]) as d,
+            sidecar(d, p, secret_file=str(secret)) as beside,
+        ):
+            for own, prefill in ((True, False), (False, True)):
+                fields = signed(b"s" * 32, own=own, prefill=prefill)
+                status, answer, told = await beside.ask(completion(own), endpoint(p), **fields)
+                assert (status, told) == (200, "0 0"), answer
+                for front, has in ((p, prefill), (d, own)):
+                    params = params_at(front)[-1]
+                    assert params.keys() > {"do_remote_decode", "do_remote_prefill"}
+                    assert params.get("retention_hint") == (RETENTION_HINT if has else None)
+            body = completion(3)
+            status, _, _ = await beside.ask(body, **signed(b"s" * 32))
+            assert (status, params_at(d)[-1]) == (200, hint)
+            assert not any(b"x-kvatlas" in name.encode() for _, seen in (*p.seen, *d.seen) for name in seen)
+            # A client claims: in the body, without a signature, or with one of another secret.
+            secret.write_bytes(b"t" * 32)
+            for fields in ({}, {"x-kvatlas-retention-hint": "o {}"}, signed(b"s" * 32)):
+                status, _, _ = await beside.ask({**body, "kv_transfer_params": hint}, **fields)
+                assert (status, params_at(d)[-1]) == (200, None)
+            assert beside.sidecar.pd_stats.hints_refused == 2
+            status, _, _ = await beside.ask(body, **signed(b"t" * 32))
+            assert (status, params_at(d)[-1]) == (200, hint)
+            secret.write_bytes(b"short")
+            status, _, _ = await beside.ask(body, **signed(b"t" * 32))
+            assert (status, params_at(d)[-1]) == (200, hint)
+            assert beside.sidecar.pd_stats.secret_failures == 1
 
     run(main())
 
