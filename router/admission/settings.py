@@ -62,9 +62,11 @@ class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
 
     def wait_target(self, priority: int) -> float | None:
         """Target of a class (``QueueTicketRequest.priority``)."""
-        own = {Priority.HIGH: self.wait_target_high_s, Priority.LOW: self.wait_target_low_s}.get(
-            Priority(priority)
-        )
+        own = None
+        if priority == Priority.HIGH:
+            own = self.wait_target_high_s
+        elif priority == Priority.LOW:
+            own = self.wait_target_low_s
         return self.wait_target_s if own is None else own
 
     @property

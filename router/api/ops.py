@@ -180,10 +180,12 @@ class Front:
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Answer one request (ASGI 3, "http" or "websocket")."""
-        cors = self._cors
-        if cors is not None and self._for_browsers(scope) and cors.concerns(scope):
+        cors, path = self._cors, scope["path"]
+        # The most common paths need no further checks.
+        for_clients = path in PROMPT_APIS
+        if cors is not None and (for_clients or self._for_browsers(scope)) and cors.concerns(scope):
             return cors(scope, receive, send)
-        return self._answer(scope, receive, send)
+        return self._proxy(scope, receive, send) if for_clients else self._answer(scope, receive, send)
 
     def answer_whole(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
         """Serve a request forwarded by a sibling, in the lead worker."""
@@ -191,9 +193,6 @@ class Front:
 
     def _for_browsers(self, scope: Any) -> bool:
         path = scope["path"]
-        # The most common paths need no further checks.
-        if path in PROMPT_APIS:
-            return True
         return scope["type"] == "http" and not (_is_insight(path) or self._admin_at(path))
 
     def _admin_at(self, path: str) -> AdminApi | None:

@@ -130,6 +130,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     def most_held(self) -> MostHeld:
         """Return the longest hit of all engines, and the part that only one of them holds."""
         candidates, chosen = self.candidates, self.candidate
+        hit = chosen.hit if self.pull is None else self.pull.hit
         # One loop: this runs once per request, and a list with max() takes 1.7 times as long.
         index = most = second = 0
         for at, candidate in enumerate(candidates):
@@ -143,7 +144,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         if self.skipped and (late := max([one.hit.whole_tokens for one in self.skipped])) > most:
             return MostHeld(late, "slo", sole, sole_s)
         missed: Missed = ""
-        if most > self.hit.whole_tokens:
+        if most > hit.whole_tokens:
             if holder.room_s > holder.queue_s and holder.room_s > chosen.room_s:
                 missed = "pages"
             else:
@@ -183,12 +184,15 @@ class Placement(Attempt):
     __slots__ = (
         "_accounts",
         "_answered",
+        "_candidate",
         "_charged",
         "_cost",
         "_first_token",
         "_flying",
         "_group_tokens",
+        "_hit",
         "_pooled",
+        "_predicted",
         "_prefilled",
         "_rank_s",
         "_seen_tokens",
@@ -233,6 +237,7 @@ class Placement(Attempt):
         )
         self.decision = decision
         self.engine = engine
+        self._candidate, self._hit = decision.candidate, decision.hit
         self._accounts = accounts
         self._rank_s = 0.0 if order is None else order.rank_s(cost.prefill_s)
         self._answered = self._prefilled = self._unseen = False
@@ -247,15 +252,19 @@ class Placement(Attempt):
         self._pooled: PooledPrompt | None = None
         self._seen_tokens = 0
         self._group_tokens = 0, 0
+        # Whether the hit of this engine was predicted, for a single prompt.
+        self._predicted = False
         read = decision.read
         if isinstance(read, Prompt):
+            known = self._candidate.hit.confidence != "none"
+            self._predicted = known and self._leg != "decode" and read.num_prompts == 1
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
             kept = self._keeps(read, retention(engine.base_model or ""))
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
-            held = decision.hit.whole_tokens
+            held = self._hit.whole_tokens
             self._seen_tokens = accounts.hot.longest(hashes, scheme.hash_block_size, held)
             if request.cache_group and self._leg != "decode" and not read.extras.multimodal:
                 adapter = read.extras.lora_name or ""
@@ -270,7 +279,7 @@ class Placement(Attempt):
 
     def _admit(self) -> Ticket:
         """Open its entry in the load account."""
-        choice, cost, candidate = self.decision.choice, self._cost, self.decision.candidate
+        choice, cost, candidate = self.decision.choice, self._cost, self._candidate
         return self.engine.load.admit(
             uncached_tokens=choice.uncached_tokens,
             now=self.asked_s,
@@ -294,7 +303,7 @@ class Placement(Attempt):
 
     def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
         """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
-        return _kept(self.engine, self.decision.candidate.hit, read.num_tokens, retention)
+        return _kept(self.engine, self._candidate.hit, read.num_tokens, retention)
 
     def _charge(self, room: AdmissionQueue) -> None:
         """Charge the computed tokens to the request's tenant."""
@@ -311,13 +320,13 @@ class Placement(Attempt):
 
     def facts(self) -> dict[str, Any]:
         """Implement ``Attempt``."""
-        decision, candidate = self.decision, self.decision.candidate
+        decision, candidate = self.decision, self._candidate
         known = candidate.hit.confidence != "none"
         return {
             "kvatlas.reason": decision.choice.reason,
             "kvatlas.mode": candidate.hit.mode,
             "kvatlas.prompt_tokens": decision.prompt_tokens,
-            "kvatlas.predicted_hit_tokens": decision.hit.whole_tokens if known else None,
+            "kvatlas.predicted_hit_tokens": self._hit.whole_tokens if known else None,
             "kvatlas.queue_s": candidate.queue_s,
             "kvatlas.waited_s": self.waited_s or None,
             "kvatlas.engines": len(decision.engines),
@@ -418,7 +427,7 @@ class Placement(Attempt):
             if not self._prefilled:
                 self._served()
             if not self._unseen:
-                held = self.decision.most_held() if self._is_predicted else _NOTHING_HELD
+                held = self.decision.most_held() if self._predicted else _NOTHING_HELD
                 if held.sole is not None:
                     held.sole.receipts.worth.add(held.sole_s, now)
                 self._learn(self._receipt(usage, held))
@@ -452,9 +461,7 @@ class Placement(Attempt):
         """Describe the prompt and the predicted hit."""
         read, hit = self.decision.read, self._reported_hit
         if not isinstance(read, Prompt) or read.num_prompts > 1:
-            return PlacementFacts(
-                queue_s=self.decision.candidate.queue_s, prefill_engine=self._prefill_engine
-            )
+            return PlacementFacts(queue_s=self._candidate.queue_s, prefill_engine=self._prefill_engine)
         known = hit.confidence != "none"
         soon, near, whole = hit.soon_tokens, hit.near_tokens, hit.whole_tokens
         return PlacementFacts(
@@ -464,7 +471,7 @@ class Placement(Attempt):
             predicted_tokens=whole if known else None,
             host_tokens=near - soon if known else 0,
             store_tokens=whole - near if known else 0,
-            queue_s=self.decision.candidate.queue_s,
+            queue_s=self._candidate.queue_s,
             predicted_ttft_s=None if self._first_token is None else self._first_token.total_s,
             prefill_engine=self._prefill_engine,
         )
@@ -482,21 +489,14 @@ class Placement(Attempt):
     @property
     def _reported_hit(self) -> Hit:
         """Predicted part of the answer's ``cached_tokens``."""
-        return self.decision.hit
-
-    @property
-    def _is_predicted(self) -> bool:
-        """Whether the hit of this engine was predicted, for a single prompt."""
-        decision = self.decision
-        read, known = decision.read, decision.candidate.hit.confidence != "none"
-        return known and self._leg != "decode" and isinstance(read, Prompt) and read.num_prompts == 1
+        return self._hit
 
     def _receipt(self, usage: Usage | None, held: MostHeld) -> Receipt:
         decision, request = self.decision, self.request
-        read, hit = decision.read, decision.hit
+        read, hit = decision.read, self._hit
         one_prompt = isinstance(read, Prompt) and read.num_prompts == 1  # usage is the sum over all prompts
         known = hit.confidence != "none"
-        predicted, missed = self._is_predicted, held.missed
+        predicted, missed = self._predicted, held.missed
         fallback = decision.index_problem and not known
         first_token = self._first_token
         parts = first_token or _NO_FIRST_TOKEN
@@ -536,7 +536,7 @@ class Placement(Attempt):
             tenant=request.tenant,
             held_tokens=held.tokens,
             missed=missed,
-            elsewhere_s=decision.candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
+            elsewhere_s=self._candidate.prefill_s_per_token * (held.tokens - whole) if missed else 0.0,
             seen_tokens=self._seen_tokens,
             isolated_tokens=max(0, other - max(own, held.tokens)) if predicted else 0,
             salted=(

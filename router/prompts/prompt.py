@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import msgspec
 import xxhash
@@ -49,16 +49,16 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
     """The engines' API server that tokenizes the request in this way."""
     variants: dict[Frontend, Prompt] = {}
     """In a fleet with several frontends: this prompt and the others, as far as they are known."""
+    num_tokens: int = 0
+    """Length of the prompt in tokens, from its entry."""
     _hashes: dict[HashScheme, Sequence[BlockHash]] = {}
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self._entry.ids)
 
     def behind(self, frontend: Frontend) -> Prompt | None:
         """Return the prompt of engines with this frontend; None: unknown."""
         return self if frontend == self.frontend else self.variants.get(frontend)
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the prompt in tokens."""
-        return len(self._entry.ids)
 
     @property
     def token_ids(self) -> Ids:
@@ -87,7 +87,7 @@ class Prompt(msgspec.Struct, eq=False, gc=False):
         stats.blocks_reused += known
         stats.blocks_hashed += len(hashes) - known
         entry.chains[scheme] = chain
-        return cast("Sequence[BlockHash]", hashes)
+        return hashes  # type: ignore[return-value]  # an array is a sequence in all but its base
 
     def num_blocks(self, scheme: HashScheme) -> int:
         """Number of hashes."""

@@ -237,7 +237,7 @@ class ProxyApp:
             form, look = found
         else:
             look = peek_chat(path, body) or await self._peek(path, method, body)
-        earlier = response_named(method, path)
+        earlier = None if path in PROMPT_APIS else response_named(method, path)
         if earlier is None and path.startswith(RESPONSES):
             earlier = look.previous_response
         await self._check_tenant(path, method, look, earlier, entry)
