@@ -176,17 +176,14 @@ def lonely_protocols(code: list[Module], tests: list[Module]) -> Iterator[str]:
         for key, node in bodies.items()
         if any(ast.unparse(base).partition("[")[0] in {"Protocol", "typing.Protocol"} for base in node.bases)
     }
+    provided = {key: _all_methods(node, by_name) for key, node in bodies.items() if key not in protocols}
     for (path, name), protocol in sorted(protocols.items()):
         wanted = set(_methods(protocol))
         if not wanted or path.startswith("tests/") or name in SINGLE_PROTOCOLS:
             continue
-        fulfil = [
-            key
-            for key, node in bodies.items()
-            if key not in protocols and wanted <= _all_methods(node, by_name)
-        ]
-        if len(fulfil) < 2:
-            yield f"{path}:{protocol.lineno}: Protocol {name} is fulfilled by {len(fulfil)}; use the class"
+        fulfil = sum(wanted <= methods for methods in provided.values())
+        if fulfil < 2:
+            yield f"{path}:{protocol.lineno}: Protocol {name} is fulfilled by {fulfil}; use the class"
 
 
 def _methods(node: ast.ClassDef) -> Iterator[str]:
@@ -206,7 +203,8 @@ def _all_methods(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> set[st
         if (
             isinstance(part, ast.Attribute)
             and isinstance(part.ctx, ast.Store)
-            and ast.unparse(part.value) == "self"
+            and isinstance(part.value, ast.Name)
+            and part.value.id == "self"
         ):
             names.add(part.attr)
     for base in node.bases:
