@@ -38,6 +38,7 @@ from router.http.server import lifespan
 from router.http.settings import ListenSettings, ListenStats
 from router.http.sockets import Certificates
 from router.observe.history import HistoryLog
+from router.observe.receipts import WORTH_HALF_LIFE_S
 from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
@@ -185,7 +186,10 @@ class Router:
         self.draining: Callable[[], bool] = lambda: False
         self.poller: FleetPoller[Engine] | None = None
         self.desired = DesiredState(engines_max=_engines_max(config))
-        self.fleet_sources = FleetSources(config.engines, config.fleet, self.desired, changed=self._assign)
+        self._began_s = clock()
+        self.fleet_sources = FleetSources(
+            config.engines, config.fleet, self.desired, changed=self._assign, costs=self.deletion_costs
+        )
         self.worker_group: WorkerGroup | None = None
         if worker is not None and self.peers.gossip is not None:
             self.worker_group = WorkerGroup(
@@ -457,6 +461,28 @@ class Router:
             self.picker.drain()
         if self.peers.index is not None and self._tasks is not None:
             self._tasks.create_task(self.peers.index.release_leases())
+
+    def deletion_costs(self) -> dict[str, int]:
+        """Return the cost of losing each server: the worth of its caches in ms of prefill per minute, -1 if
+        it is drained. Empty unless this process is the one that writes them.
+
+        Only one of several replicas writes, since each counts the worth by its own requests: the one that
+        follows the first engine.
+        """
+        now, index = self.clock(), self.peers.index
+        # Before, the worth is that of the router's first minutes, and lower than the one written earlier.
+        if not self.leads or now - self._began_s < WORTH_HALF_LIFE_S:
+            return {}
+        first = min((engine.engine_id for engine in self.fleet if engine.publishes_events), default=None)
+        if index is not None and first is not None and not index.lease_manager.follows(first):
+            return {}
+        costs: dict[str, int] = {}
+        for engine in self.fleet:
+            if engine.up:
+                url = engine.engine.base_url
+                worth_ms = round(1000 * engine.receipts.worth.per_minute(now))
+                costs[url] = -1 if engine.held or costs.get(url) == -1 else costs.get(url, 0) + worth_ms
+        return costs
 
     def _assign(self) -> None:
         """Update the fleet from the desired state."""

@@ -125,6 +125,14 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
     watch_s: float = 60.0
     """How long the API server keeps one watch open, in seconds; also the longest time a dead connection
     stays unnoticed."""
+    deletion_costs: bool = False
+    """Write the annotation `controller.kubernetes.io/pod-deletion-cost` of the engines' pods: the worth of
+    each cache in milliseconds of prefill per minute, -1 for a drained engine. A Deployment that scales down
+    removes the pods with the lowest costs first. The service account also needs patch on pods."""
+    deletion_cost_interval_s: float = 60.0
+    """Seconds between two comparisons of the costs; no pod is written more often."""
+    deletion_cost_change: float = 0.25
+    """Share by which a cost must have changed to be written, and at least by 100."""
 
     def __post_init__(self) -> None:
         for key in ("port_name", "events_port_name", "replay_port_name"):
@@ -143,10 +151,19 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"port: {self.port} is not a port number")
         if self.watch_s < 1:
             raise ValueError(f"watch_s: {self.watch_s} is below 1 s")
+        self._check_costs()
         if self.api is not None and self.kubeconfig is not None:
             raise ValueError("api: the kubeconfig names the API server already; give one of the two")
         if self.api is not None and urlsplit(self.api).scheme not in {"http", "https"}:
             raise ValueError(f"api: {self.api!r} is not http(s)://HOST:PORT")
+
+    def _check_costs(self) -> None:
+        if not 0 < self.deletion_cost_interval_s < float("inf"):
+            raise ValueError(f"deletion_cost_interval_s: {self.deletion_cost_interval_s} is not above 0 s")
+        if not 0 <= self.deletion_cost_change <= 1:
+            raise ValueError(f"deletion_cost_change: {self.deletion_cost_change} is not a share from 0 to 1")
+        if self.deletion_costs and not (self.selector or self.inference_pool):
+            raise ValueError("deletion_costs: pods must be selected; set selector or inference_pool")
 
     def _check_pool(self) -> None:
         if not _OBJECT_NAME.fullmatch(self.inference_pool):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -45,6 +45,8 @@ class SourceStats(msgspec.Struct):
     refused: Annotated[int, "kvatlas_source_refused_total"] = 0
     """Entries ignored because they were invalid."""
     last_error: str = ""
+    deletion_costs_written: Annotated[int, "kvatlas_source_deletion_costs_written_total"] = 0
+    """Deletion costs written to pods (`fleet.kubernetes.deletion_costs`)."""
 
     def failed(self, reason: str, text: str) -> bool:
         """Count a failure. Returns whether it is new and worth a log line."""
@@ -64,6 +66,8 @@ class SourceStats(msgspec.Struct):
 
 
 Publish = Callable[[Sequence[DiscoveredEngine]], None]
+Costs = Callable[[], Mapping[str, int]]
+"""Deletion costs by base URL; empty: none are to be written now."""
 
 
 class Source(Protocol):
@@ -235,7 +239,8 @@ _AFTER_FAULT_S = 2.0
 
 
 class FleetSources:
-    """All sources of one router. ``changed`` is called when the desired state may differ."""
+    """All sources of one router. ``changed`` is called when the desired state may differ; ``costs`` are those
+    of losing each server, if this router reports them."""
 
     def __init__(
         self,
@@ -244,9 +249,10 @@ class FleetSources:
         desired: DesiredState,
         *,
         changed: Callable[[], None],
+        costs: Costs = dict,
     ) -> None:
         self._static = SourceStats(synced=True)
-        self._sources: list[Source] = list(_configured(settings))
+        self._sources: list[Source] = list(_configured(settings, costs))
         self._desired = desired
         self._changed = changed
         self.set_static(engines)
@@ -306,7 +312,7 @@ class FleetSources:
         self._changed()
 
 
-def _configured(settings: FleetSettings) -> Iterator[Source]:
+def _configured(settings: FleetSettings, costs: Costs) -> Iterator[Source]:
     """Yield the enabled sources."""
     # A library is imported only by the source that needs it: each takes 5 MiB (measured).
     if settings.file.on:
@@ -314,7 +320,7 @@ def _configured(settings: FleetSettings) -> Iterator[Source]:
     if settings.kubernetes.on:
         from router.fleet.kubernetes.source import KubernetesSource
 
-        yield KubernetesSource(settings.kubernetes)
+        yield KubernetesSource(settings.kubernetes, costs=costs)
     if settings.dns.on:
         from router.fleet.dns_source import DnsSource
 

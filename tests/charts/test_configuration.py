@@ -153,6 +153,12 @@ def test_whoever_asks_the_router_speaks_as_it_does() -> None:
         assert f'base = "{scheme.lower()}://' in container["command"][2]
 
 
+def test_deletion_costs_are_written_by_routers_that_may(tmp_path: Path) -> None:
+    assert not _load(Rendered(MINIMAL), tmp_path).fleet.kubernetes.deletion_costs
+    engines = {**MINIMAL["engines"], "deletionCosts": True}
+    assert _load(Rendered({**MINIMAL, "engines": engines}), tmp_path).fleet.kubernetes.deletion_costs
+
+
 def test_what_the_values_say_config_may_overrule(tmp_path: Path) -> None:
     config = _load(Rendered({**MINIMAL, "config": {"server": {"log_level": "debug"}}}), tmp_path)
     assert config.server.log_level == "debug"

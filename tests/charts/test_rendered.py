@@ -186,6 +186,9 @@ def test_rights_are_no_more_than_needed() -> None:
     rules = [rule for role in rendered.all("Role") for rule in role["rules"]]
     assert {verb for rule in rules for verb in rule["verbs"]} == {"get", "list", "watch"}
     assert {resource for rule in rules for resource in rule["resources"]} == {"pods"}
+    writing = Rendered({"engines": {"selector": {"app": "vllm"}, "deletionCosts": True}}).one("Role")
+    (pods,) = writing["rules"]
+    assert pods == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "patch"]}
     by_service = Rendered({"engines": {"selector": {"app": "vllm"}, "readyBy": "vllm"}}).one("Role")
     assert [rule["resources"] for rule in by_service["rules"]] == [["pods"], ["endpointslices"]]
     assert not rendered.all("ClusterRole")

@@ -66,6 +66,10 @@ class FakeKube:
         self.selectors: set[str] = set()
         self.begun_s: list[float] = []
         """When each watch began."""
+        self.patches: list[tuple[str, Json]] = []
+        """Names of objects that were patched, and the patches."""
+        self.refused_patches = 0
+        """So many of the next patches answer 403."""
         self.port = 0
         self.expired_pages = 0
         """So many of the next continued pages answer 410."""
@@ -96,6 +100,10 @@ class FakeKube:
         self.version += 1
         one["metadata"]["resourceVersion"] = str(self.version)
         await self._add(Event(self.version, "DELETED", resource, one))
+
+    def get(self, resource: str, name: str, namespace: str = "serving") -> Json:
+        """An object as it is now."""
+        return self._objects[resource][namespace, name]
 
     async def _add(self, event: Event) -> None:
         self._history.append(event)
@@ -155,6 +163,8 @@ class FakeKube:
             if not fault.status and request.transport is not None:
                 request.transport.abort()
             return _status(fault.status or 500, "Injected", "injected by the test", fault.headers)
+        if request.method == "PATCH":
+            return await self._patch(request)
         resource = request.path.rpartition("/")[2]
         if resource not in self._objects or request.path.split("/")[1] not in {"api", "apis"}:
             return _status(404, "NotFound", "the server could not find the requested resource")
@@ -167,6 +177,22 @@ class FakeKube:
             return await self._watch(request, resource)
         finally:
             self._open.remove(request)
+
+    async def _patch(self, request: web.BaseRequest) -> web.Response:
+        if self.refused_patches:
+            self.refused_patches -= 1
+            return _status(403, "Forbidden", 'cannot patch resource "pods"')
+        *_, namespace, resource, name = request.path.split("/")
+        one, patch = self._objects[resource].get((namespace, name)), await request.json()
+        if one is None:
+            return _status(404, "NotFound", f"{resource} {name!r} not found")
+        self.patches.append((name, patch))
+        if patch["metadata"].get("uid") not in {None, one["metadata"]["uid"]}:
+            return _status(409, "Conflict", "Precondition failed: UID in precondition and UID in object meta")
+        changed = copy.deepcopy(one)
+        changed["metadata"]["annotations"] |= patch["metadata"]["annotations"]
+        await self.put(resource, changed)
+        return web.json_response(self._objects[resource][namespace, name])
 
     def _selected(self, request: web.BaseRequest, one: Json) -> bool:
         parts = request.path.split("/")

@@ -71,6 +71,7 @@ TOML takes JSON's strings, numbers, booleans and lists as they are; only tables 
   "events_port_name" $v.engines.ports.events
   "replay_port_name" $v.engines.ports.replay
 )) }}
+{{- if $v.engines.deletionCosts }}{{ $_ := set $sections.fleet.kubernetes "deletion_costs" true }}{{ end }}
 {{- with $v.engines.readyBy }}{{ $_ := set $sections.fleet.kubernetes "service_selector" (printf "kubernetes.io/service-name=%s" .) }}{{ end }}
 {{- end }}
 {{- if $v.admin.enabled }}

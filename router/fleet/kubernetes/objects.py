@@ -5,7 +5,7 @@ Unknown and missing fields are normal: API servers of other versions send more o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -154,7 +154,7 @@ class Received(NamespacedResourceG, msgspec.Struct, frozen=True, omit_defaults=T
 class ReceivedPod(Received, frozen=True, omit_defaults=True):
     """``v1`` Pod."""
 
-    _api_info = ApiInfo(ResourceDef("", "v1", "Pod"), "pods", _VERBS)
+    _api_info = ApiInfo(ResourceDef("", "v1", "Pod"), "pods", [*_VERBS, "patch"])
     spec: msgspec.Raw = _ABSENT
     status: msgspec.Raw = _ABSENT
 
@@ -252,6 +252,36 @@ def read_cluster(
         for one in _engines(server, settings, target_ports, problems):
             discovered.setdefault(one.engine.engine_id, one)
     return ClusterView(sorted(discovered.values(), key=lambda one: one.engine.engine_id), problems)
+
+
+# Read by the ReplicaSet controller: of pods that are alike otherwise, those with the lowest cost are deleted
+# first; a pod without the annotation counts as 0 (Kubernetes 1.22 and later).
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+_COST_MAX = (1 << 31) - 1
+# 0.1 s of prefill per minute: less is noise of an idle engine.
+_COST_STEP = 100
+
+
+def changed_costs(
+    pods: Iterable[Pod], discovered: Iterable[DiscoveredEngine], costs: Mapping[str, int], share: float
+) -> Iterator[tuple[Pod, int]]:
+    """Yield the pods whose deletion cost is to be written. ``costs``: by base URL; a pod with several servers
+    has their sum. ``share``: of the cost, by which it must have changed."""
+    by_pod: dict[str, set[str]] = {}
+    for one in discovered:
+        by_pod.setdefault(one.identity, set()).add(one.engine.base_url)
+    for pod in pods:
+        known = [costs[url] for url in by_pod.get(pod.metadata.uid, ()) if url in costs]
+        if not known or pod.metadata.deletion_timestamp is not None:
+            continue
+        cost = max(-1, min(_COST_MAX, sum(known)))
+        try:
+            before = int((pod.metadata.annotations or {}).get(DELETION_COST, "0"))
+        except ValueError:
+            before = 0
+        step = max(_COST_STEP, share * max(abs(before), abs(cost)))
+        if (before < 0) != (cost < 0) or abs(cost - before) >= step:
+            yield pod, cost
 
 
 class PoolView(NamedTuple):

@@ -4,6 +4,9 @@ The watched pods are configured, or given by an InferencePool, which is watched 
 changes, a new watch of pods starts, and the engines stay as last known until it has listed them. Engines of
 one namespace count even while another cannot be read. Invariant: the published engines are those of the
 objects as last known, and change only when the objects did.
+
+If configured, the costs of losing engines are written to their pods. A pod is patched at most once per
+interval, and only if its cost changed enough; failures are counted and change nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ import itertools
 import random
 from collections.abc import Iterator
 
+import httpx2
+import msgspec
 import structlog
-from lightkube import AsyncClient
+from lightkube import ApiError, AsyncClient, ConfigError
 
 from router.fleet.identity import DiscoveredEngine
 from router.fleet.kubernetes.objects import (
+    DELETION_COST,
     EndpointSlice,
     InferencePool,
     Pod,
@@ -26,15 +32,29 @@ from router.fleet.kubernetes.objects import (
     ReceivedPod,
     ReceivedPool,
     ReceivedSlice,
+    changed_costs,
     read_cluster,
     read_pool,
 )
 from router.fleet.kubernetes.reflector import Reflector, T
-from router.fleet.kubernetes.transport import AccessError, find_access, make_client
+from router.fleet.kubernetes.transport import (
+    AccessError,
+    BadAnswerError,
+    RefusedError,
+    find_access,
+    make_client,
+)
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources import Publish, SourceStats
+from router.fleet.sources import Costs, Publish, SourceStats
+from router.http.sockets import describe_error
 
 _log = structlog.get_logger()
+_NOT_WRITTEN = (
+    *(RefusedError, BadAnswerError, AccessError, ConfigError, ApiError, httpx2.HTTPError, OSError),
+    *(msgspec.MsgspecError, KeyError, TypeError, ValueError),
+)
+_REPLACED = frozenset({404, 409})
+"""Statuses of a patch whose pod is gone or another one."""
 
 
 class KubernetesSource:
@@ -42,7 +62,10 @@ class KubernetesSource:
 
     name = "kubernetes"
 
-    def __init__(self, settings: KubernetesSettings, *, jitter: random.Random | None = None) -> None:
+    def __init__(
+        self, settings: KubernetesSettings, *, costs: Costs = dict, jitter: random.Random | None = None
+    ) -> None:
+        self._costs = costs
         self.stats = SourceStats()
         self._settings = settings
         self._jitter = jitter or random.Random()
@@ -64,6 +87,8 @@ class KubernetesSource:
             raise
         async with client, asyncio.TaskGroup() as tasks:
             self._reflect(client, tasks)
+            if self._settings.deletion_costs:
+                tasks.create_task(self._write_costs(client))
             while True:
                 await self._changed.wait()
                 self._changed.clear()
@@ -111,6 +136,36 @@ class KubernetesSource:
         if (now and now.selector) != (before and before.selector):
             self._watch_pods("" if now is None else now.selector, client, tasks)
         return f"there is no InferencePool {name}" if now is None and pool.synced else ""
+
+    async def _write_costs(self, client: AsyncClient) -> None:
+        failed = ""
+        while True:
+            await asyncio.sleep(self._settings.deletion_cost_interval_s)
+            try:
+                await self._write_changed_costs(client)
+                failed = ""
+            except _NOT_WRITTEN as error:
+                before, failed = failed, describe_error(error)
+                self.stats.complain("deletion_cost", failed)
+                if failed != before:
+                    _log.warning("deletion costs could not be written", problem=failed)
+
+    async def _write_changed_costs(self, client: AsyncClient) -> None:
+        share, costs = self._settings.deletion_cost_change, self._costs()
+        for pods in self._pods:
+            for pod, cost in list(changed_costs(pods.store, self._published or (), costs, share)):
+                meta = pod.metadata
+                # With its uid: another pod of this name is refused (409), not written.
+                patch = {"metadata": {"uid": meta.uid, "annotations": {DELETION_COST: str(cost)}}}
+                try:
+                    written = await client.patch(ReceivedPod, meta.name, patch, namespace=meta.namespace)
+                except RefusedError as error:
+                    if error.status not in _REPLACED:
+                        raise
+                else:
+                    self.stats.deletion_costs_written += 1
+                    # Before its watch shows it: a late watch must not lead to a second write.
+                    pods.store.put(written.read_as(Pod))
 
     def _reflector(
         self,

@@ -200,14 +200,14 @@ class ApiTransport(httpx2.AsyncBaseTransport):
         answer = await (await self._trusting()).handle_async_request(request)
         if watching and answer.status_code == 200:
             return httpx2.Response(200, stream=_Lines(answer))
-        path = request.url.path
+        asked = f"{request.method} {request.url.path}"
         try:
             if answer.status_code == 200:
                 body = await _read(answer, _PAGE_BYTES_MAX)
                 if len(body) > _PAGE_BYTES_MAX:
-                    raise BadAnswerError(f"GET {path}: a page is over {_PAGE_BYTES_MAX} bytes")
+                    raise BadAnswerError(f"{asked}: a page is over {_PAGE_BYTES_MAX} bytes")
                 return httpx2.Response(200, content=body)
-            refused = await _refused(answer, path)
+            refused = await _refused(answer, asked)
         finally:
             await answer.aclose()
         if refused.status == 401:
@@ -257,17 +257,18 @@ class _Status(msgspec.Struct):
     message: str = ""
 
 
-async def _refused(answer: httpx2.Response, path: str) -> RefusedError:
+async def _refused(answer: httpx2.Response, asked: str) -> RefusedError:
     body = await _read(answer, _ERROR_BYTES_MAX)
     try:
         said = msgspec.json.decode(body[:_ERROR_BYTES_MAX], type=_Status).message
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         said = ""
+    verbs = "patch" if asked.startswith("PATCH") else "get, list and watch"
     hint = {
         401: "the token was refused",
-        403: "the service account needs get, list and watch here (ClusterRole for all namespaces)",
+        403: f"the service account needs {verbs} here (ClusterRole for all namespaces)",
     }.get(answer.status_code, "")
-    text = f"GET {path}: status {answer.status_code}" + "".join(f"; {more}" for more in (said, hint) if more)
+    text = f"{asked}: status {answer.status_code}" + "".join(f"; {more}" for more in (said, hint) if more)
     asked_s = retry_after_s(answer.headers.get("retry-after"), _RETRY_AFTER_S_MAX)
     return RefusedError(answer.status_code, text, asked_s)
 

@@ -149,6 +149,12 @@ def test_too_many_engines_are_left_out_and_said(tmp_path: Path) -> None:
         ("[fleet.kubernetes]\nport = 0", "fleet.kubernetes.port: 0 is not a port number"),
         ("[fleet.kubernetes]\nwatch_s = 0.5", "fleet.kubernetes.watch_s: 0.5 is below 1 s"),
         ("[fleet.kubernetes]\napi = 'x'", "fleet.kubernetes.api: 'x' is not http(s)://HOST:PORT"),
+        (
+            "[fleet.kubernetes]\nselector = 'a'\ndeletion_cost_interval_s = 0",
+            "fleet.kubernetes.deletion_cost_interval_s",
+        ),
+        ("[fleet.kubernetes]\ndeletion_cost_change = 2", "fleet.kubernetes.deletion_cost_change: 2.0 is not"),
+        ("[fleet.kubernetes]\ndeletion_costs = true", "fleet.kubernetes.deletion_costs: pods must be"),
         ("[fleet.kubernetes]\nwatch_s = inf", "fleet.kubernetes.watch_s = inf: expected a finite"),
         ("[fleet.dns]\nnames = ['vllm']", "fleet.dns.names: 'vllm' is neither HOST:PORT nor"),
         ("[fleet.dns]\nnames = ['_http.vllm']", "fleet.dns.names: '_http.vllm' is neither"),

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet.identity import EngineAddress
-from router.fleet.kubernetes.objects import ClusterView, EndpointSlice, Pod, read_cluster
+from router.fleet.kubernetes.objects import (
+    DELETION_COST,
+    ClusterView,
+    EndpointSlice,
+    Pod,
+    changed_costs,
+    read_cluster,
+)
 from router.fleet.settings import KubernetesSettings
 from router.placement.pull import kv_source_of
 from tests.support.kube_objects import Json, endpoint, endpoint_slice, pod
@@ -269,3 +276,55 @@ def test_a_pod_of_another_role_gets_no_requests() -> None:
     view = seen([pod("a", "10.0.0.1", labels={"llm-d.ai/role": "encode"})])
     assert [bool(one.held) for one in view.discovered] == [True]
     assert "llm-d.ai/role = 'encode'" in view.problems[0]
+
+
+def costed(*before: str | None, costs: dict[str, int], share: float = 0.25) -> dict[str, int]:
+    """Pods p0, p1, ... with these deletion costs, by name: the costs to write now."""
+    pods = [
+        pod(f"p{n}", f"10.0.0.{n}", annotations={} if cost is None else {DELETION_COST: cost})
+        for n, cost in enumerate(before)
+    ]
+    by_url = {f"http://10.0.0.{n}:8000": costs[f"p{n}"] for n in range(len(before)) if f"p{n}" in costs}
+    known = [msgspec.convert(one, Pod) for one in pods]
+    found = changed_costs(known, seen(pods).discovered, by_url, share)
+    return {one.metadata.name: cost for one, cost in found}
+
+
+def test_a_pod_gets_the_cost_of_losing_its_engine() -> None:
+    assert costed(None, "700", "5000", costs={"p0": 900, "p1": 2000}) == {"p0": 900, "p1": 2000}
+
+
+def test_a_drained_engine_is_cheaper_than_every_other() -> None:
+    assert costed("0", "-1", "-1", costs={"p0": -1, "p1": -1, "p2": 0}) == {"p0": -1, "p2": 0}
+
+
+def test_a_cost_that_is_no_number_is_replaced() -> None:
+    assert costed("much", costs={"p0": 900}) == {"p0": 900}
+
+
+def test_servers_of_one_pod_are_lost_together_and_a_pod_that_goes_is_left_alone() -> None:
+    one = pod("a", "10.0.0.1")
+    servers = read_cluster([msgspec.convert(one, Pod)], [], PODS, (8000, 8001)).discovered
+    costs = {"http://10.0.0.1:8000": 300, "http://10.0.0.1:8001": 400}
+    assert [cost for _, cost in changed_costs([msgspec.convert(one, Pod)], servers, costs, 0.25)] == [700]
+    going = msgspec.convert(pod("a", "10.0.0.1", terminating=True), Pod)
+    assert not list(changed_costs([going], servers, costs, 0.25))
+
+
+_COSTS = st.integers(0, 2000) | st.integers(0, 1 << 33)
+
+
+@given(_COSTS, _COSTS, st.floats(0, 1))
+def test_a_cost_is_written_once_and_only_if_it_changed_by_the_share(
+    before: int, now: int, share: float
+) -> None:
+    most = (1 << 31) - 1
+    before = min(before, most)
+    written = costed(str(before), costs={"p0": now}, share=share).get("p0")
+    if written is None:
+        now = min(now, most)
+        assert abs(now - before) < max(100, share * max(before, now))
+    else:
+        assert written == min(now, most)
+        assert abs(written - before) >= max(100, share * max(before, written))
+        assert not costed(str(written), costs={"p0": now}, share=share)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from router.fleet.identity import DiscoveredEngine
+from router.fleet.kubernetes.objects import DELETION_COST
 from router.fleet.kubernetes.source import KubernetesSource
 from router.fleet.settings import KubernetesSettings
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
@@ -47,7 +48,9 @@ class Seeing:
 
 
 @asynccontextmanager
-async def seeing(kube: FakeKube, tmp_path: Path, **changes: Any) -> AsyncIterator[Seeing]:
+async def seeing(
+    kube: FakeKube, tmp_path: Path, *, costs: dict[str, int] | None = None, **changes: Any
+) -> AsyncIterator[Seeing]:
     defaults: dict[str, Any] = {
         "selector": "app=vllm",
         "namespaces": ("serving",),
@@ -55,7 +58,8 @@ async def seeing(kube: FakeKube, tmp_path: Path, **changes: Any) -> AsyncIterato
         "credentials_dir": str(tmp_path),
         "watch_s": 30.0,
     }
-    source = KubernetesSource(KubernetesSettings(**{**defaults, **changes}), jitter=random.Random(7))
+    settings = KubernetesSettings(**{**defaults, **changes})
+    source = KubernetesSource(settings, costs=lambda: costs or {}, jitter=random.Random(7))
     seen = Seeing(source)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("router.fleet.kubernetes.reflector.RETRY_S_MAX", 0.2)
@@ -516,5 +520,58 @@ def test_an_api_server_of_another_authority_is_not_trusted(tmp_path: Path) -> No
             (own / "token").write_text("t0ken")
             (other / "ca.crt").write_bytes((own / "ca.crt").read_bytes())  # the authority is rotated
             await seen.sees({})
+
+    run(main())
+
+
+def cost_of(kube: FakeKube, name: str) -> str | None:
+    cost: str | None = kube.get(PODS, name)["metadata"]["annotations"].get(DELETION_COST)
+    return cost
+
+
+def test_costs_are_written_to_the_pods_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        costs = {A: 900, B: 50}
+        writing = {"deletion_costs": True, "deletion_cost_interval_s": 0.02}
+        async with kube_api() as kube, seeing(kube, tmp_path, costs=costs, **writing) as seen:
+            await kube.put(PODS, pod("a", "10.0.0.1"))
+            await kube.put(PODS, pod("b", "10.0.0.2"))
+            await seen.sees({A: "", B: ""})
+            await seen.until(lambda: cost_of(kube, "a") == "900", "the cost of a")
+            await kube.put(PODS, pod("a", "10.0.0.1", uid="another"))  # without an annotation
+            await seen.until(lambda: cost_of(kube, "a") == "900", "the cost of the next a")
+            costs[B] = 700
+            await seen.until(lambda: cost_of(kube, "b") == "700", "the cost of b")
+            assert [name for name, _ in kube.patches] == ["a", "a", "b"]
+            assert seen.source.stats.deletion_costs_written == 3
+            assert seen.told[-1] == {A: "", B: ""}
+
+    run(main())
+
+
+def test_refused_costs_are_counted_and_written_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        writing = {"deletion_costs": True, "deletion_cost_interval_s": 0.02}
+        async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}, **writing) as seen:
+            kube.refused_patches = 2
+            await kube.put(PODS, pod("a", "10.0.0.1"))
+            await seen.until(lambda: cost_of(kube, "a") == "900", "the cost of a")
+            assert seen.source.stats.errors == {"deletion_cost": 2}
+            assert "PATCH /api/v1/namespaces/serving/pods/a" in seen.source.stats.last_error
+            assert "needs patch here" in seen.source.stats.last_error
+            assert not seen.source.stats.failing  # its list is as good as before
+
+    run(main())
+
+
+def test_no_pod_is_written_without_being_asked_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        writing = {"deletion_cost_interval_s": 0.001}
+        async with kube_api() as kube, seeing(kube, tmp_path, costs={A: 900}, **writing) as seen:
+            await kube.put(PODS, pod("a", "10.0.0.1"))
+            await seen.sees({A: ""})
+            await kube.put(PODS, pod("b", "10.0.0.2"))
+            await seen.sees({A: "", B: ""})
+            assert not kube.patches
 
     run(main())
