@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.redis_index import FULL, MODEL, WINDOW, Bench, Servers, quantiles, random_blocks
 from publisher.events import BlockHash
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.replication.codec import ScopeKeys
 from router.replication.gossip import GossipedInflight, LoadGossip
 from router.replication.service import InflightStream

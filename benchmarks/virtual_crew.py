@@ -23,9 +23,9 @@ from publisher.simulator.stepper import eventless
 from router.placement.candidate import Candidate, Hit, PolicySettings, placement_request
 from router.placement.cost import choose
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
-from router.placement.load.account import LoadAccount, Ticket
-from router.placement.load.others import NO_OTHERS, OthersLoad
-from router.placement.load.rates import FleetRates
+from router.placement.load import LoadAccount, Ticket
+from router.placement.others import NO_OTHERS, OthersLoad
+from router.placement.rates import FleetRates
 from router.replication.gossip import GossipedInflight, LoadGossip
 
 ENGINES = 4

@@ -38,7 +38,7 @@ from router.demo.load import ChatLoad, ChatOutcome
 from router.fleet.identity import EngineAddress
 from router.observe.history import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging
 from router.server_process import make_server

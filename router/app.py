@@ -46,7 +46,7 @@ from router.pd.settings import PdStats
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from router.placement.inflight import InflightPrompt
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.prompts.reader import PromptReader
 from router.prompts.tokenizer_finder import TokenizerFinder
 from router.proxy.aliases import Aliases

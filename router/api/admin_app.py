@@ -28,7 +28,7 @@ from router.http.sockets import Certificates, server_context
 from router.observe.requests import LogThrottle
 from router.openai.errors import ApiError, bad_request, engine_not_found, fleet_full
 from router.placement.engine import Engine
-from router.placement.load.others import OthersLoad, others_at
+from router.placement.others import OthersLoad, others_at
 
 # The admin API's own port, with TLS if configured; the router's own HTTP connections serve it.
 #

@@ -21,7 +21,7 @@ from router.index.learn.layout import CacheLayout
 from router.observe.history import HistoryInterval, RecentHistory
 from router.observe.receipts import HELD_OF_MIN, HELD_SHARE_MIN, Contradiction, FirstTokenSummary, Receipt
 from router.observe.requests import TURNS_MAX
-from router.placement.load.account import EngineLoad
+from router.placement.load import EngineLoad
 
 # Problems of an engine as seen by the router, with remedies: for the status page and the doctor.
 #

@@ -45,7 +45,7 @@ from router.observe.traces import TraceStats
 from router.observe.usage import UsageLog
 from router.pd.settings import PdStats
 from router.placement.engine import Accounts, Engine
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.placement.pull import Pulls
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer_finder import ModelOrigin

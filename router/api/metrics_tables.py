@@ -17,7 +17,7 @@ from router.index.engine import EngineResidency
 from router.observe.receipts import EngineReceipts
 from router.observe.requests import field_texts
 from router.placement.engine import Engine
-from router.placement.load.others import OthersLoad, others_at
+from router.placement.others import OthersLoad, others_at
 
 # Metric families from plain numbers: columns of a table of objects, or the fields of stats structs. None
 # gives no sample; a dict gives one sample per key, under a label of its own.

@@ -33,7 +33,7 @@ from router.observe.requests import BROKEN, RequestRecord, RequestTracker
 from router.openai.members import run_cooperatively
 from router.placement.candidate import Candidate, Hit, Pull
 from router.placement.engine import Engine
-from router.placement.load.others import OthersLoad, others_at
+from router.placement.others import OthersLoad, others_at
 from router.placement.placement import Decision, SloForecast, Split
 from router.prompts.prompt import Prompt, TextAffinity
 

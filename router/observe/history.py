@@ -23,6 +23,7 @@ import xxhash
 
 from publisher.block_hash import PromptExtras
 from publisher.events import BlockHash
+from router.openai.request import InboundRequest
 
 EVERY_S = 5.0
 # Five minutes.
@@ -381,6 +382,16 @@ class RetentionHints:
             found = Reuse(cache_s, _VALUE_UNKNOWN) if found is None else found
             found = found._replace(ttl_s=max(cache_s, found.ttl_s))
         return None if found is None or found.value < VALUE_MIN else (source, found)
+
+    def expect(self, request: InboundRequest, now: float, *, prefix: Reuse | None, cache_s: float) -> None:
+        """Set a request's hint from its predicted reuse, and count it as a turn of its session.
+
+        ``prefix`` and ``cache_s``: as for ``predict``.
+        """
+        session = None if request.session is None else (request.tenant, request.model, request.session)
+        found = self.predict(now, session=session, prefix=prefix, cache_s=cache_s)
+        if found is not None:
+            request.retention = found[0], hint_json(found[1], request.tenant)
 
 
 def hint_json(reuse: Reuse, tenant: str) -> bytes:

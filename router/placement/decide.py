@@ -21,7 +21,6 @@ from router.admission.fair_queue import Priority
 from router.admission.settings import QueueSettings
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
-from router.observe.history import hint_json
 from router.observe.requests import LogThrottle
 from router.openai.body import cache_control_s
 from router.openai.errors import ApiError, no_ready_engine, predicted_wait
@@ -37,7 +36,7 @@ from router.placement.candidate import (
     PullSettings,
     placement_request,
 )
-from router.placement.cost import Choice, within_level
+from router.placement.cost import Choice, LongWait, late_first_token, long_wait, within_level
 from router.placement.eligible import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
 from router.placement.engine import (
     NO_PEER_SNAPSHOT,
@@ -56,12 +55,10 @@ from router.placement.saturation import SaturationGate
 from router.placement.split import (
     DecodeCandidates,
     DisaggregationPlanner,
-    Pick,
     complete_layouts,
     messages_of,
 )
 from router.placement.split_legs import DecodePlacement, PrefillPlacement, PullPlacement, SidecarPlacement
-from router.placement.wait import LongWait, late_first_token, long_wait
 from router.prompts.prompt import CHUNK_BYTES, Prompt, TextAffinity
 from router.prompts.reader import PromptReader
 from router.proxy.attempt import Fields
@@ -166,7 +163,13 @@ class Planner:
         if (long := self._long_wait(request, decision, waits=waits)) is not None:
             raise self._refusal(request, long)
         if self._settings.retention_hints and request.method == "POST" and request.path in PROMPT_APIS:
-            self._expect_reuse(request, decision)
+            accounts, read, scheme = self._accounts, decision.read, decision.engine.scheme
+            now, prefix = accounts.now(), None
+            # Engines apply a hint to all prompts of a request; only the first one's prefix is known here.
+            if isinstance(read, Prompt) and read.num_prompts == 1:
+                prefix = accounts.hot.reuse(read.hashes(scheme), scheme.hash_block_size, now)
+            cache_s = cache_control_s(request.body) if request.path == MESSAGES else 0.0
+            accounts.retention.expect(request, now, prefix=prefix, cache_s=cache_s)
         if gate is None or not waits:
             return self._placed(request, decision, 0.0)
         if request.trace is not None:
@@ -212,23 +215,6 @@ class Planner:
             )
         self._give_hint(request, placement)
         return placement
-
-    def _expect_reuse(self, request: InboundRequest, decision: Decision) -> None:
-        """Set the request's retention hint and count it as a turn of its session."""
-        accounts, read, session = self._accounts, decision.read, request.session
-        now, prefix = accounts.now(), None
-        # Engines apply a hint to all prompts of a request; only the first one's prefix is known here.
-        if isinstance(read, Prompt) and read.num_prompts == 1:
-            scheme = decision.engine.scheme
-            prefix = accounts.hot.reuse(read.hashes(scheme), scheme.hash_block_size, now)
-        found = accounts.retention.predict(
-            now,
-            session=None if session is None else (request.tenant, request.model, session),
-            prefix=prefix,
-            cache_s=cache_control_s(request.body) if request.path == MESSAGES else 0.0,
-        )
-        if found is not None:
-            request.retention = found[0], hint_json(found[1], request.tenant)
 
     def _give_hint(
         self, request: InboundRequest, placement: Placement, prefill: PrefillPlacement | None = None
@@ -478,7 +464,11 @@ class Planner:
                 slo_forecast=forecast,
             )
         able = DecodeCandidates(read, engines, found, look.problem)
-        choice, split = apart.decide(able, asked, question, self._picking(question, state), now, left_s)
+
+        def pick(among: Sequence[Candidate]) -> Choice:
+            return self._policy(among, question, self._settings, state)
+
+        choice, split = apart.decide(able, asked, question, pick, now, left_s)
         read, tokens = _read_by(read, asked.tokens, engines[choice.index])
         if due_s is not None:
             self._accounts.slo_stats.decisions += 1
@@ -510,10 +500,6 @@ class Planner:
             [candidate for candidate, good in zip(found, met, strict=True) if good],
             [candidate for candidate, good in zip(found, met, strict=True) if not good],
         )
-
-    def _picking(self, question: PlacementRequest, state: ArmState) -> Pick:
-        """Return the policy as a function of some of the candidates."""
-        return lambda among: self._policy(among, question, self._settings, state)
 
     def _apart(
         self, request: InboundRequest, exclude: frozenset[str], disagg: DisaggState | None

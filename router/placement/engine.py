@@ -34,12 +34,12 @@ from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import SessionLedger
 from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Candidate, Confidence, Hit
+from router.placement.cost import AdmissionStats
+from router.placement.evictions import EvictionForecast
 from router.placement.inflight import InflightPrefixes
-from router.placement.load.account import LoadAccount, LoadStats
-from router.placement.load.evictions import EvictionForecast
-from router.placement.load.others import NO_OTHERS, OthersLoad
-from router.placement.load.rates import FleetRates
-from router.placement.wait import AdmissionStats
+from router.placement.load import LoadAccount, LoadStats
+from router.placement.others import NO_OTHERS, OthersLoad
+from router.placement.rates import FleetRates
 from router.prompts.prompt import Prompt
 from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker

@@ -24,13 +24,12 @@ from router.observe.usage import PlacementFacts
 from router.openai.request import PROMPT_APIS, InboundRequest, Usage
 from router.pd.bodies import SplitBody
 from router.placement.candidate import Candidate, Hit
-from router.placement.cost import Choice
+from router.placement.cost import Choice, LongWait, predicted_wait_s
 from router.placement.engine import Accounts, Engine, EngineOrder
+from router.placement.evictions import PooledPrompt
 from router.placement.inflight import InflightPrompt, kept_prefixes
-from router.placement.load.account import Ticket
-from router.placement.load.evictions import PooledPrompt
+from router.placement.load import Ticket
 from router.placement.pull import PullOrder
-from router.placement.wait import LongWait, predicted_wait_s
 from router.prompts.prompt import Prompt, TextAffinity
 from router.proxy.attempt import Attempt, Fields
 from router.proxy.headers import CACHE_RESETS

@@ -20,7 +20,7 @@ from router.fleet.status import Fleet
 from router.openai.request import PROMPT_APIS, InboundRequest
 from router.placement.candidate import Candidate
 from router.placement.engine import Engine
-from router.placement.load.others import OthersLoad, others_at
+from router.placement.others import OthersLoad, others_at
 from router.placement.placement import Decision
 
 # A prompt that shares enough with one in flight is sent at once: its prefix will be there, and most of the

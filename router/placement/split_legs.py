@@ -26,7 +26,7 @@ from router.openai.request import InboundRequest, Usage
 from router.pd.settings import KV_SOURCE, PREFILLERS, Prefilled
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine
-from router.placement.load.account import Ticket
+from router.placement.load import Ticket
 from router.placement.placement import Decision, MostHeld, Placement, Split
 from router.placement.pull import PullOrder, Pulls
 from router.prompts.prompt import Prompt

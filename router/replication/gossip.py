@@ -22,7 +22,7 @@ import msgspec
 
 from publisher.events import BlockHash
 from router.placement.inflight import InflightPrefixes, InflightPrompt
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 
 # Maximum number of hash blocks published per prompt, 8 bytes each: the longest prefix that others can match.
 _BLOCKS_MAX = 8192

@@ -24,7 +24,7 @@ from router.index.model import HashedPrompt
 from router.index.offloaded import shared_part
 from router.index.query_plan import EngineHit, EngineQuery, query_hits
 from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.proxy.breaker import Breaker, BreakerSettings
 from router.replication.gossip import SILENCE_S, LoadGossip
 from router.replication.reader import SharedEngine, SharedReader, SharedRows

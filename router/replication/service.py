@@ -23,7 +23,7 @@ from router.feeds.manager import FeedManager
 from router.fleet.identity import EngineAddress
 from router.fleet.status import ResponseHolders
 from router.index.model import ModelIndexes
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.replication.codec import ScopeKeys, limits_key
 from router.replication.gossip import GossipedInflight, LoadGossip
 from router.replication.leases import LeaseCandidate, LeaseManager, Leases, Membership, ModelLeases

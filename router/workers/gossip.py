@@ -25,7 +25,7 @@ from router.observe.receipts import Histogram
 from router.placement.affinity import AffinityMap
 from router.placement.engine import NO_PEER_SNAPSHOT, PeerSnapshot
 from router.placement.inflight import InflightPrompt
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.replication.gossip import GossipedInflight, LoadGossip
 from router.workers.context import MESSAGE_BYTES_MAX, Mesh, WorkerContext
 

@@ -20,16 +20,23 @@ from publisher.pool.host_tier import RetentionHint
 from router.admission.fair_queue import GENERATED_WORTH, FairQueue, Priority, Waiting
 from router.observe.history import RetentionHints
 from router.placement.candidate import Candidate, Hit, PlacementRequest, placement_request
-from router.placement.cost import Choice, make_choice, score, within_level
+from router.placement.cost import (
+    Choice,
+    late_first_token,
+    long_wait,
+    make_choice,
+    predicted_wait_s,
+    score,
+    within_level,
+)
 from router.placement.engine import EngineOrder, order_of
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
-from router.placement.load.account import LoadAccount, Ticket
-from router.placement.load.others import NO_OTHERS
-from router.placement.load.rates import FleetRates, RateSettings
+from router.placement.load import LoadAccount, Ticket
+from router.placement.others import NO_OTHERS
 from router.placement.policies import ArmState, policy
 from router.placement.pull import PullLinks, PullSources, with_pull
+from router.placement.rates import FleetRates, RateSettings
 from router.placement.saturation import gap_s, joins_sibling
-from router.placement.wait import late_first_token, long_wait, predicted_wait_s
 from router.simulate.run.engine import Arrivals, Calendar, SimEngine
 from router.simulate.run.peers import PeerRouter
 from router.simulate.run.router_view import Leg, PrefixHit, Roles, router_view

@@ -20,7 +20,7 @@ from router.placement.affinity import Shadow, ShadowPrompt, ShadowSpec
 from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from router.placement.cost import Choice, make_choice
 from router.placement.inflight import InflightPrompt
-from router.placement.load.account import Ticket
+from router.placement.load import Ticket
 from router.placement.split import Pick, Side, plan
 from router.simulate.run.setup import Fetch, FleetSetup, RequestRun
 from router.simulate.run.tiers import EngineTiers

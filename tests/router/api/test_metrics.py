@@ -39,7 +39,7 @@ from router.pd.settings import PdStats
 from router.placement.affinity import AffinityStats, ShadowStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
-from router.placement.load.account import LoadStats
+from router.placement.load import LoadStats
 from router.prompts.stats import PromptStats
 from router.proxy.stats import ProxyStats
 from router.replication.gossip import GossipStats

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings, QueueSettings
 from router.placement.engine import Engine
-from router.placement.load.rates import PrefillSample
+from router.placement.rates import PrefillSample
 from router.server_process import apply
 from tests.router.app.test_prefill_decode import D, P, apart, completion
 from tests.router.app.test_queue import waits

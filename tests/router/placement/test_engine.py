@@ -20,9 +20,9 @@ from router.placement.affinity import ShadowPrompt, ShadowSpec
 from router.placement.candidate import Hit
 from router.placement.engine import Accounts, Engine, PromptView, candidates
 from router.placement.inflight import InflightPrefixes
-from router.placement.load.others import OthersLoad
-from router.placement.load.rates import PrefillSample
+from router.placement.others import OthersLoad
 from router.placement.placement import _kept
+from router.placement.rates import PrefillSample
 from tests.support.event_writer import Prompt, Writer, batch, tokens
 
 NOW = 100.0

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.engine import BAND_MS, EngineOrder, order_of
-from router.placement.load.account import LoadAccount, Ticket
-from router.placement.load.rates import FleetRates, RateSettings
+from router.placement.load import LoadAccount, Ticket
+from router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples
 
 RATE = 0.001

@@ -10,7 +10,7 @@ from router.admission.key_file import TenantRules
 from router.admission.settings import QueueSettings
 from router.openai.errors import predicted_wait
 from router.placement.candidate import Candidate
-from router.placement.wait import late_first_token, long_wait, predicted_wait_s
+from router.placement.cost import late_first_token, long_wait, predicted_wait_s
 from tests.router.placement.candidates import make_candidate
 from tests.support.examples import examples
 

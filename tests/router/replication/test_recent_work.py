@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from router.placement.load.others import OthersLoad
+from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
 from tests.support.redis_servers import Server, any_program
 from tests.support.waiting import run, until

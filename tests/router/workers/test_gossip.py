@@ -24,7 +24,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.engine import PromptView, candidates
-from router.placement.load.others import NO_OTHERS, OthersLoad
+from router.placement.others import NO_OTHERS, OthersLoad
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
 from tests.support.waiting import run, until

@@ -11,9 +11,9 @@ import pytest
 
 from publisher.events import BlockHash
 from router.index.base import Rows
-from router.placement.load.account import LoadAccount
-from router.placement.load.others import OthersLoad
-from router.placement.load.rates import FleetRates
+from router.placement.load import LoadAccount
+from router.placement.others import OthersLoad
+from router.placement.rates import FleetRates
 from router.replication.gossip import HeartbeatMonitor, LoadGossip
 from router.replication.lookup import IndexLookup
 from router.replication.reader import SharedRows

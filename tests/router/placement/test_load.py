@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.load.account import EngineLoad, LoadAccount, LoadSettings, Ticket
-from router.placement.load.others import NO_OTHERS, OthersLoad
-from router.placement.load.rates import FleetRates, PrefillSample, RateSettings
+from router.placement.load import EngineLoad, LoadAccount, LoadSettings, Ticket
+from router.placement.others import NO_OTHERS, OthersLoad
+from router.placement.rates import FleetRates, PrefillSample, RateSettings
 from router.proxy.breaker import Breaker
 from tests.support.examples import examples
 

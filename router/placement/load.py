@@ -5,7 +5,7 @@ must compute (prompt - exact hit) and the seconds to load offloaded blocks. Queu
 engine's learned rate, and those seconds, minus the time that the head has had. First tokens, ends of answers
 and the engine's gauges correct the account; without them the head counts as done after its time.
 
-Load of other clients is kept apart (``others.py``).
+Load of other clients is kept apart (``ForeignLoad``).
 
 Invariants: queue_s >= 0; an engine without awaited prompts and foreign load has queue 0; ending a request
 twice changes nothing. Times are the caller's clock and must not go backwards.
@@ -22,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from router.placement.load.others import (
+from router.placement.others import (
     NEWS,
     NO_OTHERS,
     RECENT_MS_MAX,
@@ -31,8 +31,8 @@ from router.placement.load.others import (
     ForeignLoad,
     OthersLoad,
 )
-from router.placement.load.pages import PageAccount
-from router.placement.load.rates import EngineRates, PrefillSample
+from router.placement.pages import PageAccount
+from router.placement.rates import EngineRates, PrefillSample
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):

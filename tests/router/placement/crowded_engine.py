@@ -18,8 +18,8 @@ from publisher.events import BlockRemoved, BlockStored, to_block_hash
 from publisher.simulator.request import SimRequest
 from publisher.simulator.scheduler import Scheduler, StepCosts
 from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from router.placement.evictions import EvictionForecast, PooledPrompt
 from router.placement.inflight import InflightPrefixes, InflightPrompt, kept_prefixes
-from router.placement.load.evictions import EvictionForecast, PooledPrompt
 from tests.support.chats import Chats
 
 BLOCK = 16

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from publisher.events import BlockHash, GroupSpec
 from publisher.simulator.settings import EngineSettings, resolve_groups
-from router.placement.load.evictions import POOL_BLOCKS_MAX, EvictionForecast
-from tests.router.placement.load.crowded_engine import BLOCK, CrowdedEngine
+from router.placement.evictions import POOL_BLOCKS_MAX, EvictionForecast
+from tests.router.placement.crowded_engine import BLOCK, CrowdedEngine
 from tests.support.chats import shares
 from tests.support.examples import examples
 

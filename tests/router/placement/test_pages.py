@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
-from router.placement.load.account import LoadAccount
-from router.placement.load.pages import PageAccount, prompt_pages
-from router.placement.load.rates import FleetRates, RateSettings
+from router.placement.load import LoadAccount
+from router.placement.pages import PageAccount, prompt_pages
+from router.placement.rates import FleetRates, RateSettings
 from tests.support.examples import examples
 
 FULL = (GroupSpec(0, "full_attention", 16),)
