@@ -23,10 +23,9 @@ import msgspec
 from benchmarks.routing import put
 from publisher.events import GroupSpec
 from router.observe.history import UNIT_TOKENS
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetRun, FleetSetup, Timing
-from router.simulate.run.variants import variants_of
-from router.simulate.workload.requests import Request
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import Request
+from router.simulate.setup import FleetRun, FleetSetup, Timing, variants_of
 
 SECONDS = 60.0
 TIMING = Timing(chunk_tokens=2048)

@@ -8,7 +8,7 @@ times, and closed, where a turn waits for the answer before it), and generated d
 bursts, and tenants. A file that is not named is left out, with a line that says so. Four cache layouts; pools
 of 25 and 50 % of what the workload fills; arrivals so fast that round robin is busy for 60, 85 or 100 %.
 Eight engines; gauges are polled every 2 s (``--gauge-s``). Other routers place by their own formulas
-(``router.simulate.run.peers``). Every arm of a cell and seed meets the same requests at the same times; in
+(``router.simulate.peers``). Every arm of a cell and seed meets the same requests at the same times; in
 closed sessions, the same requests and pauses.
 
 Runs go, one JSON line each, into ``--runs`` as cells finish; what is there already, for the same settings and
@@ -34,12 +34,19 @@ import msgspec
 
 from benchmarks.routing_report import CLOSED, Run, report
 from router.placement.candidate import PolicySettings
-from router.simulate.plan import MODELS, groups_of
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.variants import PEERS, variants_of
-from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_one, speed_for
-from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import GENERATORS, WorkloadSource
+from router.simulate.requests import Request
+from router.simulate.setup import PEERS, FleetSetup, variants_of
+from router.simulate.study import (
+    MODELS,
+    Job,
+    groups_of,
+    pool_blocks,
+    result_of,
+    round_robin,
+    run_one,
+    speed_for,
+)
+from router.simulate.workload import GENERATORS, WorkloadSource
 
 TRACE_VARIABLE = "KVATLAS_CONVERSATION_TRACE"
 SESSIONS_VARIABLE = "KVATLAS_AGENT_SESSIONS"

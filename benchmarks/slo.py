@@ -22,11 +22,18 @@ from pathlib import Path
 
 import msgspec
 
-from router.simulate.plan import groups_of
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.variants import variants_of
-from router.simulate.study import Job, Outcome, pool_blocks, result_of, round_robin, run_one, speed_for
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.setup import FleetSetup, variants_of
+from router.simulate.study import (
+    Job,
+    Outcome,
+    groups_of,
+    pool_blocks,
+    result_of,
+    round_robin,
+    run_one,
+    speed_for,
+)
+from router.simulate.workload import WorkloadSource
 
 ENGINES, POOL, MODEL, FIRST_SEED = 8, 0.5, "gpt-oss-like", 11
 LOADS = (0.85, 1.2)

@@ -27,13 +27,20 @@ from pathlib import Path
 
 import msgspec
 
-from router.simulate.plan import groups_of
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
-from router.simulate.run.variants import variants_of
-from router.simulate.study import Job, Outcome, pool_blocks, result_of, round_robin, run_one, speed_for
-from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.requests import Request
+from router.simulate.setup import FleetSetup, variants_of
+from router.simulate.study import (
+    Job,
+    Outcome,
+    groups_of,
+    pool_blocks,
+    result_of,
+    round_robin,
+    run_one,
+    speed_for,
+)
+from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.workload import WorkloadSource
 
 ENGINES, POOL, LOAD = 8, 0.25, 0.85
 MODELS = "gpt-oss-like,mamba-hybrid"

@@ -42,8 +42,8 @@ from router.placement.others import OthersLoad
 from router.replication.settings import IndexSettings
 from router.serve import configure_logging
 from router.server_process import make_server
-from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.requests import Request
+from router.simulate.workload import WorkloadSource
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
 

@@ -26,8 +26,8 @@ from benchmarks.virtual_crew import ENGINES, TOKENS, VirtualFleet
 from publisher.simulator.request import SimRequest
 from router.demo import run as demo
 from router.observe.history import UNIT_TOKENS
-from router.simulate.workload.requests import Request
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.requests import Request
+from router.simulate.workload import WorkloadSource
 
 TRACE_ENGINE = msgspec.structs.replace(demo.ENGINE, num_blocks=6000)
 TRACE_SPEED, TRACE_SHARE, UNIT_SHARE = 8.0, 20, 15

@@ -37,14 +37,22 @@ from router.simulate.command import (
     transfers,
 )
 from router.simulate.fit import FitError, fetch, fetch_from_router, fetch_usage, fit_capture
-from router.simulate.plan import ModelError, check_units
 from router.simulate.report import retention_text
-from router.simulate.run.setup import FleetSetup, Timing
-from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes
-from router.simulate.study import NothingServedError, Workloads, pool_blocks, round_robin, run_all, speed_for
-from router.simulate.workload.requests import WorkloadError
-from router.simulate.workload.sources import WorkloadSource
-from router.simulate.workload.traces import is_capture, read_capture
+from router.simulate.requests import WorkloadError
+from router.simulate.setup import FleetSetup, Timing
+from router.simulate.study import (
+    ModelError,
+    NothingServedError,
+    Workloads,
+    check_units,
+    pool_blocks,
+    round_robin,
+    run_all,
+    speed_for,
+)
+from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes
+from router.simulate.traces import is_capture, read_capture
+from router.simulate.workload import WorkloadSource
 from router.tools.ops_client import output_console
 
 LOAD = 0.85

@@ -15,10 +15,11 @@ import msgspec
 
 from publisher.events import Family
 from router.placement.candidate import PolicySettings
-from router.simulate.plan import check_layout
 from router.simulate.report import SplitVerdict, verdict
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tiers import (
+from router.simulate.requests import Request
+from router.simulate.setup import VARIANTS, FleetSetup, Variant
+from router.simulate.study import POOL_BLOCKS_MIN, WARM_SHARE, Job, Outcome, check_layout
+from router.simulate.tiers import (
     KV_KIB_PER_TOKEN,
     TierSetup,
     TierSpec,
@@ -26,9 +27,6 @@ from router.simulate.run.tiers import (
     read_host,
     read_store,
 )
-from router.simulate.run.variants import VARIANTS, Variant
-from router.simulate.study import POOL_BLOCKS_MIN, WARM_SHARE, Job, Outcome
-from router.simulate.workload.requests import Request
 
 Topic = Literal["now", "routing", "retention", "memory", "tiers", "engines", "apart", "knobs"]
 RETENTIONS: tuple[int | None, ...] = (0, 1024, 4096, None)

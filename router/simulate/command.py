@@ -17,23 +17,25 @@ from publisher.events import GroupSpec
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
 from router.simulate.fit import Fit, FitError, fetch, fit_capture, fit_metrics
-from router.simulate.plan import (
+from router.simulate.report import PlotError, check_plot, draw, facts_of, report_json, show
+from router.simulate.requests import WorkloadError
+from router.simulate.setup import FleetSetup, Timing, Variant, variants_of
+from router.simulate.study import (
     BLOCK_TOKENS,
+    POOL_BLOCKS_MIN,
     ModelError,
+    NothingServedError,
     Plan,
+    Workloads,
     check_layout,
     check_units,
     groups_of,
+    pool_blocks,
     run_plan,
 )
-from router.simulate.report import PlotError, check_plot, draw, facts_of, report_json, show
-from router.simulate.run.setup import FleetSetup, Timing
-from router.simulate.run.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
-from router.simulate.run.variants import Variant, variants_of
-from router.simulate.study import POOL_BLOCKS_MIN, NothingServedError, Workloads, pool_blocks
-from router.simulate.workload.requests import WorkloadError
-from router.simulate.workload.sources import WorkloadSource
-from router.simulate.workload.traces import is_capture, read_capture
+from router.simulate.tiers import KV_KIB_PER_TOKEN, TierSetup, block_bytes, read_host, read_store
+from router.simulate.traces import is_capture, read_capture
+from router.simulate.workload import WorkloadSource
 from router.tools.ops_client import output_console
 
 ENGINES = 8

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.simulate.run.setup import Timing
-from router.simulate.workload.traces import Captured
+from router.simulate.setup import Timing
+from router.simulate.traces import Captured
 from router.tools.ops_client import ops_headers, reason
 
 SAMPLES_MIN = 20

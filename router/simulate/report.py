@@ -21,8 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from router.simulate.fit import Fit
-from router.simulate.plan import Interval, Plan, Study, VariantReport, over_seeds
-from router.simulate.study import Outcome, Workloads, mean_prompt_tokens
+from router.simulate.study import (
+    Interval,
+    Outcome,
+    Plan,
+    Study,
+    VariantReport,
+    Workloads,
+    mean_prompt_tokens,
+    over_seeds,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,9 +18,9 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
 from router.observe.history import UNIT_TOKENS
-from router.simulate.run.engine import SimEngine
-from router.simulate.run.setup import RequestRun, Timing
-from router.simulate.workload.requests import Request, block_hashes
+from router.simulate.engine import SimEngine
+from router.simulate.requests import Request, block_hashes
+from router.simulate.setup import RequestRun, Timing
 
 NUM_GPU_BLOCKS = 220
 CHUNK_TOKENS = 16

@@ -19,12 +19,11 @@ import pytest
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import GroupSpec
-from router.simulate.plan import MODELS, groups_of
-from router.simulate.run.engine import SimEngine
-from router.simulate.run.setup import RequestRun, Timing
-from router.simulate.study import POOL_BLOCKS_MIN, pool_blocks
-from router.simulate.workload.requests import Request, block_hashes, continued
-from router.simulate.workload.sources import GENERATORS
+from router.simulate.engine import SimEngine
+from router.simulate.requests import Request, block_hashes, continued
+from router.simulate.setup import RequestRun, Timing
+from router.simulate.study import MODELS, POOL_BLOCKS_MIN, groups_of, pool_blocks
+from router.simulate.workload import GENERATORS
 from tests.support.paths import ROOT
 from tests.vllm.forked import run
 

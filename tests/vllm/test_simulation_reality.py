@@ -25,11 +25,10 @@ import pytest
 
 from router.simulate.advise import ObservedFleet, see
 from router.simulate.fit import fit_capture
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetSetup, Timing
-from router.simulate.run.variants import VARIANTS
-from router.simulate.workload.requests import Asked
-from router.simulate.workload.traces import Captured
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import Asked
+from router.simulate.setup import VARIANTS, FleetSetup, Timing
+from router.simulate.traces import Captured
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.chat_load import Request as ChatRequest
 from tests.vllm.router_process import RouterProcess

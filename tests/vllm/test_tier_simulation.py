@@ -23,10 +23,10 @@ from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
 from router.observe.history import UNIT_TOKENS
 from router.simulate.advise import see
-from router.simulate.run.engine import SimEngine
-from router.simulate.run.setup import RequestRun, Timing
-from router.simulate.run.tiers import TierSetup, TierSpec, tiers_of
-from router.simulate.workload.requests import block_hashes
+from router.simulate.engine import SimEngine
+from router.simulate.requests import block_hashes
+from router.simulate.setup import RequestRun, Timing
+from router.simulate.tiers import TierSetup, TierSpec, tiers_of
 from tests.vllm.chat_load import ChatLoad
 from tests.vllm.observed_fleet import running
 from tests.vllm.scaled_replay import SCALE, Sent, scaled_groups, workload

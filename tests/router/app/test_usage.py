@@ -20,7 +20,7 @@ from router.fleet.identity import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.simulate.fit import fetch_usage
-from router.simulate.workload.traces import read_capture
+from router.simulate.traces import read_capture
 from tests.support.pairs import busy, connected
 from tests.support.sidecars import completion, endpoint, sidecar
 from tests.support.waiting import run, until

@@ -11,12 +11,11 @@ from publisher.events import GroupSpec
 from router.placement.candidate import Candidate, PlacementRequest, PolicySettings
 from router.placement.cost import Choice, within_bound
 from router.placement.policies import ArmState, Policy, policy
-from router.simulate.run import fleet
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetRun, FleetSetup, Timing
-from router.simulate.run.variants import VARIANTS
-from router.simulate.workload.requests import Request, continued
-from router.simulate.workload.sources import agents, tenants
+from router.simulate import fleet
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import Request, continued
+from router.simulate.setup import VARIANTS, FleetRun, FleetSetup, Timing
+from router.simulate.workload import agents, tenants
 from tests.support.examples import examples
 
 KNOBS = PolicySettings()

@@ -9,12 +9,11 @@ from typing import Any
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import GroupSpec
-from router.simulate.run.engine import SimEngine
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Timing
-from router.simulate.run.tiers import TierSetup, tiers_of
-from router.simulate.run.variants import variants_of
-from router.simulate.workload.requests import Request, block_hashes
+from router.simulate.engine import SimEngine
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import Request, block_hashes
+from router.simulate.setup import FleetRun, FleetSetup, RequestRun, Timing, variants_of
+from router.simulate.tiers import TierSetup, tiers_of
 
 FULL = (GroupSpec(0, "full_attention", 64),)
 HYBRID = (GroupSpec(0, "full_attention", 64), GroupSpec(1, "sliding_window", 64, sliding_window=128))

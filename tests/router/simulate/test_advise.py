@@ -22,8 +22,8 @@ from router.simulate.advise_trials import (
     reusable_share,
     trials,
 )
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.tiers import TierSetup, TierSpec
+from router.simulate.setup import FleetSetup
+from router.simulate.tiers import TierSetup, TierSpec
 from tests.router.simulate.support import FULL, HYBRID, line, request, write_lines
 from tests.support.paths import DATA
 from tests.support.waiting import run

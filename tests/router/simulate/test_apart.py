@@ -14,12 +14,11 @@ from router.cli import app
 from router.config.errors import ConfigError
 from router.pd.settings import PdSettings
 from router.simulate.advise_trials import ALIKE, REQUESTS_MIN, judge, splits, trials
+from router.simulate.fleet import FleetSim
 from router.simulate.report import SplitVerdict, verdict
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import Fetch, FleetRun, FleetSetup, RequestRun, Timing
-from router.simulate.run.variants import variants_of
+from router.simulate.requests import Request, block_hashes
+from router.simulate.setup import Fetch, FleetRun, FleetSetup, RequestRun, Timing, variants_of
 from router.simulate.study import Outcome
-from router.simulate.workload.requests import Request, block_hashes
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.router.simulate.test_advise import BASE, SETUP
 from tests.support.examples import examples

@@ -13,9 +13,9 @@ import pytest
 from publisher.simulator.request import CacheConfig, EngineStats, Gauges, render
 from router.observe.usage import UsageLine
 from router.simulate.fit import FitError, fit_capture, fit_metrics
-from router.simulate.run.setup import Timing
-from router.simulate.workload.requests import WorkloadError
-from router.simulate.workload.traces import asked_in, is_capture, read_capture
+from router.simulate.requests import WorkloadError
+from router.simulate.setup import Timing
+from router.simulate.traces import asked_in, is_capture, read_capture
 from tests.router.simulate.support import line, write_lines
 
 ASKED_S = 0.25

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.simulate.run.engine import Arrivals
-from router.simulate.run.setup import Timing
-from router.simulate.workload.requests import Follows, Request, by_time, continued
-from router.simulate.workload.sources import agents, tenants
+from router.simulate.engine import Arrivals
+from router.simulate.requests import Follows, Request, by_time, continued
+from router.simulate.setup import Timing
+from router.simulate.workload import agents, tenants
 from tests.router.simulate.support import fleet_run, request
 from tests.support.examples import examples
 

@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 
-from router.simulate.run.fleet import FleetSim
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.variants import VARIANTS
-from router.simulate.workload.requests import continued
-from router.simulate.workload.sources import agents, chat
+from router.simulate.fleet import FleetSim
+from router.simulate.requests import continued
+from router.simulate.setup import VARIANTS, FleetSetup
+from router.simulate.workload import agents, chat
 from tests.router.simulate.support import FAST, HYBRID, fleet_run, request
 from tests.support.examples import some
 

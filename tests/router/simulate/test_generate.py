@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from router.observe.history import UNIT_TOKENS
-from router.simulate.workload.requests import continued
-from router.simulate.workload.sources import GENERATORS, agents, chat, documents, shared, tenants
+from router.simulate.requests import continued
+from router.simulate.workload import GENERATORS, agents, chat, documents, shared, tenants
 
 
 @pytest.mark.parametrize("name", GENERATORS)

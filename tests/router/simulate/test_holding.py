@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from router.simulate.run.setup import FleetRun
-from router.simulate.run.variants import VARIANTS, HoldSetup, variants_of
-from router.simulate.workload.requests import Request
+from router.simulate.requests import Request
+from router.simulate.setup import VARIANTS, FleetRun, HoldSetup, variants_of
 from tests.router.simulate.support import fleet_run, request
 
 

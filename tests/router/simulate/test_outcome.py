@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from router.simulate.plan import over_seeds
-from router.simulate.run.setup import FleetRun, Row
-from router.simulate.study import NothingServedError, compare, result_of
+from router.simulate.setup import FleetRun, Row
+from router.simulate.study import NothingServedError, compare, over_seeds, result_of
 
 
 def row(index: int, ttft_s: float, *, hit: int = 0, predicted: int = 0, tokens: int = 100) -> Row:

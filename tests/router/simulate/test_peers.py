@@ -7,8 +7,8 @@ import random
 import pytest
 
 from publisher.events import BlockHash
-from router.simulate.run import peers as peer_router
-from router.simulate.run.peers import (
+from router.simulate import peers as peer_router
+from router.simulate.peers import (
     FORMULAS,
     FirstTokenRegression,
     PeerRouter,
@@ -18,8 +18,8 @@ from router.simulate.run.peers import (
     llm_d,
     vllm_router,
 )
-from router.simulate.run.router_view import NOTHING, PrefixHit
-from router.simulate.run.variants import PEERS, variants_of
+from router.simulate.router_view import NOTHING, PrefixHit
+from router.simulate.setup import PEERS, variants_of
 from tests.router.simulate.support import FULL, fleet_run, request
 
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.errors import ConfigError
-from router.simulate.workload.requests import Request, WorkloadError, block_hashes
-from router.simulate.workload.sources import WorkloadSource
-from router.simulate.workload.traces import UnitRange, read
+from router.simulate.requests import Request, WorkloadError, block_hashes
+from router.simulate.traces import UnitRange, read
+from router.simulate.workload import WorkloadSource
 from tests.router.simulate.support import line, write_lines
 from tests.router.simulate.test_simulate_command import call
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from publisher.events import GroupSpec
-from router.simulate.run.setup import Timing
-from router.simulate.workload.requests import Request
+from router.simulate.requests import Request
+from router.simulate.setup import Timing
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, request
 from tests.support.examples import examples
 

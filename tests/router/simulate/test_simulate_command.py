@@ -15,9 +15,8 @@ from publisher.engine import EngineSettings, SimulatedEngine
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate import report
-from router.simulate.plan import Study, VariantReport
 from router.simulate.report import Facts
-from router.simulate.study import Curves, Outcome, Result
+from router.simulate.study import Curves, Outcome, Result, Study, VariantReport
 from tests.router.simulate.support import line, write_lines
 from tests.router.simulate.test_capture_and_fit import COMPUTED, PACE, PREFILL, captured, drawn
 from tests.support.examples import some

@@ -7,12 +7,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from router.simulate.plan import ModelError, Plan, check_layout, check_units, groups_of, run_plan
-from router.simulate.run.setup import FleetSetup
-from router.simulate.run.variants import variants_of
-from router.simulate.study import Job, pool_blocks, result_of, round_robin, run_all, run_one, speed_for
-from router.simulate.workload.requests import Request, WorkloadError
-from router.simulate.workload.sources import WorkloadSource
+from router.simulate.requests import Request, WorkloadError
+from router.simulate.setup import FleetSetup, variants_of
+from router.simulate.study import (
+    Job,
+    ModelError,
+    Plan,
+    check_layout,
+    check_units,
+    groups_of,
+    pool_blocks,
+    result_of,
+    round_robin,
+    run_all,
+    run_one,
+    run_plan,
+    speed_for,
+)
+from router.simulate.workload import WorkloadSource
 from tests.router.simulate.support import FAST, HYBRID, line, request, write_lines
 
 WORKLOADS = WorkloadSource(name="tenants", requests_max=60).draws(range(2))

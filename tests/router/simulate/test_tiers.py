@@ -14,8 +14,9 @@ from publisher.events import BlockHash
 from publisher.pool.host_tier import RetentionHint
 from router.config.errors import ConfigError
 from router.simulate.command import read_tiers
-from router.simulate.run.setup import Timing
-from router.simulate.run.tiers import (
+from router.simulate.requests import continued
+from router.simulate.setup import Timing, variants_of
+from router.simulate.tiers import (
     WRITES_MAX,
     Link,
     SharedStore,
@@ -26,9 +27,7 @@ from router.simulate.run.tiers import (
     read_store,
     tiers_of,
 )
-from router.simulate.run.variants import variants_of
-from router.simulate.workload.requests import continued
-from router.simulate.workload.sources import agents
+from router.simulate.workload import agents
 from tests.router.simulate.support import FAST, FULL, HYBRID, Bench, fleet_run, request
 from tests.support.examples import examples
 

@@ -10,7 +10,8 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
 from publisher.events import BlockHash
 from router.placement.affinity import ShadowSpec
-from router.simulate.run.router_view import (
+from router.simulate.requests import block_hashes
+from router.simulate.router_view import (
     NOTHING,
     ExactRules,
     History,
@@ -19,8 +20,7 @@ from router.simulate.run.router_view import (
     PrefixHit,
     history_blocks,
 )
-from router.simulate.run.variants import VARIANTS, variants_of
-from router.simulate.workload.requests import block_hashes
+from router.simulate.setup import VARIANTS, variants_of
 from tests.router.simulate.support import FULL, HYBRID, request
 
 paths = st.lists(st.sampled_from("ab"), min_size=1, max_size=5).map("".join)

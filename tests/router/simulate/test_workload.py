@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.simulate.workload.requests import (
+from router.simulate.requests import (
     Asked,
     Request,
     WorkloadError,
@@ -19,7 +19,7 @@ from router.simulate.workload.requests import (
     continued,
     spread,
 )
-from router.simulate.workload.traces import read
+from router.simulate.traces import read
 from tests.router.simulate.support import line, write_lines
 
 

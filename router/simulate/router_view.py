@@ -22,9 +22,8 @@ from router.placement.cost import Choice, make_choice
 from router.placement.inflight import InflightPrompt
 from router.placement.load import Ticket
 from router.placement.split import Pick, Side, plan
-from router.simulate.run.setup import Fetch, FleetSetup, RequestRun
-from router.simulate.run.tiers import EngineTiers
-from router.simulate.run.variants import Variant
+from router.simulate.setup import Fetch, FleetSetup, RequestRun, Variant
+from router.simulate.tiers import EngineTiers
 
 
 class PrefixHit(NamedTuple):

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from publisher.events import BlockHash
-from router.simulate.run.router_view import History, PrefixHit
-from router.simulate.run.variants import REGRESSION
+from router.simulate.router_view import History, PrefixHit
+from router.simulate.setup import REGRESSION
 
 NO_HIT_NEUTRAL = 0.5
 # Prefix, KV usage, queue, no-hit LRU: the weights of llm-d's guide for precise prefix routing.

@@ -37,13 +37,12 @@ from router.placement.policies import ArmState, policy
 from router.placement.pull import PullLinks, PullSources, with_pull
 from router.placement.rates import FleetRates, RateSettings
 from router.placement.saturation import gap_s, joins_sibling
-from router.simulate.run.engine import Arrivals, Calendar, SimEngine
-from router.simulate.run.peers import PeerRouter
-from router.simulate.run.router_view import Leg, PrefixHit, Roles, router_view
-from router.simulate.run.setup import FleetRun, FleetSetup, RequestRun, Row, simulated_scheme
-from router.simulate.run.tiers import tiers_of
-from router.simulate.run.variants import HoldSetup, Variant
-from router.simulate.workload.requests import Request, block_hashes
+from router.simulate.engine import Arrivals, Calendar, SimEngine
+from router.simulate.peers import PeerRouter
+from router.simulate.requests import Request, block_hashes
+from router.simulate.router_view import Leg, PrefixHit, Roles, router_view
+from router.simulate.setup import FleetRun, FleetSetup, HoldSetup, RequestRun, Row, Variant, simulated_scheme
+from router.simulate.tiers import tiers_of
 
 # Requests held by a simulated router while every engine is saturated, in the router's own queue.
 #
@@ -154,13 +153,9 @@ class FleetSim:
     def __init__(self, setup: FleetSetup, variant: Variant, *, mean_prompt_tokens: float) -> None:
         self._setup, self._variant = setup, variant
         self._knobs = msgspec.structs.replace(setup.policy, **dict(variant.settings))
-        self._roles = None
-        if variant.prefill:
-            if variant.prefill >= setup.engines:
-                raise ValueError(
-                    f"prefill={variant.prefill} leaves none of {setup.engines} engines to decode"
-                )
-            self._roles = Roles(variant.prefill, setup.groups, setup.pd)
+        if variant.prefill >= setup.engines:
+            raise ValueError(f"prefill={variant.prefill} leaves none of {setup.engines} engines to decode")
+        self._roles = Roles(variant.prefill, setup.groups, setup.pd) if variant.prefill else None
         self._policy = policy(variant.policy)
         self._state = ArmState(random.Random(setup.seed))
         self._names = [f"engine-{i}" for i in range(setup.engines)]
@@ -172,7 +167,17 @@ class FleetSim:
         self._hints = RetentionHints()
         self._alone: list[int] = []  # hits of the last prompt looked up, in host memory alone
         self._all_full = all(group.family is Family.FULL for group in setup.groups)
-        pools = [self._pool() for _ in self._names]
+        pools = [
+            HybridBlockPool(
+                setup.groups,
+                num_blocks=setup.num_blocks,
+                scheme=self._scheme,
+                retention_interval=setup.retention,
+                chunk_tokens_max=setup.timing.chunk_tokens,
+                events=False,
+            )
+            for _ in self._names
+        ]
         self._tiers = tiers_of(setup.tiers, pools)
         if setup.tiers is not None and setup.tiers.any:
             self._knobs = msgspec.structs.replace(
@@ -236,17 +241,6 @@ class FleetSim:
             self._now,
             sum(outside.moved_bytes for outside in self._tiers if outside is not None),
             sum(outside.left_out_blocks for outside in self._tiers if outside is not None),
-        )
-
-    def _pool(self) -> HybridBlockPool:
-        setup = self._setup
-        return HybridBlockPool(
-            setup.groups,
-            num_blocks=setup.num_blocks,
-            scheme=self._scheme,
-            retention_interval=setup.retention,
-            chunk_tokens_max=setup.timing.chunk_tokens,
-            events=False,
         )
 
     def _arrive(self, index: int, request: Request) -> None:

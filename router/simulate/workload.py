@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from router.observe.history import UNIT_TOKENS
-from router.simulate.workload.requests import (
+from router.simulate.requests import (
     Asked,
     Request,
     WorkloadError,
@@ -29,8 +29,7 @@ from router.simulate.workload.requests import (
     continued,
     spread,
 )
-from router.simulate.workload.sessions import is_session, read_sessions
-from router.simulate.workload.traces import asked_in, is_capture, read, read_capture
+from router.simulate.traces import asked_in, is_capture, is_session, read, read_capture, read_sessions
 
 TURN_TOKENS_MAX = 6000
 ANSWER_TOKENS_MAX = 1500

@@ -1,6 +1,6 @@
 """A workload: requests in the order of their arrival, with ids instead of tokens, and without any text.
 
-The formats are read by ``traces``, ``sessions`` and ``sources``. All of them describe a prompt by ids, one
+The formats are read by ``traces``, and drawn by ``workload``. All of them describe a prompt by ids, one
 per ``unit_tokens`` tokens, the last one for the rest. Equal ids at the start of two prompts mean equal
 tokens.
 

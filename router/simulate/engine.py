@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from publisher.block_pool import HybridBlockPool, PoolRequest
-from router.simulate.run.setup import RequestRun, Timing
-from router.simulate.run.tiers import EngineTiers, Medium
-from router.simulate.workload.requests import Follows, Request
+from router.simulate.requests import Follows, Request
+from router.simulate.setup import RequestRun, Timing
+from router.simulate.tiers import EngineTiers, Medium
 
 Told = Callable[[RequestRun, float], None]
 _rank_s = attrgetter("rank_s")

@@ -1,1 +1,0 @@
-"""One simulated fleet on a virtual clock."""

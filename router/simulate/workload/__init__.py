@@ -1,1 +1,0 @@
-"""Workloads: requests, their content and their times."""
