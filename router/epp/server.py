@@ -19,9 +19,8 @@ from typing import Any, Final
 import structlog
 
 from router.epp import grpc
-from router.epp.conformance import ConformanceExchange
 from router.epp.context import PickerContext
-from router.epp.exchange import GatewayExchange
+from router.epp.exchange import ConformanceExchange, GatewayExchange
 from router.epp.grpc import GrpcError, GrpcReader, message_frame
 from router.epp.messages import ProtobufError, as_text, fields, number_field
 from router.epp.settings import EppSettings, EppStats, parse_listen

@@ -16,8 +16,8 @@ import pytest
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.admission.key_file import digest_of
 from router.admission.settings import KeySettings, QueueSettings
-from router.epp import conformance
-from router.epp.conformance import select
+from router.epp import exchange
+from router.epp.exchange import select
 from router.fleet.identity import EngineAddress
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
@@ -28,8 +28,8 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, configure, routing, running
 
 pytestmark = pytest.mark.envoy
-SELECTION = conformance.SELECTION.decode()
-SERVED = conformance.SERVED.decode()
+SELECTION = exchange.SELECTION.decode()
+SERVED = exchange.SERVED.decode()
 
 
 @pytest.fixture(autouse=True)
