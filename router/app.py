@@ -49,8 +49,8 @@ from router.placement.inflight import InflightPrompt
 from router.placement.others import OthersLoad
 from router.prompts.reader import PromptReader
 from router.prompts.tokenizer_finder import TokenizerFinder
-from router.proxy.aliases import Aliases
 from router.proxy.app import ProxyApp
+from router.proxy.settings import Aliases
 from router.workers.context import WorkerContext
 from router.workers.gossip import SiblingGossip
 from router.workers.supervisor import WorkerGroup

@@ -38,7 +38,7 @@ from router.http.sockets import Certificates, TlsError, raise_descriptor_limit, 
 from router.observe.traces import TracesNotInstalledError
 from router.placement.policies import policy
 from router.prompts.reader import ModelDirError
-from router.proxy.aliases import Aliases
+from router.proxy.settings import Aliases
 from router.replication.settings import SettingsError, redacted
 from router.workers.context import WorkerContext
 

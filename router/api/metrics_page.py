@@ -49,8 +49,7 @@ from router.placement.others import OthersLoad
 from router.placement.pull import Pulls
 from router.prompts.stats import PromptStats
 from router.prompts.tokenizer_finder import ModelOrigin
-from router.proxy.aliases import Aliases
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import Aliases, ProxyStats
 
 if TYPE_CHECKING:
     from router.replication.service import SharedIndex

@@ -32,7 +32,7 @@ from router.placement.affinity import Shadow
 from router.placement.policies import POLICIES
 from router.prompts.hub import download_command, has_tokenizer, parse_source
 from router.prompts.settings import zone_of
-from router.proxy.aliases import Aliases
+from router.proxy.settings import Aliases
 
 # Returns the fault of a text with its remedy; "" if it is valid.
 Rule = Callable[[str], str]

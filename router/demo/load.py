@@ -49,7 +49,7 @@ from router.http.sockets import describe_error
 from router.observe.receipts import EngineReceipts, Receipt
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
 from router.placement.engine import Engine
-from router.proxy.sse import read_usage
+from router.proxy.answers import read_usage
 
 
 class Tally(msgspec.Struct):

@@ -28,7 +28,7 @@ NULL = msgspec.Raw(b"null")
 
 
 class NotLocalError(Exception):
-    """This prompt cannot be computed exactly here; ``reason`` is one of ``stats.REASONS``."""
+    """This prompt cannot be computed exactly here; ``reason`` is one of ``settings.REASONS``."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

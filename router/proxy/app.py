@@ -49,7 +49,6 @@ from router.openai.members import STEPS_MAX, TooManyStepsError, run_cooperativel
 from router.openai.request import PROMPT_APIS, RESPONSES, SESSION, InboundRequest, error_body
 from router.pd.settings import PdSettings, PdStats
 from router.prompts.bodies import peek_chat
-from router.proxy.aliases import Aliases
 from router.proxy.attempt import Outbound
 from router.proxy.forward import Forwarder, Placer
 from router.proxy.headers import (
@@ -63,8 +62,7 @@ from router.proxy.headers import (
     without_trailing_slashes,
 )
 from router.proxy.screen import Rules, may_be_object, screen, screen_form
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import Aliases, ProxySettings, ProxyStats
 
 T = TypeVar("T")
 PIN = b"x-kvatlas-engine"

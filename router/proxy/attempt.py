@@ -7,8 +7,9 @@ the end changes nothing but the breaker."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import xxhash
@@ -16,7 +17,7 @@ import xxhash
 from router.admission.admission_queue import ENGINE_PRIORITY
 from router.admission.tenants import TenantRequest
 from router.http.request_cycle import RequestCycle
-from router.http.upstream import UpstreamClient
+from router.http.upstream import UpstreamClient, UpstreamError
 from router.observe.requests import RequestRecord
 from router.observe.usage import PlacementFacts
 from router.openai.request import InboundRequest, Usage
@@ -26,6 +27,7 @@ from router.pd.settings import Prefilled
 from router.pd.transfer import KvSource
 from router.proxy.breaker import Breaker
 from router.proxy.headers import RequestHead, request_head
+from router.proxy.settings import ProxyStats
 
 _TOO_MANY = 429
 Fields = tuple[tuple[bytes, bytes], ...]
@@ -348,3 +350,56 @@ class OwnConnections:
     def may_retry(self) -> bool:
         """Implement ``Carrier``."""
         return True
+
+
+# Reports of a failed answer: to the attempt, the record, and the log.
+
+
+# Statuses after which another engine is asked: this one is busy, broken or going down.
+REFUSALS: Final = frozenset({429, 500, 502, 503, 504})
+# The status of an engine that the request may have broken.
+BROKEN: Final = 500
+
+
+class EventRefusedError(Exception):
+    """An event stream of success began with an error, and nothing has been passed on."""
+
+    def __init__(self, status: int, fields: list[tuple[bytes, bytes]], body: bytes) -> None:
+        super().__init__(status)
+        self.status = status
+        self.fields = fields
+        self.body = body
+
+
+def engine_failed(attempt: Attempt, error: UpstreamError, stats: ProxyStats) -> None:
+    """Tell the attempt that its connection failed, and count that if it ended it."""
+    if attempt.broke(error.reason):
+        stats.count_failure("refused" if error.reason == "overflow" else error.reason)
+
+
+def await_first_byte(attempt: Attempt, carrier: Carrier) -> None:
+    """From now on this task is cancelled where the engine goes down before the first byte, if another engine
+    may be asked then."""
+    if (task := asyncio.current_task()) is not None and carrier.may_retry():
+        attempt.awaited(task.cancel)
+
+
+def abandoned(attempt: Attempt, stats: ProxyStats) -> UpstreamError | None:
+    """Why the wait for the first byte was cancelled, if that is since the engine went down and for no other
+    reason. To be called in the task that waited."""
+    task = asyncio.current_task()
+    if not attempt.abandoned or task is None or task.uncancel():
+        return None
+    error = UpstreamError("timeout")
+    error.abandoned = True
+    stats.requests_moved += 1
+    return error
+
+
+def broke_off(attempt: Attempt, record: RequestRecord, error: UpstreamError, stats: ProxyStats) -> None:
+    """The answer ended before its end, and the client has had a part of it."""
+    stats.streams_broken += 1
+    engine_failed(attempt, error, stats)
+    engine_id = attempt.engine_id
+    record.broken = True
+    record.tracker.warn("answer broke off", record, engine_id, engine=engine_id, problem=error.reason)

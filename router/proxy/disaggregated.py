@@ -34,12 +34,20 @@ from router.pd.transfer import (
     expired_leases,
     without_blocks,
 )
-from router.proxy.attempt import Answer, Attempt, Outbound, OwnConnections
-from router.proxy.endings import BROKEN, REFUSALS, abandoned, aborted, await_first_byte, engine_failed
+from router.proxy.answers import aborted, read_usage
+from router.proxy.attempt import (
+    BROKEN,
+    REFUSALS,
+    Answer,
+    Attempt,
+    Outbound,
+    OwnConnections,
+    abandoned,
+    await_first_byte,
+    engine_failed,
+)
 from router.proxy.headers import read_answer_headers, request_head
-from router.proxy.settings import ProxySettings
-from router.proxy.sse import read_usage
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxySettings, ProxyStats
 
 _PREFILL_ANSWER_BYTES_MAX = 8 << 20
 """Of a prefill engine's answer, which lists the numbers of its blocks."""

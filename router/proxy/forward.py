@@ -35,7 +35,19 @@ from router.pd.bodies import hint_params
 from router.pd.handoff import DisaggState, NotFetchedError
 from router.pd.settings import PdSettings, PdStats
 from router.pd.transfer import KvSource, connector_of
-from router.proxy.attempt import Answer, Attempt, Carrier, Outbound, OwnConnections
+from router.proxy.attempt import (
+    BROKEN,
+    REFUSALS,
+    Answer,
+    Attempt,
+    Carrier,
+    EventRefusedError,
+    Outbound,
+    OwnConnections,
+    abandoned,
+    await_first_byte,
+    engine_failed,
+)
 from router.proxy.disaggregated import (
     AgainError,
     ConcurrentPrefill,
@@ -44,18 +56,9 @@ from router.proxy.disaggregated import (
     broke,
     new_transfer_id,
 )
-from router.proxy.endings import (
-    BROKEN,
-    REFUSALS,
-    EventRefusedError,
-    abandoned,
-    await_first_byte,
-    engine_failed,
-)
 from router.proxy.headers import REDIRECTS, as_json, read_answer_headers
 from router.proxy.relay import AnswerRelay
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxySettings, ProxyStats
 
 _log = structlog.get_logger()
 _BAD_REQUEST = 400

@@ -17,11 +17,10 @@ from router.http.upstream import UpstreamError
 from router.observe.requests import RequestRecord
 from router.openai.errors import stream_broken
 from router.openai.request import PROMPT_APIS, RESPONSES, Usage, error_event
-from router.proxy.attempt import Answer, Attempt
-from router.proxy.endings import REFUSALS, EventRefusedError, aborted, broke_off, error_status
+from router.proxy.answers import SseRelay, aborted, error_status, read_response_id, read_usage
+from router.proxy.attempt import REFUSALS, Answer, Attempt, EventRefusedError, broke_off
 from router.proxy.headers import AnswerHead
-from router.proxy.sse import SseRelay, read_response_id, read_usage
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxyStats
 
 # Passes one engine's event stream on, piece by piece.
 #

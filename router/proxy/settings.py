@@ -1,10 +1,16 @@
-"""Limits and rules of forwarding. Names carry units; all defaults live here."""
+"""Limits, rules, counters of forwarding, and aliases of models. Names carry units; all defaults live here."""
 
 from __future__ import annotations
 
-from typing import Literal
+import random
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from router.http.settings import ClientSettings
+import msgspec
+import xxhash
+
+from router.http.settings import ClientSettings, ClientStats
+from router.openai.request import Session
 
 ReportMode = Literal["pass", "strip", "refuse"]
 
@@ -65,3 +71,109 @@ class ProxySettings(ClientSettings, frozen=True):
     """No further engine is tried later than this many seconds after the first attempt."""
     retry_after_s_max: float = 60.0
     """Longest time for which an engine's Retry-After keeps it from being chosen, in seconds."""
+
+
+# Plain counters of the proxied path; the metrics exporter reads them, nothing here knows about it.
+
+
+class ProxyStats(ClientStats):
+    """Requests, retries and failures as the proxy saw them. Monotone, but for the gauges so named."""
+
+    requests: Annotated[int, "kvatlas_proxy_requests_total"] = 0
+    """Requests that came to the proxied paths."""
+    requests_active: Annotated[int, "kvatlas_proxy_requests_active"] = 0
+    """Requests being answered now."""
+    retries: Annotated[int, "kvatlas_proxy_retries_total"] = 0
+    """Further attempts at another engine."""
+    requests_moved: Annotated[int, "kvatlas_proxy_requests_moved_total"] = 0
+    """Requests that waited for a first byte when their engine went down, and were given to another one."""
+    engine_failures: Annotated[dict[str, int], "kvatlas_proxy_engine_failures_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Failed attempts at engines, by reason."""
+    streams_broken: Annotated[int, "kvatlas_proxy_streams_broken_total"] = 0
+    """Answers that broke off after their first byte had been given to the client."""
+    engines_broken: Annotated[int, "kvatlas_proxy_engines_broken_total"] = 0
+    """Requests whose engine answered 500 or ended the connection before the first byte, each time."""
+    requests_quarantined: Annotated[int, "kvatlas_proxy_requests_quarantined_total"] = 0
+    """Requests not tried again because they had broken two engines."""
+    clients_gone: Annotated[int, "kvatlas_proxy_clients_gone_total"] = 0
+    """Clients that left before their answer was complete."""
+    clients_left_unanswered: Annotated[int, "kvatlas_proxy_clients_left_unanswered_total"] = 0
+    """Clients that left without a byte although the engine had had the time, and gave no answers."""
+    bodies_too_large: Annotated[int, "kvatlas_proxy_bodies_too_large_total"] = 0
+    """Request bodies over `proxy.body_bytes_max`."""
+    paths_refused: Annotated[int, "kvatlas_proxy_paths_refused_total"] = 0
+    """Requests for a path that affects every client of an engine (403)."""
+    kv_transfer_params_removed: Annotated[int, "kvatlas_proxy_kv_transfer_params_removed_total"] = 0
+    """Requests whose body had ``kv_transfer_params``, which was taken out."""
+    forms_refused: Annotated[int, "kvatlas_proxy_forms_refused_total"] = 0
+    """Forms (audio uploads) refused: not to be read with certainty, or with fields that must not reach
+    engines."""
+    priorities_refused: Annotated[int, "kvatlas_proxy_priorities_refused_total"] = 0
+    """Requests that an engine refused with the priority of `policy.engine_priority` and took without; it is
+    given none until it has been down."""
+    usage_unreadable: Annotated[int, "kvatlas_proxy_usage_unreadable_total"] = 0
+    """Answers whose usage could not be read (too long, or not the expected shape)."""
+    errors: Annotated[dict[str, int], "kvatlas_proxy_errors_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Answers of the router's own that say what went wrong, by error code; unknown paths and models are not
+    among them."""
+    not_found: Annotated[dict[str, int], "kvatlas_proxy_not_found_total{reason}"] = msgspec.field(
+        default_factory=dict
+    )
+    """Requests for an unknown path or model (404 by the router), by error code."""
+
+    def count_failure(self, reason: str) -> None:
+        """One engine failure."""
+        self.engine_failures[reason] = self.engine_failures.get(reason, 0) + 1
+
+    def count_error(self, status: int, code: str) -> None:
+        """One error answer of our own."""
+        counts = self.not_found if status == 404 else self.errors
+        counts[code] = counts.get(code, 0) + 1
+
+
+# Names that clients may use for models, and the shares of the models behind them.
+#
+# Where several models share a name, requests of one session stay with one of them, so that their prefixes
+# stay cached; others are spread at random by weight. Always true: only the value of the body's top-level
+# ``model`` changes, every other byte stays.
+
+
+class Aliases:
+    """``shares``: name -> model -> weight. Raises ``ValueError`` naming what is wrong."""
+
+    def __init__(self, shares: Mapping[str, Mapping[str, float]]) -> None:
+        for name, weights in shares.items():
+            if not weights or not all(0 <= weight < float("inf") for weight in weights.values()):
+                raise ValueError(f"{name}: expected models with weights, 0 or more each")
+            if not sum(weights.values()):
+                raise ValueError(f"{name}: one weight at least must be more than 0")
+            if chained := set(weights) & set(shares):
+                raise ValueError(f"{name}: {min(chained)} is an alias itself; name a served model")
+        self._shares = {name: tuple(weights.items()) for name, weights in shares.items()}
+
+    @classmethod
+    def from_shares(cls, shares: Mapping[str, Mapping[str, float]]) -> Aliases | None:
+        """None where there are no such names."""
+        return cls(shares) if shares else None
+
+    def items(self) -> list[tuple[str, list[str]]]:
+        """Every name, and the models that it may stand for."""
+        return [(name, [to for to, weight in shares if weight]) for name, shares in self._shares.items()]
+
+    def model_for(self, name: str | None, session: Session | None) -> str | None:
+        """The model to ask for instead of ``name``; None: it is no alias. Sub-agents follow their session."""
+        shares = None if name is None else self._shares.get(name)
+        if shares is None:
+            return None
+        total = sum(weight for _, weight in shares)
+        share = random.random() if session is None else xxhash.xxh3_64_intdigest(session.id.encode()) / 2**64
+        point = share * total
+        for model, weight in shares:
+            if point < weight:
+                return model
+            point -= weight
+        return next(model for model, weight in reversed(shares) if weight)

@@ -41,7 +41,7 @@ from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
 from router.placement.load import LoadStats
 from router.prompts.stats import PromptStats
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxyStats
 from router.replication.gossip import GossipStats
 from router.replication.leases import LeaseStats
 from router.replication.lookup import LookupStats

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from router.http.upstream import UpstreamConnection, UpstreamError
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import answer
 from tests.support.transports import FakeTransport
 from tests.support.waiting import run

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.openai.members import at_once, with_value
 from router.openai.request import Session
-from router.proxy.aliases import Aliases
+from router.proxy.settings import Aliases
 
 
 def test_shares_are_kept_and_a_session_stays() -> None:

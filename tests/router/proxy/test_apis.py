@@ -12,9 +12,9 @@ import pytest
 from router.openai.errors import no_ready_engine, stream_broken
 from router.openai.members import at_once
 from router.openai.request import RESPONSES, Usage, error_body, error_event
+from router.proxy.answers import SseRelay, read_response_id, read_usage
 from router.proxy.headers import Verdict, judge
 from router.proxy.screen import Rules, screen
-from router.proxy.sse import SseRelay, read_response_id, read_usage
 from tests.support.ports import free_port
 from tests.support.proxy_rig import SSE_HEAD, Engine, chunk, routing, writes
 from tests.support.waiting import run

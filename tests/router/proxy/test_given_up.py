@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from publisher.engine import EngineSettings, SimulatedEngine
-from router.proxy.sse import SseRelay
+from router.proxy.answers import SseRelay
 from tests.support.proxy_rig import (
     DONE,
     END,

@@ -18,8 +18,7 @@ from router.proxy.attempt import Attempt
 from router.proxy.breaker import Breaker
 from router.proxy.headers import read_answer_headers
 from router.proxy.relay import AnswerRelay
-from router.proxy.settings import ProxySettings
-from router.proxy.stats import ProxyStats
+from router.proxy.settings import ProxySettings, ProxyStats
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, chunk, event
 from tests.support.transports import FakeTransport
 from tests.support.waiting import run

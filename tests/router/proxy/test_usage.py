@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.request import Usage
-from router.proxy.sse import SseRelay
+from router.proxy.answers import SseRelay
 from tests.support.proxy_rig import (
     DONE,
     END,

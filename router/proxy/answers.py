@@ -1,22 +1,137 @@
-"""Parts of an answer that the proxy reads while passing it on: line ends, the first token, the usage.
+"""Parts of an answer that the proxy reads while passing it on, in the shape of each API: line ends, the first
+token, the usage, and whether an event is an error, or says that the engine gave the request up.
 
 ``SseRelay`` gives every piece of an event stream back at once and unchanged, except that the beginning of a
 line whose end has not arrived yet waits for it. So a client has only ever been given whole lines, and if the
 engine dies in the middle of one, an error event can still be added that the client understands. Chunks are
 not parsed; only lines that contain ``"usage"`` are, the first one of a Responses stream, for its id, and
 those before the first token. Where another engine could be asked instead, events that come before anything is
-generated wait for the first one that is.
+generated wait for the first one that is. Pure.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Final
 
 import msgspec
 
-from router.openai.request import RESPONSES, Usage
-from router.proxy.endings import abort_mark, aborts_in_choices, event_aborted, is_opening, waits_for_more
+from router.openai.request import BATCH, CHAT, COMPLETION, GENERATE, MESSAGES, RESPONSES, Usage
+
+# Beginning and end of an answer: whether an event is generated already, is an error, or says that the engine
+# gave the request up.
+#
+# An engine that ends by SIGTERM aborts what it was asked and answers 200 (vLLM 0.32 and 0.33 with
+# ``shutdown_timeout = 0``: entrypoints/launchers/launcher.py): ``finish_reason`` is ``abort`` in ``choices``;
+# a message has no ``stop_reason`` (entrypoints/anthropic/serving.py); a response is ``cancelled``, or
+# ``completed`` with what had been generated, if anything (entrypoints/openai/responses/serving.py).
+
+
+# APIs whose aborts are a ``finish_reason``, null in the events before.
+_IN_CHOICES: Final = frozenset({CHAT, COMPLETION, GENERATE, BATCH})
+# Events that come before anything is generated, or say nothing of it.
+_OPENINGS: Final = {
+    CHAT: re.compile(
+        rb'"role": ?"assistant", ?"content": ?""(?!.*(?:"finish_reason": ?"|"tool_calls": ?\[\{))'
+    ),
+    MESSAGES: re.compile(rb'"type": ?"(?:message_start|ping|content_block_start)"(?!.*"tool_use")'),
+    RESPONSES: re.compile(rb'"type": ?"response\.(?:created|in_progress|queued)"'),
+}
+_IN_BACKGROUND: Final = re.compile(rb'"background": ?true')
+# In every event that says that the engine gave up, as vLLM writes it; within a string its quotes would be
+# escaped. Few other texts share their last letters, which makes looking for them quick.
+_MARKS: Final = {
+    **dict.fromkeys(_IN_CHOICES, b'reason":"abort'),
+    MESSAGES: b'"message_delta"',
+    RESPONSES: b'"response.completed"',
+}
+_ERROR_MIN, _ERROR_MAX = 400, 599
+
+
+class _Choice(msgspec.Struct, gc=False):
+    finish_reason: Any = None
+
+
+class _OutputCount(msgspec.Struct, gc=False):
+    output_tokens: int | None = None
+
+
+class _Response(msgspec.Struct, gc=False):
+    status: Any = None
+    usage: _OutputCount | None = None
+
+    @property
+    def aborted(self) -> bool:
+        """Also one that is complete without a token: a whole answer has at least its last one."""
+        nothing = self.usage is not None and self.usage.output_tokens == 0
+        return self.status == "cancelled" or (self.status == "completed" and nothing)
+
+
+class _Said(_Response, gc=False):
+    type: Any = None
+    choices: list[_Choice] | None = None
+    delta: Any = None
+    stop_reason: Any = None
+    response: _Response | None = None
+    error: Any = None
+
+
+_ENDING_DECODER: Final = msgspec.json.Decoder(_Said)
+
+
+def _read_ending(text: bytes) -> _Said | None:
+    try:
+        return _ENDING_DECODER.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def aborted(path: str, body: bytes) -> bool:
+    """Whether this whole answer of success is one that the engine gave up."""
+    if path in _IN_CHOICES:
+        if body.find(_MARKS[path]) < 0:
+            return False
+    elif path == MESSAGES:
+        if body.find(b'"stop_reason":"') >= 0:
+            return False
+    elif path != RESPONSES or (body.find(b'"cancelled"') < 0 and body.find(b'"output_tokens":0') < 0):
+        return False
+    said = _read_ending(body)
+    if said is None:
+        return False
+    if path == MESSAGES:
+        return said.type == "message" and said.stop_reason is None
+    return said.aborted if path == RESPONSES else _gave_up(said)
+
+
+def _gave_up(said: _Said) -> bool:
+    return any(choice.finish_reason == "abort" for choice in said.choices or ())
+
+
+def event_aborted(path: str, data: bytes) -> bool:
+    """Whether the engine gives up with this event, which has the API's mark."""
+    said = _read_ending(data)
+    if said is None:
+        return False
+    if path == MESSAGES:
+        stops = isinstance(said.delta, dict) and said.delta.get("stop_reason", "") is None
+        return said.type == "message_delta" and stops
+    if path == RESPONSES:
+        return said.response is not None and said.response.aborted
+    return _gave_up(said)
+
+
+def error_status(data: bytes) -> int:
+    """The status that an event of an error names, 500 where it names none; 0: it is no error."""
+    if data.find(b'"error"') < 0:
+        return 0
+    said = _read_ending(data)
+    if said is None or not (said.error or said.type == "error"):
+        return 0
+    code = said.error.get("code") if isinstance(said.error, dict) else None
+    return code if isinstance(code, int) and _ERROR_MIN <= code <= _ERROR_MAX else 500
+
 
 # What an answer says of its prompt, in the shape of each API, whole or as one event of a stream.
 #
@@ -151,9 +266,9 @@ class SseRelay:
         self._seeks_id = path == RESPONSES
         self._holds = replaceable
         self._held = b""
-        self._abort_mark = abort_mark(path) if replaceable else b""
+        self._abort_mark = _MARKS.get(path, b"") if replaceable else b""
         # The last event of what aborts a message or a response has the usage; of choices, it has another end.
-        self._usual_end = _UNKNOWN_END if replaceable and aborts_in_choices(path) else b""
+        self._usual_end = _UNKNOWN_END if replaceable and path in _IN_CHOICES else b""
         self.aborted = False
         """The engine gave up: nothing more is to be passed on."""
         self.response_id: str | None = None
@@ -227,10 +342,12 @@ class SseRelay:
         data, self._held = self._held + data, b""
         for line in data.splitlines():
             if line.startswith(b"data:"):
-                if not is_opening(self._path, line):
+                opening = _OPENINGS.get(self._path)
+                if opening is None or opening.search(line) is None:
                     self.begun, self.first = True, line[5:]
                     return data
-                self._holds = self._holds and waits_for_more(line)
+                # A background response's opening names what goes on without its client, who gets it at once.
+                self._holds = self._holds and _IN_BACKGROUND.search(line) is None
             elif line.startswith(b":"):
                 # A comment keeps the connection open.
                 self._holds = False
