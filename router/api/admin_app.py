@@ -14,9 +14,8 @@ import structlog
 from fastapi import FastAPI, Request, Response
 
 from router import __version__
-from router.api.admin_auth import PEER, AdminStats, Authenticator, TokenFile
+from router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
 from router.api.app import add_errors, json_answer, read_body
-from router.api.settings import AdminSettings
 from router.fleet.desired import DesiredState, FleetFullError
 from router.fleet.identity import EngineAddress
 from router.fleet.sources import SourceStats, check_address

@@ -47,7 +47,7 @@ from router.pd.settings import PdStats
 from router.placement.engine import Accounts, Engine
 from router.placement.others import OthersLoad
 from router.placement.pull import Pulls
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from router.prompts.tokenizer_finder import ModelOrigin
 from router.proxy.settings import Aliases, ProxyStats
 

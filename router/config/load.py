@@ -20,7 +20,7 @@ import msgspec
 from cyclopts import Parameter
 
 from router.admission.settings import KeySettings, QueueSettings
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig

@@ -13,7 +13,7 @@ import msgspec
 from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
 from router.admission.settings import KeySettings, QueueSettings
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
 from router.fleet.identity import EngineAddress

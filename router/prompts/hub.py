@@ -23,42 +23,13 @@ from typing import Any, Final, Literal, NamedTuple
 from router.http.sockets import describe_error
 from router.prompts.settings import PromptSettings
 
-FAILURES: Final = (
-    # The repository wants an accepted licence and a token.
-    "gated",
-    # No such repository or revision, or one that is private.
-    "not_found",
-    # The hub refuses further requests for now.
-    "rate_limited",
-    # The hub does not answer, or answers with an error.
-    "unreachable",
-    # Downloads are switched off and the cache has nothing.
-    "offline",
-    # A file came shorter than announced.
-    "incomplete",
-    "disk",  # the cache cannot be written
-    # More bytes than prompts.hub_bytes_max.
-    "too_large",
-    "too_slow",  # longer than prompts.hub_timeout_s
-    # The repository or directory has no tokenizer of a supported kind.
-    "no_tokenizer",
-    # Its tokenizer is Python code, which is never executed.
-    "remote_code",
-    # Its files cannot be read, or need a package.
-    "unusable",
-    # The engine names a path of its own machine.
-    "not_readable",
-    # The engine gives other tokens for the same prompts.
-    "differs",
-    "not_compared",  # no engine reports its tokens
-)
 _LASTING: Final = frozenset(
     {"no_tokenizer", "remote_code", "too_large", "unusable", "differs", "not_readable"}
 )
 
 
 class TokenizerProblem(Exception):  # noqa: N818  # not an error of the program
-    """``reason`` is one of ``FAILURES``; ``str()`` describes the finding, ``remedy`` the remedy."""
+    """``reason`` is one of ``settings.FAILURES``; ``str()`` describes the finding, ``remedy`` the remedy."""
 
     def __init__(self, reason: str, seen: str, remedy: str) -> None:
         super().__init__(seen)

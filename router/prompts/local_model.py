@@ -42,8 +42,7 @@ from router.prompts.request import (
     has_many_values,
     num_values,
 )
-from router.prompts.settings import ModelPrompts, PromptSettings
-from router.prompts.stats import PromptStats
+from router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
 from router.prompts.tokenizer import ModelDir, ModelDirError, PromptTokenizer, ids_of, truncated
 
 # More new text than this is tokenized in a worker thread; less takes under 4 ms of the event loop.

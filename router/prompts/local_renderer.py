@@ -46,8 +46,7 @@ from router.prompts.request import (
     num_values,
     plain_message,
 )
-from router.prompts.settings import ModelPrompts
-from router.prompts.stats import PromptStats
+from router.prompts.settings import ModelPrompts, PromptStats
 from router.prompts.tokenizer import ModelDir, load_chat_template
 
 # Size of a known message besides its text and its converted form.

@@ -25,7 +25,7 @@ from router.fleet.status import Frontend
 from router.prompts.cuts import Ids
 from router.prompts.prompt_cache import Entry
 from router.prompts.request import ChatBody, CompletionBody, decode_message, decode_prompt
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 
 
 class Prompt(msgspec.Struct, eq=False, gc=False):

@@ -22,7 +22,7 @@ from publisher.block_hash import HashChain, HashScheme, PromptExtras, num_hash_b
 from router.prompts.chat.messages import Message
 from router.prompts.cuts import CutText, Ids
 from router.prompts.request import SHARE, NotLocalError, extras_bytes
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 
 # One earlier prompt: its messages, tokens and hashes, which a next turn extends.
 

@@ -65,8 +65,7 @@ from router.prompts.request import (
     first_prompt,
     has_many_values,
 )
-from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings
-from router.prompts.stats import PromptStats
+from router.prompts.settings import ANY_MODEL, ModelPrompts, PromptSettings, PromptStats
 from router.prompts.tokenizer import ModelDirError, ids_of, load_model_dir, truncated
 
 __all__ = [

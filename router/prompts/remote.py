@@ -29,8 +29,7 @@ from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.cuts import Ids
 from router.prompts.families.frontends import is_unlike_sglang
 from router.prompts.request import SHARE, ChatBody, CompletionBody, NotLocalError
-from router.prompts.settings import PromptSettings
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptSettings, PromptStats
 from router.prompts.tokenizer import ids_of
 
 Headers = dict[str, str]

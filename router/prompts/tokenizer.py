@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from router.prompts.cuts import Encoded, Ids, cuts_of, whole
 from router.prompts.request import ChatBody, CompletionBody, NotLocalError
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 
 # Probe texts: two tokenizers of one ``tokenizer.json`` must agree on them before the faster one is used.
 #

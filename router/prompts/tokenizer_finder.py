@@ -37,8 +37,7 @@ from router.prompts.model_config import ModelConfigFile, compare, compare_one, r
 from router.prompts.reader import LocalModel, ModelDirError, PromptReader, ReadHere
 from router.prompts.remote import EngineSide, Post
 from router.prompts.request import NotLocalError
-from router.prompts.settings import ModelPrompts, PromptSettings
-from router.prompts.stats import PromptStats
+from router.prompts.settings import ModelPrompts, PromptSettings, PromptStats
 
 _log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from router.observe.usage import UsageStats
 from router.openai.request import FAILURES
 from router.placement.candidate import Cost, Reason
 from router.placement.load import EngineLoad
-from router.prompts.stats import REASONS as NOT_LOCAL
+from router.prompts.settings import REASONS as NOT_LOCAL
 from tests.docs.pages import inline_code
 from tests.support.paths import ROOT
 

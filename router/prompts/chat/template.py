@@ -38,7 +38,7 @@ from router.prompts.chat.compiled import (
 )
 from router.prompts.chat.messages import Message
 from router.prompts.request import SHARE, ChatBody, NotLocalError, compact, decode_any, kept_bytes
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 
 # One rendering in this many is compared although its shape is known; costs under 1 us each on average.
 CHECK_EVERY: Final = 256

@@ -40,7 +40,7 @@ from router.placement.affinity import AffinityStats, ShadowStats
 from router.placement.engine import Accounts, Engine
 from router.placement.inflight import InflightStats
 from router.placement.load import LoadStats
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from router.proxy.settings import ProxyStats
 from router.replication.gossip import GossipStats
 from router.replication.leases import LeaseStats

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig

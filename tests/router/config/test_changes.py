@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from router.admission.settings import KeySettings, QueueSettings
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import LIVE, changes
 from router.config.schema import Config, ModelConfig, ServerConfig

@@ -24,7 +24,7 @@ from router.prompts.prompt_cache import (
 )
 from router.prompts.reader import Prompt, PromptReader, PromptSettings
 from router.prompts.request import ChatBody
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from router.prompts.tokenizer import ids_of
 from tests.support.examples import examples
 from tests.support.prompts import cases

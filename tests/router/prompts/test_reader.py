@@ -22,7 +22,7 @@ from router.prompts.reader import (
     TextAffinity,
 )
 from router.prompts.remote import FAILED_S, without_tensors
-from router.prompts.stats import REASONS
+from router.prompts.settings import REASONS
 from tests.support.prompts import cases
 from tests.support.prompts.readers import (
     chat,

@@ -18,7 +18,7 @@ from router.prompts.chat.compiled import (
 )
 from router.prompts.chat.messages import parse_message
 from router.prompts.chat.template import CHECK_EVERY, ChatTemplate, message_shape
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from tests.support.prompts import cases
 from tests.support.prompts.readers import TEMPLATES, template_text
 

@@ -23,7 +23,7 @@ from router.prompts.chat.template import (
     value_kinds,
 )
 from router.prompts.request import ChatBody
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from tests.support.examples import examples
 from tests.support.prompts.readers import local_reader, model_dir, read_exact
 

@@ -16,7 +16,7 @@ from router.prompts import cuts as word_cuts
 from router.prompts import tokenizer as fast_module
 from router.prompts import tokenizer as module
 from router.prompts.cuts import Encoded, barrier_pattern, find_barriers
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from router.prompts.tokenizer import FastEncoder, PromptTokenizer
 from tests.support.examples import examples
 from tests.support.prompts.readers import SPECIAL, byte_level_tokenizer, metaspace_tokenizer

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.prompts import cuts as module
 from router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
-from router.prompts.stats import PromptStats
+from router.prompts.settings import PromptStats
 from router.prompts.tokenizer import PromptTokenizer
 from tests.support.examples import examples, some
 from tests.support.prompts.readers import CORPUS, byte_level_tokenizer, metaspace_tokenizer

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from publisher.engine import EngineSettings, SimulatedEngine
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.config.load import load

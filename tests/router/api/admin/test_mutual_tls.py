@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.api.settings import AdminSettings
+from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.server_process import check
 from tests.router.api.admin.admin_rig import administered, audited
