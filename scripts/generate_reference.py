@@ -24,9 +24,9 @@ from struct_source import Field, code, fields, prose, shown, table
 
 from publisher.engine import EngineSettings
 from publisher.simulator.settings import PRESETS
+from router.admission.admission_queue import QueueSettings
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile
-from router.admission.settings import QueueSettings
 from router.api.admin_auth import AdminStats
 from router.api.metrics_page import ReloadStats, RouterCollector, Sources
 from router.app import Router

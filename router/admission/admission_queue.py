@@ -15,13 +15,45 @@ from typing import Annotated
 import msgspec
 
 from router.admission.fair_queue import GENERATED_WORTH, Charge, FairQueue, Lane, Priority, Waiting
-from router.admission.key_file import TenantRules
-from router.admission.settings import QueueSettings
+from router.admission.key_file import TenantRules, WaitTargets
 from router.openai.errors import ApiError, bad_request, echoed, queue_full, queue_timeout
 from router.openai.request import QueueTicketRequest, Usage
 
 Ticket = Waiting[asyncio.Future[None]]
 _LOOK_S_MIN, _LOOK_S_MAX = 0.002, 0.25
+
+
+class QueueSettings(WaitTargets, frozen=True, kw_only=True):
+    """Requests wait in the router while every engine that could take them is saturated, and tenants share
+    what comes free ([tenants.md](tenants.md#the-queue)). Off by default: every request goes to an engine at
+    once."""
+
+    saturation_s: float | None = None
+    """An engine is saturated with more than this many seconds of prompts queued, by the router's account.
+    Switches the queue on; 1 is a good value."""
+    engine_requests_max: int | None = None
+    """An engine is also saturated with this many requests, running and waiting; give the engines'
+    ``--max-num-seqs``. Not set: only seconds of prompts count."""
+    requests_max: int = 1000
+    """Most requests that wait (for each worker). Beyond it the tenant with the most waiting loses its newest,
+    of the lowest class: 429 `queue_full`."""
+    wait_s_max: float = 60.0
+    """Longest wait; then 503 `queue_timeout`. A client's `x-request-timeout` (seconds) may shorten it."""
+    ageing: float = 0.0
+    """Order within a tenant and class: by arrival plus this many times the request's own seconds of work.
+    0: first come, first served; 10 lets short prompts overtake, for a lower mean and some longer waits."""
+    credit_s: float = 2.0
+    """A tenant that had less than its share may be ahead of the others by what all engines compute in this
+    many seconds (times its weight), so that several of its requests at once do not wait behind a flood; 0: no
+    tenant saves anything up."""
+    sibling_share: float = 0.5
+    """A prompt goes at once if it shares this part of itself with one in flight on an engine that has no more
+    than four times `saturation_s` queued, and no other tenant waits; above 0 and at most 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sibling_share > 1:
+            raise ValueError(f"sibling_share must be at most 1, got {self.sibling_share}")
 
 
 class QueueStats(msgspec.Struct):

@@ -24,8 +24,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from router.admission.key_file import KeyFile, KeyFileError, KeyStats, TenantRules
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeyFile, KeyFileError, KeySettings, KeyStats, TenantRules
 from router.admission.tenants import Tenant, TenantRequest, TenantStats, Use
 from router.http.sockets import WatchedFile, describe_error
 from router.openai.errors import ApiError, invalid_key, salt_not_accepted

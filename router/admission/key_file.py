@@ -1,4 +1,4 @@
-"""The file of tenants and keys: read strictly, replaced while the router runs.
+"""Keys of clients: their settings, and the file of tenants and keys, replaced while the router runs.
 
 Keys are 256 random bits, so a plain SHA-256 of one tells nothing of it: there is nothing to guess through.
 Always true: the file has no key, only digests; an unusable file leaves everything as it was,
@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 import msgspec
 import structlog
 
-from router.admission.settings import WaitTargets
+from router.admission.fair_queue import Priority
 from router.http.sockets import WatchedFile, describe_error
 
 _log = structlog.get_logger()
@@ -33,6 +33,72 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+
+
+class KeySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of clients. Without a file none is needed, and ``Authorization`` is passed on to engines."""
+
+    file: str | None = None
+    """TOML file with tenants, their limits, and the SHA-256 of each key; `kvatlas keys add` writes it
+    ([tenants.md](tenants.md)). Read again when it changes. Every request to an engine, and `/v1/models`, then
+    needs a key: `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    engine_priorities: bool = False
+    """Engines schedule by priority (vLLM's `--scheduling-policy priority`): requests of tenants of the class
+    `low` get `priority` 1, of `high` -1, where their bodies have none. `policy.engine_priority` does so."""
+    isolate: Literal["off", "tenant", "group"] = "off"
+    """Isolate caches: the router sets `cache_salt` in every prompt, one for each tenant, or one for each
+    `cache_group` of the key file (a tenant without one is its own group). Needs `keys.file` and
+    `keys.isolate_secret_file` ([tenants.md](tenants.md#cache-isolation))."""
+    isolate_secret_file: str | None = None
+    """File with the secret that salts are derived from, at least 32 bytes; the same for all routers of a
+    fleet. Read again when it changes: prompts are then cached under new salts."""
+    client_salts: Literal["combine", "refuse"] = "combine"
+    """With `keys.isolate`: a client's own `cache_salt` separates its prompts further, or is refused (400)."""
+    forward: bool = False
+    """Pass the client's key on to engines. By default it is taken out, and `fleet.api_key_file` is sent where
+    that is set."""
+
+    def __post_init__(self) -> None:
+        if self.isolate == "off":
+            return
+        if self.file is None:
+            raise ValueError(f"isolate = {self.isolate}: needs keys.file, which says whose request it is")
+        if self.isolate_secret_file is None:
+            raise ValueError(f"isolate = {self.isolate}: needs keys.isolate_secret_file")
+
+
+class WaitTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Longest predicted waits, in seconds: of all in ``[queue]``, of a tenant in the key file, whose targets
+    count first. Raises ``ValueError`` for 0 or less."""
+
+    wait_target_s: float | None = None
+    """A request is refused (429 `predicted_wait`) where every engine that could take it is predicted to let
+    it wait longer than this many seconds, its own prefill not counted. Not set: none is refused
+    ([tenants.md](tenants.md#admission-by-predicted-wait))."""
+    wait_target_high_s: float | None = None
+    """The same for requests of class `high`. Not set: `wait_target_s`."""
+    wait_target_low_s: float | None = None
+    """The same for requests of class `low`. Not set: `wait_target_s`."""
+
+    def __post_init__(self) -> None:
+        for name in WaitTargets.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value}: expected seconds, more than 0")
+
+    def wait_target(self, priority: int) -> float | None:
+        """Target of a class (``QueueTicketRequest.priority``)."""
+        own = None
+        if priority == Priority.HIGH:
+            own = self.wait_target_high_s
+        elif priority == Priority.LOW:
+            own = self.wait_target_low_s
+        return self.wait_target_s if own is None else own
+
+    @property
+    def has_wait_targets(self) -> bool:
+        """Whether requests of any class may be refused."""
+        return any(getattr(self, name) is not None for name in WaitTargets.__struct_fields__)
 
 
 class KeyFileError(ValueError):

@@ -19,7 +19,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from cyclopts import Parameter
 
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import QueueSettings
+from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config, check_engine
 from router.config.errors import ConfigError, meant, misfit

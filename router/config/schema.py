@@ -12,7 +12,8 @@ import msgspec
 
 from publisher.block_hash import HashScheme
 from publisher.events import GroupSpec
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import QueueSettings
+from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings

@@ -17,8 +17,8 @@ import structlog
 import xxhash
 
 from publisher.block_hash import HashScheme
+from router.admission.admission_queue import QueueSettings
 from router.admission.fair_queue import Priority
-from router.admission.settings import QueueSettings
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
 from router.observe.requests import LogThrottle

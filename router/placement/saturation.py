@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from router.admission.admission_queue import AdmissionQueue, Ticket
+from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from router.admission.fair_queue import Lane
-from router.admission.settings import QueueSettings
 from router.fleet.status import Fleet
 from router.openai.request import PROMPT_APIS, InboundRequest
 from router.placement.candidate import Candidate

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.gate import Isolation
-from router.admission.key_file import KeyFileError, KeyStats, TenantRules
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeyFileError, KeySettings, KeyStats, TenantRules
 from router.openai.errors import ApiError
 from router.openai.members import at_once, with_value
 from router.openai.request import CHAT, COHERE

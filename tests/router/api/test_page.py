@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
 from router.fleet.identity import EngineAddress
 from tests.support.browser import browsing

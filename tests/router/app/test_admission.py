@@ -14,8 +14,8 @@ import openai
 import pytest
 from structlog.testing import capture_logs
 
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import QueueSettings
+from router.admission.key_file import KeySettings, digest_of
 from router.placement.engine import Engine
 from router.placement.rates import PrefillSample
 from router.server_process import apply

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, Rig, configure, routing, running

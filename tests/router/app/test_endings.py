@@ -13,7 +13,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from router.admission.settings import QueueSettings
+from router.admission.admission_queue import QueueSettings
 from router.epp.settings import EppSettings
 from router.http import h2_codec as h2
 from router.http.h2_codec import encode_literal, frame, rst_stream_frame, settings_frame, window_update_frame

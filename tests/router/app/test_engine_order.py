@@ -12,7 +12,7 @@ import pytest
 from publisher.engine import SimulatedEngine
 from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
 from publisher.simulator.http_agents import Call
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS
 from tests.router.app.test_keys import RULES

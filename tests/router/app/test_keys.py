@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile, digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.fleet.identity import EngineAddress
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import Engine, ask, request, says

@@ -15,7 +15,7 @@ import pytest
 from publisher.engine import SimulatedEngine
 from publisher.events import GroupSpec
 from publisher.simulator.model import WRONG_MARK
-from router.admission.settings import QueueSettings
+from router.admission.admission_queue import QueueSettings
 from router.fleet.identity import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.server_process import apply

@@ -14,9 +14,8 @@ import openai
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.admission.admission_queue import AdmissionQueue
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import AdmissionQueue, QueueSettings
+from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
 from router.server_process import apply
 from tests.support.waiting import run, until

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.http.settings import ListenSettings
 from router.placement.candidate import PolicySettings

@@ -15,7 +15,7 @@ import pytest
 from connectors.scheduler.plans import HINT, retention_hint
 from publisher.engine import SimulatedEngine
 from publisher.pool.host_tier import RetentionHint
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress, Role

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
 from router.openai.request import CHAT, MESSAGES, RESPONSES
 from tests.support.waiting import run, until

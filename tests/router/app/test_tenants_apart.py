@@ -13,8 +13,7 @@ import openai
 import pytest
 import yarl
 
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, QUICK, Rig, configure, routing, running

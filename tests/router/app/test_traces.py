@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.admission.settings import QueueSettings
+from router.admission.admission_queue import QueueSettings
 from router.config.errors import ConfigError
 from router.fleet.identity import EngineAddress
 from router.observe.traces import Traces, TraceSettings

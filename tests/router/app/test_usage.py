@@ -14,8 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from publisher.simulator.request import SimRequest
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.fleet.identity import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import QueueSettings
+from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import LIVE, changes

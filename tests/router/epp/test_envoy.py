@@ -16,8 +16,7 @@ import pytest
 from aiohttp import web
 
 from publisher.engine import SimulatedEngine
-from router.admission.key_file import TenantRules, digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, TenantRules, digest_of
 from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
 from router.fleet.identity import EngineAddress

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from publisher.engine import DEMO_TOKENIZER_DIR
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings, QueueSettings
+from router.admission.admission_queue import QueueSettings
+from router.admission.key_file import KeySettings, digest_of
 from router.epp import exchange
 from router.epp.exchange import select
 from router.fleet.identity import EngineAddress

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.admission.settings import QueueSettings
+from router.admission.admission_queue import QueueSettings
 from router.epp import messages as m
 from router.epp.grpc import DESTINATION, SUBSET_KEY, GrpcReader, message_frame
 from router.epp.messages import bytes_field, number_field

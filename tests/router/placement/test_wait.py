@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import TenantRules
-from router.admission.settings import QueueSettings
 from router.openai.errors import predicted_wait
 from router.placement.candidate import Candidate
 from router.placement.cost import late_first_token, long_wait, predicted_wait_s

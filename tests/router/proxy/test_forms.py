@@ -11,8 +11,7 @@ import aiohttp
 import openai
 import pytest
 
-from router.admission.key_file import digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeySettings, digest_of
 from router.fleet.identity import EngineAddress
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, Script, ask, routing, says

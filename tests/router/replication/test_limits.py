@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.admission.gate import KeyGate
-from router.admission.key_file import KeyFile, digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.admission.tenants import SILENCE_S, TENANTS_MAX, TenantRequest, Uses
 from router.openai.errors import ApiError
 from router.replication.limits import GONE_S, OtherReplicas, SharedLimits, UseMessage

@@ -11,8 +11,7 @@ import msgspec
 import openai
 import pytest
 
-from router.admission.key_file import KeyFile, digest_of
-from router.admission.settings import KeySettings
+from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.fleet.status import HeldResponse
 from router.replication.redis_client import Client
 from router.replication.responses import ResponseDirectory

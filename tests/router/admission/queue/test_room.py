@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.admission.admission_queue import AdmissionQueue, Ticket
+from router.admission.admission_queue import AdmissionQueue, QueueSettings, Ticket
 from router.admission.fair_queue import Lane
-from router.admission.settings import QueueSettings
 from router.openai.errors import ApiError
 from router.openai.request import QueueTicketRequest, Usage
 from tests.support.waiting import run, until
