@@ -19,7 +19,7 @@ parallel = -n $(or $(WORKERS),$(1)) --dist loadfile
 seed = $(or $(SEED),1)
 seeds = --hypothesis-seed=$(seed) --randomly-seed=$(seed)
 # Tests of connectors/ that import nothing of vLLM: they need no second run on another version of it.
-WITHOUT_VLLM = messages tier transfer store/test_block_store_contract.py store/test_redis_store.py
+WITHOUT_VLLM = tier transfer store/test_block_store_contract.py store/test_redis_store.py
 PIP_INSTALL = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Four workers that each compile all tests anew, where a shell says so, take half a minute of a core.
 export PYTHONDONTWRITEBYTECODE :=

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import block_key
+from connectors.tier.base import block_key
 from connectors.tier.eviction import POLICY_NAMES, make_policy
 from connectors.tier.host import HostTier
 

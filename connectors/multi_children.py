@@ -32,8 +32,8 @@ from connectors.compat import (
     MultiKVConnectorMetadata,
     MultiKVConnectorStats,
 )
+from connectors.offload import EXTRA_CONFIG, TieredConnector
 from connectors.settings import ConfigError
-from connectors.tiered import EXTRA_CONFIG, TieredConnector
 
 WHERE = f"{EXTRA_CONFIG}.connectors"
 

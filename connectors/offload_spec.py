@@ -29,8 +29,8 @@ from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
 from connectors.compat import require_tested_vllm, share_vllm_log
 from connectors.layout import CacheView, LayoutError, Piece, group_pages, round_up_row
+from connectors.offload import EXTRA_CONFIG
 from connectors.settings import ConfigError, size_bytes
-from connectors.tiered import EXTRA_CONFIG
 from connectors.transfer.base import Direction, GroupMoves, TransferEngine, TransferJob, TransferResult
 from connectors.transfer.host import PinnedHostPool
 from connectors.worker.worker import open_rows

@@ -25,9 +25,8 @@ from connectors.compat import (
     maybe_convert_block_hash,
     to_event_extra_keys,
 )
-from connectors.messages import split_key
 from connectors.scheduler.plans import PlannedBlock
-from connectors.tier.base import TierChanges
+from connectors.tier.base import TierChanges, split_key
 
 PREFIX = "kvatlas_offload_"
 

@@ -16,13 +16,13 @@ from typing import Any
 from connectors.compat import CacheHitSource, KVConnectorRole, require_tested_vllm
 from connectors.hits import HitResolver
 from connectors.layout import CacheView, LayoutError, row_bytes_from_config
+from connectors.offload import EXTRA_CONFIG, TieredConnector
 from connectors.reports import EventPlace, KvEventLog
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import ConfigError
 from connectors.store.base import close_within, namespace_of
 from connectors.store.open import SharedSettings, open_store
 from connectors.tier.store import StoreTier
-from connectors.tiered import EXTRA_CONFIG, TieredConnector
 from connectors.transfer.base import TransferEngine
 from connectors.worker.staged import StagedTransfers, staging_row_bytes
 from connectors.worker.worker import OffloadWorker, Replicas, ShareOfStores, open_rows

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from connectors.messages import Counts, StepResults
 from connectors.scheduler.plans import EngineRequest, PlannedBlock
 from connectors.tier.base import Tier, TierChanges
-from connectors.transfer.base import Direction, TransferResult
+from connectors.transfer.base import Counts, Direction, StepResults, TransferResult
 
 if TYPE_CHECKING:
     from connectors.hits import HitResolver

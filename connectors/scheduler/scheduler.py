@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from connectors.messages import Counts, Rates, StepJobs, StepResults
 from connectors.scheduler.open_jobs import EventLog, Lookups, OpenJob, OpenJobs, PendingEvents, SourcePins
 from connectors.scheduler.plans import (
     EngineRequest,
@@ -31,7 +30,7 @@ from connectors.scheduler.plans import (
 )
 from connectors.settings import OffloadSettings
 from connectors.tier.base import Tier, TierChanges
-from connectors.transfer.base import Direction
+from connectors.transfer.base import Counts, Direction, Rates, StepJobs, StepResults
 
 if TYPE_CHECKING:
     from connectors.hits import HitResolver

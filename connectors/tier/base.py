@@ -1,16 +1,48 @@
-"""Interface of a tier: blocks held outside the GPU, seen from the scheduler half of a connector.
+"""Interface of a tier: blocks held outside the GPU and their keys, seen from the scheduler half.
 
-A block key (``connectors.messages``) is in one of four states: absent, being stored, held, being loaded (held
-and pinned). ``held`` reports held keys only. Every begun store or load is ended exactly once.
+A block key is in one of four states: absent, being stored, held, being loaded (held and pinned). ``held``
+reports held keys only. Every begun store or load is ended exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from publisher.pool.host_tier import RetentionHint
+
+# Block keys name one block of one KV cache group outside the GPU.
+#
+# A key is the engine's full block hash followed by the model's group index, 4 bytes big-endian. The hash is
+# chained over the whole prefix, so a key names a block's content within one engine configuration. Stores that
+# several engines share prepend a namespace (``connectors.store.base``). Keys are compared as bytes and
+# never truncated; the 64-bit hashes of KV events are for the router only.
+
+
+_GROUP_BYTES = 4
+
+
+def block_key(block_hash: bytes, group_idx: int) -> bytes:
+    """Key of the block with this hash in this group. OverflowError unless 0 <= group_idx < 2**32."""
+    return block_hash + group_idx.to_bytes(_GROUP_BYTES, "big")
+
+
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """Split a key into full block hash and group index. ValueError if it is too short."""
+    if len(key) <= _GROUP_BYTES:
+        raise ValueError(f"not a block key: {len(key)} bytes, need a hash and {_GROUP_BYTES} bytes of group")
+    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def group_of(key: bytes) -> int:
+    """Group index of a valid key."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def block_hashes_of(keys: Iterable[bytes]) -> list[bytes]:
+    """Full block hashes of valid keys."""
+    return [key[:-_GROUP_BYTES] for key in keys]
 
 
 @dataclass(frozen=True, slots=True)

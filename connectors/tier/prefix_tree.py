@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import block_hashes_of, group_of
+from connectors.tier.base import block_hashes_of, group_of
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,5 @@
-"""Jobs and results of transfer engines, and the plans that turn jobs into memory addresses.
+"""Jobs and results of transfer engines, the plans that turn jobs into memory addresses, and the messages
+between the two halves of a connector.
 
 A *row* is one slot of the host pool: all pieces of one (group, device block), packed consecutively in the
 group's canonical order. A job copies whole rows in one direction; it succeeds or fails as a whole, and is
@@ -8,8 +9,8 @@ reported exactly once. Nothing here imports torch or vLLM.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -31,7 +32,7 @@ class Direction(enum.Enum):
 class GroupMoves:
     """``block_ids[i]`` (device, never 0: that is the null block) <-> ``slots[i]`` (host row), of one group.
 
-    ``keys[i]`` is the block key (``connectors.messages``); engines that only copy ignore it, engines to a
+    ``keys[i]`` is the block key (``connectors.tier.base``); engines that only copy ignore it, engines to a
     shared store use it. Empty, or as long as the arrays.
     """
 
@@ -302,3 +303,87 @@ def merge_adjacent(pieces: Pieces, max_bytes: int = MERGED_PIECE_BYTES_MAX) -> P
         destinations[whole] + offsets,
         np.minimum(sizes[whole] - offsets, max_bytes),
     )
+
+
+# Messages between the scheduler half and the worker half of a connector.
+#
+# The two halves run in different processes; the messages are pickled once per step, so they hold plain data
+# only. The scheduler half assigns job ids and never reuses them. Every rank answers every job once.
+
+
+@dataclass(slots=True)
+class StepJobs:
+    """Scheduler to worker."""
+
+    loads: list[TransferJob] = field(default_factory=list)
+    stores: list[TransferJob] = field(default_factory=list)
+    load_requests: dict[int, str] = field(default_factory=dict)
+    """Load job id -> the waiting request; a request waits for one load job at a time."""
+
+
+@dataclass(slots=True)
+class StepResults:
+    """Worker to scheduler: results of ended jobs. ``merge`` is associative and commutative."""
+
+    results: list[TransferResult] = field(default_factory=list)
+
+    def merge(self, other: StepResults) -> StepResults:
+        return StepResults(self.results + other.results)
+
+
+# Counters of one half of a connector since the last report; reports of both halves and of all ranks add up.
+#
+# A name is ``metric`` or ``metric/label/...``, values are sums. ``connectors.reports`` reports them to vLLM's
+# log and Prometheus; nothing here needs vLLM.
+
+
+# Factor on a job's weight in a rate with each later job.
+_DECAY = 0.95
+
+
+class Counts:
+    """Sums by name; not safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, name: str, value: float = 1) -> None:
+        if value:
+            self._sums[name] = self._sums.get(name, 0) + value
+
+    def take(self) -> dict[str, float]:
+        """Return all sums and reset them to zero."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def transfer(self, result: TransferResult) -> None:
+        """Count one ended job of one rank."""
+        # Its time is divided among its groups in proportion to their bytes.
+        direction = result.direction.value
+        self.add(f"jobs/{direction}/{'ok' if result.ok else 'failed'}")
+        total = sum(result.bytes_by_group.values())
+        for group_idx, size in result.bytes_by_group.items():
+            self.add(f"bytes/{direction}/{group_idx}", size)
+            self.add(f"seconds/{direction}/{group_idx}", result.seconds * size / total if total else 0)
+
+
+class Rates:
+    """Bytes per second of the latest jobs of each direction."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(Direction, (0.0, 0.0))
+
+    def add(self, results: Iterable[TransferResult]) -> None:
+        for result in results:
+            if result.ok and result.seconds > 0:
+                size, seconds = self._sums[result.direction]
+                moved = sum(result.bytes_by_group.values())
+                self._sums[result.direction] = _DECAY * size + moved, _DECAY * seconds + result.seconds
+
+    def bytes_per_second(self) -> dict[str, float]:
+        """Rates by direction; directions without a finished job are omitted."""
+        return {
+            direction.value: size / seconds
+            for direction, (size, seconds) in self._sums.items()
+            if seconds > 0
+        }

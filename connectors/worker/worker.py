@@ -19,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from connectors.layout import CacheView, LayoutError, row_bytes_from_config, view_of_tensors
-from connectors.messages import Counts, StepJobs, StepResults
 from connectors.settings import ConfigError
 from connectors.transfer.base import (
     CLOSE_S,
+    Counts,
     Direction,
     GroupMoves,
+    StepJobs,
+    StepResults,
     StreamMark,
     TransferEngine,
     TransferJob,

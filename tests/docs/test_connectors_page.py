@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from connectors.register import CONNECTORS
+from connectors import CONNECTORS
 from connectors.settings import OffloadSettings
 from connectors.store import open as store_open
 from connectors.store.base import Options

@@ -31,7 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import RequestStatus
 
 from connectors.hits import HitResolver
-from connectors.messages import block_key, split_key
+from connectors.tier.base import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
 from publisher.event_decoder import decode_batch
 from publisher.events import BlockHash, BlockStored, GroupSpec

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from connectors.layout import CacheView
-from connectors.offload import HybridOffloadConnector
+from connectors.offload import EXTRA_CONFIG, HybridOffloadConnector
 from connectors.settings import OffloadSettings
-from connectors.tiered import EXTRA_CONFIG
 from connectors.transfer.base import TransferEngine, TransferJob
 from connectors.transfer.host import HostTransferEngine, PinnedHostPool
 from connectors.worker.worker import EngineFactory, EngineWithPool

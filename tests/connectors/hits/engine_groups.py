@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connectors.hits import HitResolver
-from connectors.messages import block_key
+from connectors.tier.base import block_key
 
 BASE = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
 

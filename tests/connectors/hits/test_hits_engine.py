@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason=WHY)
 pytest.importorskip("vllm.v1.core.kv_cache_coordinator", reason=WHY)
 
 from connectors.hits import GroupKind  # noqa: E402
-from connectors.messages import split_key  # noqa: E402
+from connectors.tier.base import split_key  # noqa: E402
 from tests.connectors.hits.engine_groups import (  # noqa: E402
     MIXES,
     Mix,

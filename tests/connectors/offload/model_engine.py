@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import StepResults, block_key
 from connectors.scheduler.scheduler import OffloadScheduler
 from connectors.settings import OffloadSettings
+from connectors.tier.base import block_key
 from connectors.tier.eviction import LruPolicy
 from connectors.tier.host import HostTier
+from connectors.transfer.base import StepResults
 from connectors.worker.worker import OffloadWorker
 from tests.connectors.offload.sim_memory import SimEngine, SimMemory
 

@@ -17,13 +17,11 @@ pytest.importorskip("vllm.v1", reason="needs vLLM; make test-connectors runs it"
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from connectors import compat, tiered
-from connectors.messages import StepResults
-from connectors.offload import HybridOffloadConnector
-from connectors.register import CONNECTORS
+from connectors import CONNECTORS, compat, offload
+from connectors.offload import HybridOffloadConnector, TieredConnector, WorkerResults, check_engine
 from connectors.reports import COUNTERS, GAUGES, OffloadPromMetrics, OffloadStats
 from connectors.settings import ConfigError
-from connectors.tiered import TieredConnector, WorkerResults, check_engine
+from connectors.transfer.base import StepResults
 from tests.connectors.offload.sim_engine import Prompt, Setup, SimConnector, SimEngineCore
 from tests.vllm.forked import run
 from tests.vllm.tiny_model import write_tiny_model
@@ -157,7 +155,7 @@ class TestEngineConfig:
     ) -> None:
         """Each rank's own share would be; taking them all would end the engine without a word."""
         host_bytes = core.config.kv_transfer_config.kv_connector_extra_config["host_bytes"]
-        monkeypatch.setattr(tiered, "available_bytes", lambda: host_bytes - 1)
+        monkeypatch.setattr(offload, "available_bytes", lambda: host_bytes - 1)
         cache = core.scheduler.kv_cache_config
         HybridOffloadConnector(core.config, compat.KVConnectorRole.SCHEDULER, cache)
         with pytest.raises(ConfigError, match=r"host_bytes.*together ask for \d+ bytes and \d+ are avail"):

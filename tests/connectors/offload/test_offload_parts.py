@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("numpy", reason="needs numpy")
 
 from connectors.layout import CacheView, LayoutError
-from connectors.messages import Counts, StepJobs, StepResults
 from connectors.scheduler.open_jobs import OpenJobs, SourcePins
 from connectors.scheduler.plans import (
     PlannedBlock,
@@ -21,7 +20,15 @@ from connectors.scheduler.plans import (
     plan_store,
 )
 from connectors.settings import ConfigError
-from connectors.transfer.base import CLOSE_S, Direction, TransferJob, TransferResult
+from connectors.transfer.base import (
+    CLOSE_S,
+    Counts,
+    Direction,
+    StepJobs,
+    StepResults,
+    TransferJob,
+    TransferResult,
+)
 from connectors.worker.worker import OffloadWorker, device_of, make_engine, slots_of
 from tests.connectors.offload.model_engine import BLOCK, ModelEngine, ModelPool, ModelRequest, ModelResolver
 

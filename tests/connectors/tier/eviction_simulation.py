@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import block_key
+from connectors.tier.base import block_key
 from connectors.tier.eviction import POLICY_NAMES, make_policy
 from connectors.tier.host import HostTier
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import block_key
+from connectors.tier.base import block_key
 from connectors.tier.eviction import POLICY_NAMES, LruPolicy, make_policy
 from connectors.tier.host import HostTier
 from tests.support.examples import examples

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from connectors.hits import GroupKind, GroupShape
-from connectors.messages import block_key
+from connectors.tier.base import block_key
 from connectors.tier.eviction import (
     POLICY_NAMES,
     ArcPolicy,

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from connectors.messages import block_key, split_key
+from connectors.tier.base import block_key, split_key
 from connectors.tier.eviction import HintedPolicy, LruPolicy
 from connectors.tier.host import HostTier
 from publisher.block_hash import HashScheme

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.messages import StepJobs
-from connectors.transfer.base import Direction
+from connectors.transfer.base import Direction, StepJobs
 from connectors.worker.worker import OffloadWorker
 from tests.connectors.transfer.cuda.bench import PAGE, WAIT_S, LongPass
 
