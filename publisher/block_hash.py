@@ -36,7 +36,8 @@ DEFAULT_SEED = "vllm-none-hash"
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 # SGLang's page hashes: SHA-256 over the digest before and the page's tokens as little-endian 32-bit words.
-# Events carry its first eight bytes (``get_hash_str``, srt/mem_cache/utils.py of SGLang 0.5.23).
+# Events carry its first eight bytes (``get_hash_str``, srt/mem_cache/utils.py of SGLang 0.5.23). With EAGLE a
+# page is of pairs, each token with the one behind it: a look-ahead of one (``RadixKey.is_bigram``).
 SGLANG = "sglang"
 _U32 = (1 << 32) - 1
 _SGLANG_SALT = b"sglang-cache-salt-v1\0"
@@ -231,7 +232,12 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         size = self.scheme.hash_block_size
         page_bytes = 4 * size
         # No tokenizer has ids of more bits; what an event or a client calls a token may have any.
-        words = array("I", [token & _U32 for token in token_ids[first * size : end * size]])
+        last = end * size + self.scheme.lookahead
+        words = array("I", [token & _U32 for token in token_ids[first * size : last]])
+        if self.scheme.lookahead:
+            pairs = array("I", bytes(8 * (len(words) - 1)))
+            pairs[::2], pairs[1::2] = words[:-1], words[1:]
+            words, page_bytes = pairs, 2 * page_bytes
         if sys.byteorder == "big":
             words.byteswap()
         new, parent, made = words.tobytes(), self._last(), []

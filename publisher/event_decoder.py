@@ -35,6 +35,7 @@ from publisher.events import (
     Hashes,
     Size,
     WireHash,
+    encode_tokens,
 )
 
 _Result = TypeVar("_Result")
@@ -161,6 +162,9 @@ _MAP_TAG = msgspec.msgpack.Decoder(_MapTag)
 _ARRAY_TAG = msgspec.msgpack.Decoder(_ArrayTag)
 _EXTRA_KEYS: msgspec.msgpack.Decoder[list[Any] | None] = msgspec.msgpack.Decoder(list[Any] | None)
 _LOOKAHEAD: msgspec.msgpack.Decoder[list[list[int]] | None] = msgspec.msgpack.Decoder(list[list[int]] | None)
+_PAIRS: msgspec.msgpack.Decoder[list[tuple[int, int]]] = msgspec.msgpack.Decoder(list[tuple[int, int]])
+# Bytes before the first item of a long msgpack array, by its first byte.
+_HEADS = {0xDC: 3, 0xDD: 5}
 _ARRAY_EVENT: msgspec.msgpack.Decoder[_ArrayStored | _ArrayRemoved | _ArrayCleared] = msgspec.msgpack.Decoder(
     _ArrayStored | _ArrayRemoved | _ArrayCleared
 )
@@ -191,7 +195,40 @@ def _known_alone(batch: _Batch[Any], names: dict[type, str]) -> DecodedBatch:
     if unknown:
         events = [event for event in events if type(event) not in names]
     publisher_id = _publisher_id(batch.publisher_id)
-    return DecodedBatch(batch.ts, events, batch.data_parallel_rank, publisher_id, [], unknown)
+    rejected: list[str] = []
+    if any(type(event) is BlockStored and _has_pairs(event) for event in events):
+        events, rejected = _split_pairs(events)
+    return DecodedBatch(batch.ts, events, batch.data_parallel_rank, publisher_id, rejected, unknown)
+
+
+def _has_pairs(event: BlockStored) -> bool:
+    """Whether the tokens of an event are pairs: SGLang's pages with EAGLE (``record_store``,
+    srt/mem_cache/events.py, 0.5.23)."""
+    data = memoryview(event.token_ids)
+    return data[_HEADS.get(data[0], 1) :][:1].tobytes() == b"\x92"
+
+
+def _split_pairs(events: list[Event]) -> tuple[list[Event], list[str]]:
+    """Return the events with single tokens, and the reasons for those that are rejected."""
+    kept: list[Event] = []
+    rejected: list[str] = []
+    nested = _Nested()
+    for event in events:
+        try:
+            kept.append(_single(event, nested) if type(event) is BlockStored and _has_pairs(event) else event)
+        except (msgspec.MsgspecError, _TooMuchNestedError) as error:
+            rejected.append(str(error)[:_REASON_LENGTH_MAX])
+    return kept, rejected
+
+
+def _single(event: BlockStored, nested: _Nested) -> BlockStored:
+    """Return an event of pairs with their first tokens, and the second one at each block's end as its
+    look-ahead. Raises ``_TooMuchNestedError``, or an error of the decoder."""
+    pairs, size = nested.decode(event.token_ids, _PAIRS), event.block_size
+    ends = range(size, len(pairs) + 1, size) if size else ()
+    event.token_ids = encode_tokens([first for first, _ in pairs])
+    event.lookahead_token_ids = [[pairs[end - 1][1]] for end in ends]
+    return event
 
 
 def finish(steps: Generator[None, None, _Result]) -> _Result:
@@ -272,7 +309,8 @@ def _decode_event(raw: msgspec.Raw, nested: _Nested) -> Event | str:
         fields["extra_keys"] = nested.decode(event.extra_keys, _EXTRA_KEYS)
         if isinstance(event, _MapStored):
             fields["lookahead_token_ids"] = nested.decode(event.lookahead_token_ids, _LOOKAHEAD)
-        return BlockStored(**fields)
+        stored = BlockStored(**fields)
+        return _single(stored, nested) if _has_pairs(stored) else stored
     if isinstance(event, _ArrayRemoved):
         return BlockRemoved(**msgspec.structs.asdict(event))
     return AllBlocksCleared()

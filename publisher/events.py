@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, NewType
 
 import msgspec
@@ -214,6 +215,9 @@ def _sglang(event: Event) -> object:
     if not isinstance(event, BlockStored):
         return event
     shared = {name: getattr(event, name) for name in SglangStored.__struct_fields__}
+    if event.lookahead_token_ids:  # with EAGLE, pairs of tokens
+        tokens = [*event.tokens(), event.lookahead_token_ids[-1][0]]
+        shared["token_ids"] = msgspec.Raw(_ENCODER.encode(list(pairwise(tokens))))
     return SglangStored(**shared)
 
 

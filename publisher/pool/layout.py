@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.block_hash import HashScheme
+from publisher.block_hash import SGLANG, HashScheme
 from publisher.events import Family, GroupSpec, SpecClass, scheduler_block_size, spec_classes
 
 MAMBA_MODES = ("align", "all")
@@ -135,7 +135,7 @@ def checkpoint_position(num_tokens: int, size: int, *, eagle: bool) -> int:
 def _check_groups(groups: tuple[GroupSpec, ...], scheme: HashScheme, dcp_world_size: int) -> None:
     if all(group.is_hidden for group in groups):
         raise ValueError("a pool needs at least one group with a prefix cache")
-    if scheme.lookahead:
+    if scheme.lookahead and scheme.algo != SGLANG:
         raise ValueError("look-ahead hashes (vLLM 0.33 with a drafter) are not simulated")
     for position, group in enumerate(groups):
         if group.group_idx != position:

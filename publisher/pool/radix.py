@@ -4,7 +4,8 @@ A node is a run of pages that were inserted together; a look-up or an insertion 
 A request locks the path of its hit, computes into pages of its own, and inserts its whole pages after each
 step of its prompt and at its end; pages that another request inserted in the meantime are freed. Unlocked
 leaves are removed whole, the least recently used first. Events are those of ``KVCacheEventRecorder``:
-adjacent ones of one chain are joined, a split has none. Each salt has a tree of its own.
+adjacent ones of one chain are joined, a split has none. Each salt has a tree of its own. With EAGLE pages are
+of token pairs (a scheme with a look-ahead of one).
 
 Facts: srt/mem_cache/radix_cache.py and events.py of SGLang 0.5.23.
 
@@ -81,7 +82,7 @@ class RadixPool(HybridBlockPool):
         super().__init__(
             groups, num_blocks=num_blocks, scheme=scheme, chunk_tokens_max=chunk_tokens_max, events=False
         )
-        self._page = scheme.hash_block_size
+        self._page, self._ahead = scheme.hash_block_size, scheme.lookahead
         self._pages = self._free = num_blocks - 1
         # SGLang has one root; the salt is part of the key of its children (``RadixKey.child_key``).
         self._roots: dict[str | None, _Node] = {}
@@ -114,7 +115,7 @@ class RadixPool(HybridBlockPool):
         reserved_blocks: int = 0,
     ) -> int | None:
         """Take the hit and lock it; returns it in tokens, None if there are too few pages for a chunk."""
-        last, hit = self._match(request, (request.num_tokens - 1) // self._page)  # the last token is computed
+        last, hit = self._match(request, self._whole(request.num_tokens - 1))  # the last token is computed
         self._lock(last, 1)
         budget = self.chunk_tokens_max if budget_tokens is None else budget_tokens
         end = min(request.num_tokens, hit * self._page + budget)
@@ -208,7 +209,11 @@ class RadixPool(HybridBlockPool):
 
     def _split_into_pages(self, request: PoolRequest, count: int) -> list[tuple[int, ...]]:
         tokens, size = request.token_ids, self._page
-        return [tuple(tokens[n * size : (n + 1) * size]) for n in range(count)]
+        return [tuple(tokens[n * size : (n + 1) * size + self._ahead]) for n in range(count)]
+
+    def _whole(self, num_tokens: int) -> int:
+        """Whole pages of these tokens; with EAGLE the token behind a page must be among them."""
+        return max(0, num_tokens - self._ahead) // self._page
 
     def _match(self, request: PoolRequest, count: int) -> tuple[_Node, int]:
         """Return the node at which the longest cached prefix of ``count`` pages ends, after a split there,
@@ -230,7 +235,7 @@ class RadixPool(HybridBlockPool):
         return node, done
 
     def _insert(self, request: PoolRequest) -> None:
-        held, count = self._held[request], request.num_computed // self._page
+        held, count = self._held[request], self._whole(request.num_computed)
         if count <= held.locked:
             return
         last, found = self._match(request, count)
@@ -278,13 +283,17 @@ class RadixPool(HybridBlockPool):
     def _say_stored(self, node: _Node) -> None:
         parent = node.parent
         before = parent.hashes[-1] if parent is not None and parent.hashes else None
-        tokens = [token for page in node.pages for token in page]
+        size = self._page
+        tokens = [token for page in node.pages for token in page[:size]]
+        ahead = [list(page[size:]) for page in node.pages] if self._ahead else None
         last = self._said[-1] if self._said else None
         told = last[0] if isinstance(last, tuple) else None
         joins = isinstance(told, BlockStored) and told.cache_salt == node.salt
         if isinstance(last, tuple) and joins and before is not None and last[0].block_hashes[-1] == before:
             last[0].block_hashes += node.hashes
             last[1].extend(tokens)
+            if isinstance(told, BlockStored) and told.lookahead_token_ids is not None:
+                told.lookahead_token_ids += ahead or []
             return
         event = BlockStored(
             list(node.hashes),
@@ -292,6 +301,7 @@ class RadixPool(HybridBlockPool):
             encode_tokens([]),
             self._page,
             medium=_GPU,
+            lookahead_token_ids=ahead,
             cache_salt=node.salt,
         )
         self._said.append((event, tokens))

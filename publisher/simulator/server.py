@@ -291,7 +291,7 @@ class SimulatedEngine:
             "enable_cache_report": True,
             "enable_metrics": True,
             "enable_lora": False,
-            "speculative_algorithm": None,
+            "speculative_algorithm": self.settings.speculative_algorithm,
             "internal_states": [{"memory_usage": {"token_capacity": self.settings.num_blocks * size}}],
             "kv_events": None,
         }

@@ -50,6 +50,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["vllm", "sglang"] = "vllm"
     """The engine's software. `sglang` has one full-attention group, and events, `/server_info` and gauges as
     SGLang 0.5.23."""
+    speculative_algorithm: Literal["EAGLE"] | None = None
+    """With kind `sglang`, SGLang's `--speculative-algorithm`: its pages are of token pairs then. Nothing is
+    drafted."""
     frontend: Literal["python", "rust"] = "python"
     """vLLM's API server that it answers like; `rust` (VLLM_USE_RUST_FRONTEND=1) makes other tokens of some
     chats."""
@@ -173,16 +176,7 @@ def check_settings(settings: EngineSettings) -> None:
     if settings.hash_algo not in ALGORITHMS:
         raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
     release(settings.version)
-    if settings.kind == "sglang":
-        groups = resolve_groups(settings)
-        if len(groups) > 1 or groups[0].family is not Family.FULL:
-            raise ValueError(
-                f"groups = {settings.groups!r}: kind = 'sglang' has one full-attention group (full)"
-            )
-        for name in ("role", "host_blocks"):
-            if getattr(settings, name):
-                value = getattr(settings, name)
-                raise ValueError(f"{name} = {value!r}: not simulated with kind = 'sglang'; leave it out")
+    _check_kind(settings)
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -197,6 +191,23 @@ def check_settings(settings: EngineSettings) -> None:
             least, most = -math.inf, math.inf
         if not least <= value <= most:
             raise ValueError(f"{name} = {value}: expected {least} to {most}")
+
+
+def _check_kind(settings: EngineSettings) -> None:
+    if settings.kind == "sglang":
+        groups = resolve_groups(settings)
+        if len(groups) > 1 or groups[0].family is not Family.FULL:
+            raise ValueError(
+                f"groups = {settings.groups!r}: kind = 'sglang' has one full-attention group (full)"
+            )
+        for name in ("role", "host_blocks"):
+            if getattr(settings, name):
+                value = getattr(settings, name)
+                raise ValueError(f"{name} = {value!r}: not simulated with kind = 'sglang'; leave it out")
+    elif settings.speculative_algorithm is not None:
+        raise ValueError(
+            f"speculative_algorithm = {settings.speculative_algorithm!r}: simulated with kind = 'sglang' only"
+        )
 
 
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
@@ -215,7 +226,8 @@ def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
 def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:
     """The engine's hash scheme."""
     if settings.kind == "sglang":
-        return HashScheme(SGLANG, "", hash_unit(groups), tagged=False)
+        ahead = int(settings.speculative_algorithm is not None)
+        return HashScheme(SGLANG, "", hash_unit(groups), ahead, tagged=False)
     return HashScheme(algo=settings.hash_algo, seed=settings.hash_seed, hash_block_size=hash_unit(groups))
 
 

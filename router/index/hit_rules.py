@@ -246,9 +246,9 @@ def evaluate(
     ``detail``.
     """
     plan, alignment = _plan(layout, loading=loading), layout.alignment
-    # The last token is always computed, for its logits: ``KVCacheManager.get_computed_blocks``
-    # (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to num_tokens - 1.
-    boundaries = max(0, num_tokens - 1) // alignment
+    # ``KVCacheManager.get_computed_blocks`` (v1/core/kv_cache_manager.py, vLLM 0.32) searches up to
+    # num_tokens - 1.
+    boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
     if rows.runs is not None and plan.by_runs is not None and not detail:
         its = run_columns(plan.by_runs, rows.runs.columns, word)
         return WordHits(*run_ends(rows.runs, its, min(boundaries, rows.num_hashes), alignment), [])
@@ -289,7 +289,7 @@ class WordRule:
         if runs.columns is not self._columns:
             self._columns, self._runs = runs.columns, run_columns(classes, runs.columns, self._word)
         alignment, held = layout.alignment, rows.num_hashes
-        boundaries = (num_tokens - 1) // alignment if num_tokens else 0
+        boundaries = max(0, num_tokens - layout.computed_tokens) // alignment
         return run_ends(runs, self._runs, held if held < boundaries else boundaries, alignment)  # noqa: FURB136
 
 

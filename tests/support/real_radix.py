@@ -66,10 +66,13 @@ class _Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             exec(compile(self._files.read(path), path, "exec"), module.__dict__)
 
 
-def _native_hash(key: Sequence[int], prior: bytes | None, page_size: int) -> list[str]:
+def _native_hash(key: Sequence[Any], prior: bytes | None, page_size: int) -> list[str]:
+    """As ``fill_regular_page`` and ``fill_bigram_page`` (mem_cache/cpp_utils/hash_binding.cpp)."""
     tokens, digest, made = list(key), prior or b"", []
     for start in range(0, len(tokens), page_size):
-        words = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page_size])
+        units = tokens[start : start + page_size]
+        flat = [token for unit in units for token in unit] if key.is_bigram else units  # type: ignore[attr-defined]
+        words = b"".join(token.to_bytes(4, "little") for token in flat)
         digest = hashlib.sha256(digest + words).digest()
         made.append(digest.hex())
     return made
@@ -78,19 +81,21 @@ def _native_hash(key: Sequence[int], prior: bytes | None, page_size: int) -> lis
 class Pair:
     """One small cache of each kind, and the free pages of SGLang's, which its allocator would count."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, eagle: bool) -> None:
+        self._ahead = int(eagle)
         self._rng, self._cache = rng, importlib.import_module(_CACHE + "radix_cache")
         self._params = importlib.import_module(_CACHE + "base_prefix_cache")
         pages = rng.randint(12, 30)
         self.theirs = self._cache.RadixCache.create_simulated(
             mock_allocator=MagicMock(device="cpu"), page_size=PAGE, enable_kv_cache_events=True
         )
+        self.theirs.is_eagle = eagle
         self.theirs.kv_events.take()  # that of its construction
         self._free = pages
         self.ours = RadixPool(
             (GroupSpec(0, "full_attention", PAGE),),
             num_blocks=pages + 1,
-            scheme=HashScheme(SGLANG, "", PAGE, tagged=False),
+            scheme=HashScheme(SGLANG, "", PAGE, self._ahead, tagged=False),
             chunk_tokens_max=512,
         )
 
@@ -119,7 +124,7 @@ class Pair:
             self._free += evicted.num_tokens_evicted // PAGE
         key, value = self._key(prompt, salt), torch.zeros(len(prompt), dtype=torch.int64)
         known = self.theirs.insert(self._params.InsertParams(key=key, value=value)).prefix_len
-        self._free -= (len(prompt) - known) // PAGE
+        self._free -= (len(prompt) - self._ahead - known) // PAGE
         self._match(prompt, salt)
         self.theirs.dec_lock_ref(found.last_device_node)
         return hit
@@ -136,7 +141,7 @@ def main(wheel: str, seeds: int) -> int:
     sys.meta_path.insert(0, _Wheel(wheel))
     # An attribute of a stand-in exists before its module is imported, so no ``from`` import.
     vars(importlib.import_module(_CACHE + "utils"))["get_native_hash"] = _native_hash
-    pairs = [Pair(random.Random(seed)) for seed in range(seeds)]
+    pairs = [Pair(random.Random(seed), eagle=bool(seed % 2)) for seed in range(seeds)]
     return sum(pair.serve() for pair in pairs for _ in range(40))
 
 

@@ -308,7 +308,7 @@ class SchemeDetector:
         conclusive, so do not wait for any.
         """
         if self._pages is not None:
-            return HashScheme(SGLANG, "", unit, tagged=False) if self.unproven else None
+            return HashScheme(SGLANG, "", unit, lookahead, tagged=False) if self.unproven else None
         early = not hidden and self._algorithm is None and self._events_seen < _ASSUME_AFTER
         if not self.unproven or early or self.doubted:
             return None
@@ -465,8 +465,8 @@ class SchemeDetector:
         yield from search(root, finer, algos, SEEDS_MAX)
 
     def _candidates(self, root: RootEvent) -> Iterator[HashScheme]:
-        if self._pages is not False and not root.lookahead:
-            yield HashScheme(SGLANG, "", root.block_size, tagged=False)
+        if self._pages is not False and root.lookahead <= 1:
+            yield HashScheme(SGLANG, "", root.block_size, root.lookahead, tagged=False)
         if self._pages is not None:
             return
         yield from self._known

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from publisher.block_hash import HashScheme, PromptExtras
+from publisher.block_hash import SGLANG, HashScheme, PromptExtras
 from publisher.events import BlockStored, Family, GroupSpec, hash_unit, scheduler_block_size
 from router.index.learn.facts import NO_EVIDENCE, DropReceipts, Fact, SetupEvidence, find_facts, level
 from router.index.learn.hash_scheme import Detection, SchemeDetector, learned_scheme
@@ -242,6 +242,7 @@ class EngineKnowledge:
                 unit,
                 self._lookahead,
                 inside_seen=self._groups.inside_seen,
+                sglang=self._setup.kind == "sglang" or (scheme is not None and scheme.algo == SGLANG),
             )
             self._layout = self._shared_layouts.setdefault(layout, layout)
         self._settle()

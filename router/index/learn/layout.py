@@ -115,6 +115,8 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     """Whether the engine has groups without events."""
     replay_tokens: int = 0
     """Tokens of a hit that are recomputed; a hit of no more than these is none."""
+    computed_tokens: int = 1
+    """Tokens at the end of each prompt that no hit covers."""
 
     @property
     def single_group(self) -> bool:
@@ -152,12 +154,17 @@ def make_layout(
     lookahead: int = 0,
     *,
     inside_seen: bool = False,
+    sglang: bool = False,
 ) -> CacheLayout:
     """Derive the layout as vLLM does (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
 
     ``hash_block_size`` is the detected one; None: the greatest common divisor of the block sizes.
     ``inside_seen``: events proved hits inside a block (``PartialEvidence``).
     """
+    # The last token is computed for its logits. SGLang looks its pages up without that token, so the second
+    # one of a page's last pair must come before it (srt/managers/schedule_batch.py of 0.5.23,
+    # ``_compute_max_prefix_len``); vLLM 0.33 looks ahead at all tokens.
+    computed = 1 + lookahead if sglang else 1
     unit = hash_block_size or hash_unit(groups)
     partial = _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
@@ -173,6 +180,7 @@ def make_layout(
         inside_seen=inside_seen,
         hidden_groups=_has_hidden(groups, facts),
         replay_tokens=facts.replay_tokens,
+        computed_tokens=computed,
     )
 
 

@@ -25,6 +25,7 @@ from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routing, running
 
 SGLANG: dict[str, Any] = {"kind": "sglang", "groups": "full", "max_model_len": 4096}
+EAGLE: dict[str, Any] = {**SGLANG, "speculative_algorithm": "EAGLE"}
 PINNED = ProxySettings(pin_header=True)
 
 
@@ -67,9 +68,10 @@ def check(rig: Rig) -> None:
     ]
 
 
-def test_every_receipt_is_exact() -> None:
+@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
+def test_every_receipt_is_exact(settings: dict[str, Any]) -> None:
     async def main() -> None:
-        async with running(SGLANG) as engines, routing(configure(*engines)) as rig:
+        async with running(settings) as engines, routing(configure(*engines)) as rig:
             await exchange(rig, engines)
             await exchange(rig, engines, salt="tenant")
             (shown,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
@@ -97,9 +99,10 @@ def test_a_small_pool_evicts_and_receipts_stay_exact() -> None:
     run(main())
 
 
-def test_a_router_that_starts_late_knows_what_the_engine_holds() -> None:
+@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
+def test_a_router_that_starts_late_knows_what_the_engine_holds(settings: dict[str, Any]) -> None:
     async def main() -> None:
-        async with running(SGLANG) as engines:
+        async with running(settings) as engines:
             async with routing(configure(*engines)) as rig:
                 await exchange(rig, engines)
             async with routing(configure(*engines)) as late:
@@ -110,9 +113,25 @@ def test_a_router_that_starts_late_knows_what_the_engine_holds() -> None:
     run(main())
 
 
-def test_an_engine_that_restarts_holds_nothing() -> None:
+def test_prompts_of_every_length_are_exact_with_pages_of_token_pairs() -> None:
     async def main() -> None:
-        async with running(SGLANG) as (engine,), routing(configure(engine)) as rig:
+        async with running(EAGLE) as (engine,), routing(configure(engine)) as rig:
+            ids = [3 + (7 * at) % 200 for at in range(100)]
+            hits = []
+            for length in (100, *range(28, 52)):
+                body = {"model": MODEL, "max_tokens": 1, "prompt": ids[:length]}
+                hits.append(await ask(rig, engine, COMPLETION, body))
+            check(rig)
+            # A page of 16 pairs needs 17 tokens, and the last token of the prompt is computed.
+            assert hits == [0, *((length - 2) // 16 * 16 for length in range(28, 52))]
+
+    run(main())
+
+
+@pytest.mark.parametrize("settings", [SGLANG, EAGLE], ids=["plain", "eagle"])
+def test_an_engine_that_restarts_holds_nothing(settings: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with running(settings) as (engine,), routing(configure(engine)) as rig:
             await exchange(rig, [engine])
             assert engine.events_endpoint is not None
             assert engine.replay_endpoint is not None
@@ -124,7 +143,7 @@ def test_an_engine_that_restarts_holds_nothing() -> None:
             await engine.stop()
             (status,) = rig.router.fleet
             await until(lambda: not status.up, "the router saw it end")
-            async with running({**SGLANG, **ports}) as (again,):
+            async with running({**settings, **ports}) as (again,):
                 await rig.ready()
                 path, body = bodies()[0]
                 assert await ask(rig, again, path, body) == 0
@@ -138,7 +157,7 @@ def test_vllm_and_sglang_engines_of_one_model() -> None:
 
     async def main() -> None:
         async with (
-            running({"groups": "full"}, SGLANG, {}, SGLANG) as engines,
+            running({"groups": "full"}, SGLANG, {}, EAGLE) as engines,
             routing(configure(*engines, proxy=PINNED)) as rig,
         ):
             await exchange(rig, engines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras, block_hashes
 from publisher.event_decoder import decode_batch
 from publisher.events import UNKNOWN_TYPES_MAX, DecodedBatch
+from publisher.events import BlockStored as Stored
 from router.fleet.statement import EngineStatement
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.hash_scheme import Detection
@@ -30,12 +32,16 @@ from tests.support.sglang_wire import AllBlocksCleared, BlockRemoved, BlockStore
 PAGE = 16
 
 
-def page_hashes(prompt: Sequence[int], salt: str | None = None, namespace: bytes = b"") -> list[int]:
+def page_hashes(
+    prompt: Sequence[int], salt: str | None = None, namespace: bytes = b"", *, eagle: bool = False
+) -> list[int]:
     """One per whole page: SHA-256 over the digest before and the tokens, its first 8 bytes signed."""
     digest = hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest() if salt else b""
     found = []
-    for start in range(0, len(prompt) - len(prompt) % PAGE, PAGE):
-        words = b"".join(token.to_bytes(4, "little") for token in prompt[start : start + PAGE])
+    units = list(pairwise(prompt)) if eagle else [(token,) for token in prompt]
+    for start in range(0, len(units) - len(units) % PAGE, PAGE):
+        page = [token for unit in units[start : start + PAGE] for token in unit]
+        words = b"".join(token.to_bytes(4, "little") for token in page)
         digest = hashlib.sha256(digest + words).digest()
         named = hashlib.sha256(namespace + digest[:8]).digest() if namespace else digest
         found.append(int.from_bytes(named[:8], "big", signed=True))
@@ -43,13 +49,19 @@ def page_hashes(prompt: Sequence[int], salt: str | None = None, namespace: bytes
 
 
 def stored(
-    prompt: Sequence[int], *, namespace: bytes = b"", medium: str = "GPU", **fields: Any
+    prompt: Sequence[int],
+    *,
+    namespace: bytes = b"",
+    medium: str = "GPU",
+    eagle: bool = False,
+    **fields: Any,
 ) -> list[BlockStored]:
     """One event per page, each naming the page before as its parent."""
-    hashes = page_hashes(prompt, fields.get("cache_salt"), namespace)
+    hashes = page_hashes(prompt, fields.get("cache_salt"), namespace, eagle=eagle)
     parents = [None, *hashes[:-1]]
+    units: list[Any] = list(pairwise(prompt)) if eagle else list(prompt)
     return [
-        BlockStored([block], parent, list(prompt[n * PAGE : (n + 1) * PAGE]), PAGE, None, medium, **fields)
+        BlockStored([block], parent, units[n * PAGE : (n + 1) * PAGE], PAGE, None, medium, **fields)
         for n, (block, parent) in enumerate(zip(hashes, parents, strict=True))
     ]
 
@@ -94,10 +106,13 @@ def test_the_hashes_are_those_of_sglang() -> None:
 
 
 @given(
-    st.lists(st.integers(0, (1 << 31) - 1), max_size=200), st.integers(0, 200), st.sampled_from([1, 4, 16])
+    st.lists(st.integers(0, (1 << 31) - 1), max_size=200),
+    st.integers(0, 200),
+    st.sampled_from([1, 4, 16]),
+    st.integers(0, 1),
 )
-def test_a_chain_grows_as_if_hashed_at_once(prompt: list[int], first: int, page: int) -> None:
-    scheme = HashScheme(algo="sglang", seed="", hash_block_size=page, tagged=False)
+def test_a_chain_grows_as_if_hashed_at_once(prompt: list[int], first: int, page: int, lookahead: int) -> None:
+    scheme = HashScheme("sglang", "", page, lookahead, tagged=False)
     chain = HashChain(scheme)
     chain.extend(prompt[:first])
     assert chain.extend(prompt) == block_hashes(prompt, scheme)
@@ -119,6 +134,43 @@ def test_prompts_are_predicted_and_nothing_is_rejected(setup: SetupEvidence | No
     assert hit(fleet, prompts[0][:96]) == 80, "the last token is always computed"
     tell(fleet, BlockRemoved(page_hashes(prompts[0])[3:], "GPU"))
     assert hit(fleet, prompts[0]) == 48
+
+
+@pytest.mark.parametrize(
+    ("setup", "mode"),
+    [(None, Detection.NATIVE), (SGLANG, Detection.NATIVE), (ADAPTERS, Detection.LEARNED)],
+    ids=["unknown", "sglang", "adapters"],
+)
+@pytest.mark.parametrize("salt", [None, "tenant"])
+def test_pages_of_token_pairs_are_predicted(
+    setup: SetupEvidence | None, mode: Detection, salt: str | None
+) -> None:
+    """With EAGLE a page is found if the token behind it is the same too, and is not the prompt's last."""
+    fleet, prompt, extras = fleet_of(setup), tokens(200), PromptExtras(cache_salt=salt)
+    told = stored(prompt, eagle=True, **({} if salt is None else {"cache_salt": salt}))
+    tell(fleet, *told)
+    assert fleet.engine("a").detection is mode
+    assert not fleet.engine("a").rejected
+    other = tokens(100, seed=99)
+    hits = {length: hit(fleet, prompt[:length] + other, extras) for length in (95, 96, 97, 98, 200)}
+    assert hits == {95: 80, 96: 80, 97: 96, 98: 96, 200: 192}
+    lengths = {length: hit(fleet, prompt[:length], extras) for length in (0, 1, 17, 18, 97, 98, 194, 200)}
+    assert lengths == {0: 0, 1: 0, 17: 0, 18: 16, 97: 80, 98: 96, 194: 192, 200: 192}
+    assert hit(fleet, prompt, PromptExtras(cache_salt="x")) == 0
+    tell(fleet, BlockRemoved(page_hashes(prompt, salt, eagle=True)[3:], "GPU"))
+    assert hit(fleet, prompt, extras) == 48
+
+
+def test_malformed_pairs_are_rejected_and_the_others_are_used() -> None:
+    good: list[Any] = stored(tokens(100), eagle=True)
+    wrong: list[list[Any]] = [[(1, 2), 3], [(1, "x")], [(1, 2), (1, 2, 3)]]
+    bad: list[Any] = [BlockStored([1], None, pairs, 2, None, "GPU") for pairs in wrong]
+    for events in ([*bad, *good], [*good, *bad], [{"type": "BlockMoved"}, *bad, *good]):
+        found = batch(*events)
+        assert len(found.rejected) == len(bad)
+        kept = [event for event in found.events if isinstance(event, Stored)]
+        assert [event.lookahead_token_ids for event in kept] == [[[page.token_ids[-1][1]]] for page in good]
+        assert [event.tokens() for event in kept] == [[pair[0] for pair in page.token_ids] for page in good]
 
 
 def test_hashes_of_another_form_are_learned_at_once() -> None:
