@@ -18,8 +18,9 @@ from publisher.events import BlockHash
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
+from router.feeds.sockets import LoadReading, LoadSockets
 from router.fleet.identity import EngineAddress, EngineKind
-from router.fleet.statement import EngineStatement
+from router.fleet.statement import EngineStatement, load_source
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import CacheLayout, ModelFacts
@@ -78,6 +79,7 @@ class EngineLifecycle:
             shared.attach(self.feeds, self.scopes)
             self._control = shared
         self.fleet: Fleet[Engine] = Fleet(config.engines, self._make_engine)
+        self.loads = LoadSockets(self._load_read, clock=clock)
         self._audit = ResidencyAudit(self.fleet, self.scopes, self.feeds, clock=clock)
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -89,6 +91,7 @@ class EngineLifecycle:
     def end(self) -> None:
         """Stop every feed; none starts until the next ``begin``."""
         self._control.stop_all()
+        self.loads.stop_all()
         self._tasks = None
 
     def audit(self, engine: Engine) -> None:
@@ -172,13 +175,35 @@ class EngineLifecycle:
         layout = engine.layout
         if layout is not None and engine.base_model in self._files:
             self._compare_layout(engine.base_model, engine, layout)
+        self._configure_pool(engine, layout)
+        # SGLang renews its gauges after tens of steps only (``decode_log_interval``).
+        if not self.loads.is_fresh(engine.engine_id):
+            engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
+
+    def _configure_pool(self, engine: Engine, layout: CacheLayout | None) -> None:
         groups = () if layout is None else layout.groups
         engine.load.pages.configure(engine.pool_blocks or 0, groups)
         engine.evictions.configure(engine.pool_blocks or 0, groups, vllm=engine.kind == "vllm")
-        engine.load.report(running=running, waiting=waiting, now=self._clock(), usage=engine.kv_usage)
+
+    def _load_read(self, engine_id: str, reading: LoadReading | None) -> None:
+        """Handle a message of an engine's load socket."""
+        engine, stats = self.fleet.get(engine_id), self._accounts.load_stats
+        stats.socket_readings += reading is not None
+        stats.socket_malformed += reading is None
+        if engine is None or reading is None:
+            return
+        usage, info = None, engine.server_info
+        if reading.max_tokens:
+            usage = min(1.0, reading.used_tokens / reading.max_tokens)
+        page = 0 if info is None else info.attention_block_size or 0
+        if engine.pool_blocks is None and page and reading.max_tokens:
+            engine.pool_blocks = reading.max_tokens // page  # an engine without metrics
+            self._configure_pool(engine, engine.layout)
+        engine.load.report(running=reading.running, waiting=reading.waiting, now=self._clock(), usage=usage)
 
     def _learn_setup(self, engine: Engine) -> None:
         """Pass on the engine's statements and the hints of its model's file."""
+        self.loads.follow(engine.engine_id, load_source(engine.engine, engine.server_info), self._tasks)
         if engine.residency is None or engine.base_model is None:
             return
         model = engine.base_model
@@ -199,6 +224,7 @@ class EngineLifecycle:
                 lambda engine: self._control.stop(engine.engine_id),
                 lambda engine: self.scopes.remove(engine.engine_id),
                 lambda engine: self._audit.forget(engine.engine_id),
+                lambda engine: self.loads.stop(engine.engine_id),
                 *self._leaving,
                 self._forget_adapters,
             ),

@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
 import structlog
 import uvicorn
 import uvloop
@@ -47,6 +48,26 @@ from publisher.zmq_publisher import ZmqPublisher
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # recognised, not bound by default
 
 log = structlog.get_logger()
+
+# How often SGLang repeats an unchanged load, and how often changes are looked for here.
+_LOAD_EVERY_S, _LOAD_LOOK_S = 1.0, 0.01
+_LOADS_MAX = 8
+
+
+class LoadStat(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """SGLang's message of load; fields as there."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    max_total_num_tokens: int
+    attn_dp_rank: int | None = None
+    num_waiting_uncached_tokens: int = 0
+    num_total_tokens: int = 0
+    max_running_requests: int = 0
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+
 
 _CONNECTORS: dict[str, type[KvConnector]] = {
     "nixl": KvConnector,
@@ -97,6 +118,7 @@ class SimulatedEngine:
         self.link = None if self.connector is None else self._link(self.connector)
         self.crash_switch = CrashSwitch(settings.dies_at, self.die)
         self.publisher: ZmqPublisher | None = None
+        self._load_socket: zmq.Socket[bytes] | None = None
         self.base_url = ""
         self._server: LoopServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,8 +147,13 @@ class SimulatedEngine:
                     sglang=settings.kind == "sglang",
                 )
                 self.publisher.start()
+            if settings.load_port is not None:
+                self._load_socket = zmq.Context.instance().socket(zmq.PUB)
+                self._load_socket.set_hwm(_LOADS_MAX)
+                self._load_socket.bind(_tcp(settings.host, settings.load_port))
         except zmq.ZMQError as error:
             listener.close()
+            self._close_publisher()
             raise OSError(f"cannot listen for event subscribers on {settings.host}: {error}") from None
         except BaseException:
             listener.close()
@@ -163,6 +190,9 @@ class SimulatedEngine:
         ]
         if self.link is not None:
             self._tasks.append(asyncio.create_task(self.link.run(), name="engine-transfers"))
+        if self._load_socket is not None:
+            task = asyncio.create_task(self._publish_load(self._load_socket), name="engine-load")
+            self._tasks.append(task)
         await server.listening.wait()
 
     async def stop(self) -> None:
@@ -261,6 +291,25 @@ class SimulatedEngine:
     def _close_publisher(self) -> None:
         if self.publisher is not None:
             self.publisher.close()
+        if self._load_socket is not None:
+            self._load_socket.close(linger=0)
+
+    async def _publish_load(self, socket: zmq.Socket[bytes]) -> None:
+        """Publish changed loads at once and others once a second, as ``SchedulerLoadPublisher`` does
+        (srt/managers/scheduler_components/load_publisher.py, SGLang 0.5.23)."""
+        told, told_s, sequence = None, 0.0, 0
+        tokens_max = self.settings.num_blocks * self.scheme.hash_block_size
+        while True:
+            gauges = self.scheduler.gauges()
+            now = time.monotonic()
+            if gauges != told or now - told_s >= _LOAD_EVERY_S:
+                told, told_s = gauges, now
+                used = round(gauges.kv_cache_usage * tokens_max)
+                counts = gauges.num_running, gauges.num_waiting, used, tokens_max
+                payload = msgspec.msgpack.encode(LoadStat(*counts, self.settings.dp_rank))
+                socket.send_multipart([b"load", sequence.to_bytes(8, "big"), payload])
+                sequence += 1
+            await asyncio.sleep(_LOAD_LOOK_S)
 
     def _publish(self, events: list[Event]) -> None:
         if self.publisher is not None:
@@ -309,6 +358,10 @@ class SimulatedEngine:
                 "block_size": size,
                 "dp_size": 1,
             }
+        if self._load_socket is not None:
+            endpoint = self._load_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            load = {"load_endpoint_port_base": int(endpoint.rpartition(":")[2]), "load_topic": "load"}
+            info["kv_events"] |= load
         return info
 
 

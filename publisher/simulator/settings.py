@@ -93,6 +93,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Port of the event socket of rank 0; 0 takes a free one."""
     replay_port: int = 0
     """Port of the replay socket of rank 0; 0 takes a free one."""
+    load_port: int | None = None
+    """With kind `sglang`, port of the socket at which rank 0 publishes its load (`--load-publish-endpoint`);
+    0 takes a free one, `none`: no socket."""
     enable_scale_out: bool = True
     """Serve the endpoints that render chats; off by default in vLLM."""
     dp_rank: int = 0
@@ -204,10 +207,13 @@ def _check_kind(settings: EngineSettings) -> None:
             if getattr(settings, name):
                 value = getattr(settings, name)
                 raise ValueError(f"{name} = {value!r}: not simulated with kind = 'sglang'; leave it out")
-    elif settings.speculative_algorithm is not None:
-        raise ValueError(
-            f"speculative_algorithm = {settings.speculative_algorithm!r}: simulated with kind = 'sglang' only"
-        )
+        if settings.load_port is not None and not settings.publish_events:
+            raise ValueError(f"load_port = {settings.load_port}: SGLang needs publish_events for it")
+        return
+    for name in ("speculative_algorithm", "load_port"):
+        value = getattr(settings, name)
+        if value is not None:
+            raise ValueError(f"{name} = {value!r}: simulated with kind = 'sglang' only")
 
 
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:

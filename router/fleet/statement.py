@@ -38,10 +38,13 @@ class EventPorts(msgspec.Struct, frozen=True, rename={"host": "endpoint_host", "
     ranks: int = 1
     block_size: int = 0
     """Tokens per page, over all ranks of decode context parallelism."""
+    load_endpoint_port_base: int | None = None
+    """Only with ``--load-publish-endpoint``: rank ``r`` publishes its load at this port + r."""
+    load_topic: str = "load"
 
     def __post_init__(self) -> None:
         last = _PORT_MAX - self.ranks + 1
-        bases = (self.endpoint_port_base, self.replay_endpoint_port_base)
+        bases = (self.endpoint_port_base, self.replay_endpoint_port_base, self.load_endpoint_port_base)
         if not 0 < self.ranks <= _RANKS_MAX or not all(base is None or 0 < base <= last for base in bases):
             raise ValueError("ports out of range")
 
@@ -212,6 +215,18 @@ def sglang_engines(
         )
         for rank in range(ports.ranks)
     ]
+
+
+def load_source(engine: EngineAddress, stated: EngineStatement | None) -> tuple[str, str] | None:
+    """Return address and topic of the socket at which an SGLang engine publishes its load; None without
+    one."""
+    ports = None if stated is None else stated.event_ports
+    if ports is None or ports.load_endpoint_port_base is None:
+        return None
+    # SGLang tells no host for it, but to take that of the server (``describe_kv_events_publisher``).
+    host = urlsplit(engine.base_url).hostname or "127.0.0.1"
+    port = ports.load_endpoint_port_base + (engine.dp_rank or 0)
+    return reachable(f"tcp://*:{port}", host), ports.load_topic
 
 
 def _published(

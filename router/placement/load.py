@@ -74,6 +74,10 @@ class LoadStats(msgspec.Struct):
     """Streamed prompts whose first token was later than ``LoadSettings`` allows."""
     ended_by_gauges: Annotated[int, "kvatlas_load_ended_by_gauges_total"] = 0
     """Unobserved requests that ended by the engine's own numbers."""
+    socket_readings: Annotated[int, "kvatlas_load_socket_readings_total"] = 0
+    """Loads read from the sockets of SGLang engines (`--load-publish-endpoint`)."""
+    socket_malformed: Annotated[int, "kvatlas_load_socket_malformed_total"] = 0
+    """Messages of these sockets that could not be read."""
     overflow: Annotated[int, "kvatlas_load_overflow_total"] = 0
     """Prompts dropped from the account by ``awaited_max``."""
 

@@ -18,7 +18,8 @@ from publisher.events import (
     encode_sglang_batch,
     encode_tokens,
 )
-from tests.support.sglang_wire import classes, wheel_path
+from publisher.simulator.server import LoadStat
+from tests.support.sglang_wire import LOADS, classes, wheel_path
 
 HASHES = [-(1 << 63), (1 << 63) - 1, 7]
 
@@ -49,6 +50,15 @@ def same(theirs: Any, events: list[Any], ours: list[Event]) -> None:
     assert encode_sglang_batch(1.5, ours) == written
     batch = decode_batch(written)
     assert (batch.rejected, batch.unknown, batch.events) == ([], [], ours)
+
+
+def test_loads_of_the_wheel_are_written_and_read() -> None:
+    from router.feeds.sockets import LoadReading  # noqa: PLC0415  # imports structlog
+
+    theirs = classes("wheel", LOADS).LoadStat(3, 4, 50, 600, 1, 7, 8, 9, 10, 11)
+    written = msgspec.msgpack.encode(theirs)
+    assert msgspec.msgpack.encode(LoadStat(3, 4, 50, 600, 1, 7, 8, 9, 10, 11)) == written
+    assert msgspec.msgpack.decode(written, type=LoadReading) == LoadReading(3, 4, 50, 600)
 
 
 def test_media_of_the_wheel_are_known() -> None:

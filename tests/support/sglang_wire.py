@@ -16,8 +16,23 @@ import pytest
 
 WHEEL = "KVATLAS_SGLANG_WHEEL"
 _EVENTS = "sglang/srt/disaggregation/kv_events.py"
-# What the module imports and its classes do not use.
-_UNUSED = {"sglang.srt.runtime_context": "get_parallel", "sglang.srt.utils.network": "NetworkAddress"}
+LOADS = "sglang/srt/managers/scheduler_components/load_publisher.py"
+# What the modules import and their classes do not use.
+_UNUSED = (
+    *("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.network", "sglang.srt.runtime_context"),
+    *("sglang.srt.disaggregation", "sglang.srt.disaggregation.kv_events"),
+)
+
+
+class _StandIn(ModuleType):
+    """A package of which every attribute exists."""
+
+    __path__: list[str] = []  # noqa: RUF012  # as of packages
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -55,23 +70,22 @@ def wheel_path() -> str:
     return path
 
 
-def classes(source: str) -> Any:
+def classes(source: str, path_in_wheel: str = _EVENTS) -> Any:
     """The module with the classes: ``own``, or ``wheel``'s; skips the test if there is no wheel."""
     if source == "own":
         return sys.modules[__name__]
     path = wheel_path()
-    module = ModuleType("kv_events_of_the_wheel")
+    module = ModuleType(path_in_wheel.replace("/", "_").removesuffix(".py"))
     # Struct types are resolved through ``sys.modules``.
     sys.modules[module.__name__] = module
-    before = {name: sys.modules.get(name) for name in ("sglang", "sglang.srt", "sglang.srt.utils", *_UNUSED)}
+    before = {name: sys.modules.get(name) for name in _UNUSED}
     try:
         for name in before:
-            sys.modules[name] = stand_in = ModuleType(name)
-            stand_in.__path__ = []
-            if name in _UNUSED:
-                setattr(stand_in, _UNUSED[name], object)
+            sys.modules[name] = _StandIn(name)
         with zipfile.ZipFile(path) as wheel:
-            exec(compile(wheel.read(_EVENTS), _EVENTS, "exec"), module.__dict__)  # the wheel's code
+            exec(
+                compile(wheel.read(path_in_wheel), path_in_wheel, "exec"), module.__dict__
+            )  # the wheel's code
     finally:
         for name, known in before.items():
             if known is None:

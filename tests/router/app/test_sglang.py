@@ -6,6 +6,7 @@ The engines are simulated: SGLang's radix tree, its own events over real sockets
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,17 @@ import pytest
 
 from publisher.engine import SimulatedEngine
 from router.fleet.identity import EngineAddress
+from router.fleet.settings import FleetSettings
 from router.fleet.statement import EngineStatement
 from router.openai.request import CHAT, COMPLETION
 from router.pd.settings import PdSettings
+from router.placement.engine import Engine
+from router.placement.load import EngineLoad
 from router.proxy.settings import ProxySettings
 from router.tools.doctor.findings import Severity
 from router.tools.record import resolve
 from tests.router.tools.doctor.rig import examined, http_server
+from tests.support.front import fronting
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, number, routing, running
 
@@ -168,6 +173,58 @@ def test_vllm_and_sglang_engines_of_one_model() -> None:
             rig.check_books()
 
     run(main())
+
+
+NO_GAUGES = FleetSettings(gauge_interval_s=3600.0)
+
+
+def test_the_load_comes_from_the_engine_s_socket() -> None:
+    """Without gauges, and of requests that this router has not sent."""
+    settings = {**SGLANG, "load_port": 0, "decode_s_per_token": 0.002}
+
+    async def main() -> None:
+        async with running(settings) as (engine,), routing(configure(engine, fleet=NO_GAUGES)) as rig:
+            (known,) = rig.router.fleet
+            known.pool_blocks = None
+            body = {"model": MODEL, "max_tokens": 3000, "ignore_eos": True, "prompt": TEXT}
+            async with asyncio.TaskGroup() as others:
+                foreign = others.create_task(
+                    rig.session.post(engine.base_url + COMPLETION, json=body).__aenter__()
+                )
+                await until(lambda: load_of(known).running == 1, "its running request is known")
+                assert known.pool_blocks == engine.settings.num_blocks
+                foreign.cancel()
+            await until(lambda: load_of(known).running == 0, "its end is known")
+            assert rig.router.accounts.load_stats.socket_readings > 1
+            assert rig.router.accounts.load_stats.socket_malformed == 0
+
+    run(main())
+
+
+def test_gauges_count_once_the_socket_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = b"sglang:num_running_reqs 7.0\nsglang:num_queue_reqs 0.0\n"
+
+    async def main() -> None:
+        async with running({**SGLANG, "load_port": 0}) as (engine,), fronting(engine) as front:
+            front.overrides["/metrics"] = lambda: (200, page)
+            fast = FleetSettings(gauge_interval_s=0.05)
+            async with routing(configure(EngineAddress(front.base_url), fleet=fast)) as rig:
+                (known,) = rig.router.fleet
+                await until(
+                    lambda: rig.router.lifecycle.loads.is_fresh(known.engine_id), "the socket is read"
+                )
+                await until(lambda: load_of(known).running == 0, "the socket counts")
+                asked = front.asked("/metrics")
+                await until(lambda: front.asked("/metrics") > asked + 2, "gauges were read")
+                assert load_of(known).running == 0
+                monkeypatch.setattr("router.feeds.sockets.LOAD_FRESH_S", -1.0)
+                await until(lambda: load_of(known).running == 7, "the gauges count")
+
+    run(main())
+
+
+def load_of(engine: Engine) -> EngineLoad:
+    return engine.load.current(time.monotonic())
 
 
 @pytest.mark.parametrize("changes", [{"groups": "gemma3-like"}, {"role": "decode"}, {"host_blocks": 8}])
