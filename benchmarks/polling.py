@@ -19,7 +19,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import aiohttp
 import structlog
 from aiohttp import web
 
@@ -28,6 +27,7 @@ from router.config.schema import Config
 from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
+from router.http.client import HttpClient
 from router.placement.engine import Engine
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
@@ -90,8 +90,8 @@ async def measure(port: int, engines: int, interval_s: float, seconds: float) ->
         report(engine, running=running, waiting=waiting)
 
     router.lifecycle.engine_load = count  # type: ignore[method-assign]
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        poller = FleetPoller(router.fleet, router.lifecycle, settings, session)
+    async with HttpClient(requests_max=engines) as client:
+        poller = FleetPoller(router.fleet, router.lifecycle, settings, client)
         running = asyncio.create_task(poller.run())
         while polls < engines:  # noqa: ASYNC110  # each has been read once
             await asyncio.sleep(0.1)

@@ -198,6 +198,7 @@ class Router:
                 self.desired,
                 applied=self._assign,
                 unsynced=self.fleet_sources.unsynced,
+                body_bytes_max=config.proxy.body_bytes_max,
             )
         self.certificates = Certificates()
         self._engine_tls = hold_engine_tls(self.certificates, config.fleet.tls)
@@ -375,7 +376,7 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Run all background work for the duration of the context."""
         async with (
-            self.calls.open() as session,
+            self.calls.open() as client,
             self.ops.listening(),
             nullcontext() if self.admin is None else self.admin.listening(),
             self._in_worker_group(),
@@ -384,7 +385,7 @@ class Router:
         ):
             self._tasks = tasks
             works = self.lifecycle.begin(tasks)
-            poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, session)
+            poller = self.poller = FleetPoller(self.fleet, self.lifecycle, self.config.fleet, client)
             poller.versions = self.config.pull.enabled
             self._assign()
             works += [poller.run(), self.fleet_sources.run()]

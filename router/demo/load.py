@@ -20,13 +20,12 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -45,6 +44,7 @@ from publisher.engine import (
 from router.app import Router
 from router.config.errors import ConfigError
 from router.fleet.status import EngineStatus
+from router.http.client import HttpClient, HttpResponse
 from router.http.sockets import describe_error
 from router.observe.receipts import EngineReceipts, Receipt
 from router.openai.request import CHAT, MESSAGES, RESPONSES, Usage
@@ -379,6 +379,9 @@ _WORDS = tuple(
 )
 _SYSTEM_PROMPTS = 10
 _THINK_S = (0.2, 1.5)
+# Longest time until an answer is complete.
+_ANSWER_S_MAX = 300.0
+_JSON = {"content-type": "application/json"}
 _TURNS = (2, 6)
 ANSWER_TOKENS = (12, 40)
 _REGENERATE_SHARE = 0.25
@@ -428,14 +431,11 @@ class ChatLoad:
     async def run(self, seconds: float) -> None:
         """Keep all users busy for ``seconds``; then finish requests in progress without starting new ones."""
         self._started_s = time.monotonic()
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as users:
+        async with HttpClient(requests_max=2 * self._users) as client, asyncio.TaskGroup() as users:
             for number in range(self._users):
-                users.create_task(self._user(session, random.Random(self._rng.random()), seconds, number))
+                users.create_task(self._user(client, random.Random(self._rng.random()), seconds, number))
 
-    async def _user(
-        self, session: aiohttp.ClientSession, rng: random.Random, seconds: float, number: int
-    ) -> None:
+    async def _user(self, client: HttpClient, rng: random.Random, seconds: float, number: int) -> None:
         await asyncio.sleep(number * 0.02)
         while self._now() < seconds:
             weights = [1 / (rank + 1) for rank in range(len(self._systems))]
@@ -452,7 +452,7 @@ class ChatLoad:
                 asks = 2 if rng.random() < _REGENERATE_SHARE else 1
                 # Successive turns go to different routers.
                 url = next(self._urls)
-                answers = await asyncio.gather(*[self._ask(session, url, messages, rng) for _ in range(asks)])
+                answers = await asyncio.gather(*[self._ask(client, url, messages, rng) for _ in range(asks)])
                 if answers[0].error:
                     break
                 messages = [*messages, {"role": "assistant", "content": answers[0].answer}]
@@ -469,27 +469,27 @@ class ChatLoad:
         return [*messages[:-1], {**messages[-1], "tool_calls": [call]}, result]
 
     async def _ask(
-        self, session: aiohttp.ClientSession, url: str, messages: list[Message], rng: random.Random
+        self, client: HttpClient, url: str, messages: list[Message], rng: random.Random
     ) -> ChatOutcome:
         max_tokens, at_s = rng.randint(*self._answer_tokens), self._now()
-        body = request_body(self._api, self._model, messages, max_tokens)
+        body = msgspec.json.encode(request_body(self._api, self._model, messages, max_tokens))
         outcome = ChatOutcome(messages, max_tokens, at_s)
         try:
-            async with session.post(url, json=body) as answer:
+            async with client.exchange("POST", url, _ANSWER_S_MAX, body, _JSON) as answer:
                 if answer.status == 200:
                     outcome = await self._read(answer, outcome)
                 else:
                     outcome = msgspec.structs.replace(outcome, error=f"status {answer.status}")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except OSError as error:
             outcome = msgspec.structs.replace(outcome, error=describe_error(error))
         self._on_done(outcome)
         return outcome
 
-    async def _read(self, answer: aiohttp.ClientResponse, outcome: ChatOutcome) -> ChatOutcome:
+    async def _read(self, answer: HttpResponse, outcome: ChatOutcome) -> ChatOutcome:
         text: list[str] = []
         ttft_s: float | None = None
         usage = Usage(0)
-        async for line in answer.content:
+        async for line in _lines(answer):
             if not line.startswith(b"data: {"):
                 continue
             event = msgspec.json.decode(line[6:])
@@ -513,6 +513,15 @@ class ChatLoad:
 
     def _now(self) -> float:
         return time.monotonic() - self._started_s
+
+
+async def _lines(answer: HttpResponse) -> AsyncIterator[bytes]:
+    """Yield the complete lines of a stream, without their ends."""
+    rest = b""
+    async for piece in answer.pieces():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 # Baseline: the same requests at the same times under round robin, on virtual engines.

@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, Protocol, TypeVar
 
-import aiohttp
 import msgspec
 import structlog
 
@@ -47,7 +46,15 @@ from router.fleet.status import (
     Reassigned,
     kind_of,
 )
-from router.http.sockets import Certificates, TlsFiles, client_context, describe_error, is_out_of_descriptors
+from router.http.client import HttpClient, TooLongError
+from router.http.sockets import (
+    Certificates,
+    NotConnectedError,
+    TlsFiles,
+    client_context,
+    describe_error,
+    is_out_of_descriptors,
+)
 from router.observe.requests import LogThrottle
 
 _log = structlog.get_logger()
@@ -87,11 +94,9 @@ class _Version(msgspec.Struct):
 # Statuses by which a server permanently refuses an endpoint.
 _ABSENT = frozenset({401, 403, 404, 405, 501})
 _BAD_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 _PROBLEM_LENGTH_MAX = 300
 # Of one answer: a million token ids as JSON.
 ANSWER_BYTES_MAX = 8 << 20
-_UNTIMED = aiohttp.ClientTimeout(total=None)
 # Interval of repeated warnings that an engine does not answer.
 _SILENT_EVERY_S = 60.0
 _T = TypeVar("_T")
@@ -105,11 +110,11 @@ class FleetPoller(Generic[E]):
         fleet: Fleet[E],
         listener: FleetListener[E],
         settings: FleetSettings,
-        session: aiohttp.ClientSession,
+        client: HttpClient,
     ) -> None:
         self._fleet = fleet
         self._listener = listener
-        self._session = session
+        self._client = client
         self.configure(settings)
         self.versions = False
         """Whether engines without a role are asked for their version too."""
@@ -224,12 +229,12 @@ class FleetPoller(Generic[E]):
         try:
             models = tuple(_decode(await self._get(f"{base_url}/v1/models"), _Models).data)
             problem = "" if models else "GET /v1/models: no model"
-        except (*_NO_ANSWER, _BadAnswerError) as error:
+        except (OSError, _BadAnswerError) as error:
             if is_out_of_descriptors(error):
                 # The router's own problem: the known state of the engine stays valid.
                 return False
             problem = self._in_words(error)[:_PROBLEM_LENGTH_MAX]
-            refused = isinstance(error, aiohttp.ClientConnectorError)
+            refused = isinstance(error, NotConnectedError)
             alive = alive or self._answered_since_last_poll(base_url)
             missed = self._missed[base_url] = 0 if alive else self._missed.get(base_url, 0) + 1
             if not isinstance(error, TimeoutError):
@@ -265,13 +270,13 @@ class FleetPoller(Generic[E]):
         if isinstance(error, _BadAnswerError) and error.status in {401, 403}:
             remedy = (
                 "the engine does not accept the key of fleet.api_key_file"
-                if self._session.headers.get("authorization")
+                if "authorization" in self._client.headers
                 else "the engine wants an API key (--api-key); set fleet.api_key_file"
             )
             return f"{error.status} from /v1/models: {remedy}"
         if isinstance(error, _BadAnswerError) and error.status != 200:
             return f"{error.status} from /v1/models"
-        if isinstance(error, aiohttp.ClientConnectorError):
+        if isinstance(error, NotConnectedError):
             return describe_error(error)
         return f"GET /v1/models: {describe_error(error)}"
 
@@ -320,7 +325,7 @@ class FleetPoller(Generic[E]):
         version: str | None = None
         try:
             version = _decode(await self._get(f"{base_url}/version"), _Version).version
-        except _NO_ANSWER:
+        except OSError:
             return  # repeated at the next poll
         except _BadAnswerError as error:
             if error.status == 200:
@@ -336,7 +341,7 @@ class FleetPoller(Generic[E]):
             self._informed.pop(base_url, None)
         if base_url in self._informed:
             return
-        with contextlib.suppress(*_NO_ANSWER):  # repeated at the next poll
+        with contextlib.suppress(OSError):  # repeated at the next poll
             try:
                 self._informed[base_url] = server_info_statement(await self._get(base_url + SERVER_INFO))
             except _BadAnswerError:
@@ -363,7 +368,7 @@ class FleetPoller(Generic[E]):
         try:
             body = await self._get(f"{base_url}/kv_event_sources")
             found = event_sources(base_url, body, like)
-        except _NO_ANSWER:
+        except OSError:
             # Keep the known ranks; repeated at the next poll.
             return []
         except _BadAnswerError as error:
@@ -380,7 +385,7 @@ class FleetPoller(Generic[E]):
     async def _ask_gauges(self, base_url: str) -> None:
         try:
             body = await self._get(f"{base_url}/metrics")
-        except (*_NO_ANSWER, _BadAnswerError):
+        except (OSError, _BadAnswerError):
             return
         started = read_started(body)
         for status in self._fleet.ranks(base_url):
@@ -419,15 +424,13 @@ class FleetPoller(Generic[E]):
             self._listener.engine_asleep(status)
 
     async def _get(self, url: str) -> bytes:
-        async with exchange(self._session, "GET", url, self._settings.poll_timeout_s) as answer:
+        async with self._client.exchange("GET", url, self._settings.poll_timeout_s) as answer:
             if answer.status != 200:
                 raise _BadAnswerError(f"status {answer.status}", answer.status)
-            body = await answer.content.read(ANSWER_BYTES_MAX + 1)
-            while not answer.content.at_eof() and len(body) <= ANSWER_BYTES_MAX:
-                body += await answer.content.read(ANSWER_BYTES_MAX + 1 - len(body))
-            if len(body) > ANSWER_BYTES_MAX:
-                raise _BadAnswerError(f"answer over {ANSWER_BYTES_MAX} bytes")
-            return body
+            try:
+                return await answer.body(ANSWER_BYTES_MAX)
+            except TooLongError as error:
+                raise _BadAnswerError(str(error)) from None
 
 
 class _BadAnswerError(Exception):
@@ -445,34 +448,11 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
         raise _BadAnswerError(describe_error(error)) from None
 
 
-# HTTP requests of the router itself to engines and render servers: TLS, sessions, bounded responses.
+# HTTP requests of the router itself to engines and render servers.
 #
-# Two sessions: one with the router's key, for its own requests, and one without, for requests on behalf of a
+# Two clients: one with the router's key, for its own requests, and one without, for requests on behalf of a
 # client, who may have no key. Both exist only within ``open``; outside of it ``post`` and ``healthy`` fail as
 # if the engine were down.
-
-
-@asynccontextmanager
-async def exchange(
-    session: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    timeout_s: float,
-    body: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Return the response to one request, without following redirects. ``timeout_s`` includes reading it.
-    Raises ``TimeoutError``, ``OSError`` and ``aiohttp.ClientError``.
-    """
-    # aiohttp's own timeout swallows a cancellation that is due in the same turn of the loop (3.14:
-    # helpers.py, nested ``TimerContext``), so a cancelled task would never end.
-    async with (
-        asyncio.timeout(timeout_s),
-        session.request(
-            method, url, data=body, headers=headers, timeout=_UNTIMED, allow_redirects=False
-        ) as answer,
-    ):
-        yield answer
 
 
 class EngineCalls:
@@ -488,14 +468,14 @@ class EngineCalls:
         self._headers = headers
         self._tls = tls
         self._health_timeout_s = health_timeout_s
-        self._in_clients_names: aiohttp.ClientSession | None = None
-        self._own: aiohttp.ClientSession | None = None
+        self._in_clients_names: HttpClient | None = None
+        self._own: HttpClient | None = None
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Open the sessions; ``post`` and ``healthy`` work within the context."""
-        async with self._session(self._headers) as own, self._session() as in_clients_names:
-            self._own, self._in_clients_names = own, in_clients_names
+    async def open(self) -> AsyncIterator[HttpClient]:
+        """Open the clients; ``post`` and ``healthy`` work within the context."""
+        async with HttpClient(self._headers, self._tls) as own, HttpClient(tls=self._tls) as others:
+            self._own, self._in_clients_names = own, others
             try:
                 yield own
             finally:
@@ -514,47 +494,29 @@ class EngineCalls:
         return await self._post(self._own, url, body, headers, timeout_s)
 
     async def _post(
-        self,
-        session: aiohttp.ClientSession | None,
-        url: str,
-        body: bytes,
-        headers: dict[str, str],
-        timeout_s: float,
+        self, client: HttpClient | None, url: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
-        if session is None:
+        if client is None:
             raise OSError("the router is not running")
         headers = {"content-type": "application/json", **headers}
         try:
-            async with exchange(session, "POST", url, timeout_s, body, headers) as answer:
-                return answer.status, await self._read(url, answer)
-        except aiohttp.ClientError as error:
-            raise OSError(f"{url}: {error}") from error
-
-    async def _read(self, url: str, answer: aiohttp.ClientResponse) -> bytes:
-        pieces, size = [], 0
-        async for piece in answer.content.iter_any():
-            pieces.append(piece)
-            size += len(piece)
-            if size > ANSWER_BYTES_MAX:
-                raise OSError(f"{url}: answer over {ANSWER_BYTES_MAX} bytes")
-        return b"".join(pieces)
+            async with client.exchange("POST", url, timeout_s, body, headers) as answer:
+                return answer.status, await answer.body(ANSWER_BYTES_MAX)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise OSError(f"{url}: {describe_error(error)}") from error
 
     async def healthy(self, url: str) -> bool:
         """Whether ``/health`` of the server at ``url`` returns 200."""
-        session = self._in_clients_names
-        if session is None:
+        client = self._in_clients_names
+        if client is None:
             return False
         try:
-            async with exchange(session, "GET", f"{url}/health", self._health_timeout_s) as answer:
+            async with client.exchange("GET", f"{url}/health", self._health_timeout_s) as answer:
                 return answer.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except OSError:
             return False
-
-    def _session(self, headers: dict[str, str] | None = None) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(ssl=self._tls)
-        return aiohttp.ClientSession(
-            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=headers
-        )
 
 
 def hold_engine_tls(certificates: Certificates, files: TlsFiles) -> ssl.SSLContext:

@@ -176,13 +176,16 @@ _TEXTS: tuple[tuple[type[BaseException], str], ...] = (
     (RecursionError, "nested too deeply"),
     (MemoryError, "not enough memory"),
 )
-# By name: importing aiohttp would take longer than everything else that ``--help`` needs.
-_AIOHTTP_TEXTS = {
-    "ServerDisconnectedError": "connection closed without an answer",
-    "ClientPayloadError": "the answer ended early",
-    "ClientResponseError": "not an HTTP answer",
-}
 _DETAILED = (msgspec.ValidationError,)
+
+
+class NotConnectedError(OSError):
+    """No connection to a server; ``problem`` is the reason in words, ``errno`` that of the cause."""
+
+    def __init__(self, errno: int | None, problem: str) -> None:
+        super().__init__(problem)
+        self.errno = errno
+        self.problem = problem
 
 
 def describe_error(error: BaseException) -> str:
@@ -192,13 +195,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def _error_text(error: BaseException) -> str:
-    # Of aiohttp's ClientConnectorError and its kinds.
-    for name in ("certificate_error", "os_error"):
-        if isinstance(cause := getattr(error, name, None), Exception):
-            return _error_text(cause)
-    for kind in type(error).__mro__:
-        if kind.__name__ in _AIOHTTP_TEXTS:
-            return _AIOHTTP_TEXTS[kind.__name__]
+    if isinstance(error, NotConnectedError):
+        return error.problem
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -321,10 +321,10 @@ class UpstreamConnection(asyncio.Protocol):
         chunks, fields = len(self._chunks), len(self._fields)
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep_alive = False
             if not self.complete:
-                self._fail()
+                self._fail(error)
         if self._chunks_at_end >= 0:
             # Bytes after the end of the response: they must not reach the client as part of it.
             if len(self._chunks) > self._chunks_at_end:
@@ -367,10 +367,11 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             self.deadline = self._clock() + self._settings.idle_timeout_s
 
-    def _fail(self) -> None:
+    def _fail(self, cause: Exception | None = None) -> None:
         """Fail the request, and close: the connection is lost or its bytes are invalid."""
-        reason: Reason = "reset" if self._response in _WITHOUT_HEAD else "broken_stream"
-        self._error = self._error or UpstreamError(reason)
+        if self._error is None:
+            self._error = UpstreamError("reset" if self._response in _WITHOUT_HEAD else "broken_stream")
+            self._error.__cause__ = cause
         if self._transport is not None:
             self._transport.abort()
 
@@ -455,6 +456,8 @@ class Origin(msgspec.Struct, gc=False):
     path_prefix: bytes
     idle: list[UpstreamConnection]
     open: int = 0
+    socket_path: str = ""
+    """A Unix socket to connect to instead of host and port."""
 
     @classmethod
     def parse(cls, base_url: str) -> Origin:
@@ -581,13 +584,13 @@ class UpstreamClient:
         self._owner[connection] = origin
         self._stats.engine_connects += 1
         try:
+            loop = asyncio.get_running_loop()
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                await asyncio.get_running_loop().create_connection(
-                    lambda: connection,
-                    origin.host,
-                    origin.port,
-                    ssl=self._tls if origin.tls else None,
-                )
+                if origin.socket_path:
+                    await loop.create_unix_connection(lambda: connection, origin.socket_path)
+                else:
+                    tls = self._tls if origin.tls else None
+                    await loop.create_connection(lambda: connection, origin.host, origin.port, ssl=tls)
         except TimeoutError:
             self._connection_lost(connection)
             raise UpstreamError("timeout", sent=False) from None
@@ -595,8 +598,8 @@ class UpstreamClient:
             self._connection_lost(connection)
             if is_out_of_descriptors(error):
                 self._stats.descriptor_shortages += 1
-                raise UpstreamError("overflow", sent=False) from None
-            raise UpstreamError("refused", sent=False) from None
+                raise UpstreamError("overflow", sent=False) from error
+            raise UpstreamError("refused", sent=False) from error
         except BaseException:
             connection.abort()
             self._connection_lost(connection)

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.http.client import HttpClient, ResponseError, TooLongError
+from router.http.sockets import NotConnectedError
 from router.simulate.setup import Timing
 from router.simulate.traces import Captured
 from router.tools.ops_client import ops_headers, reason
@@ -270,21 +271,16 @@ def fetch_from_router(url: str) -> str:
 
 
 async def _fetch(url: str, headers: dict[str, str]) -> str:
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.get(url) as answer,
-        ):
+        async with HttpClient(headers) as client, client.exchange("GET", url, TIMEOUT_S) as answer:
             if answer.status != 200:
-                raise OSError(_refused(url, answer.status, await answer.content.read(_ERROR_BYTES_MAX)))
-            page = await answer.content.read(PAGE_BYTES_MAX)
-            if not answer.content.at_eof():
-                raise OSError(f"{url}: more than {PAGE_BYTES_MAX} bytes")
-            return page.decode("utf-8", errors="replace")
+                raise OSError(_refused(url, answer.status, await answer.beginning(_ERROR_BYTES_MAX)))
+            return (await answer.body(PAGE_BYTES_MAX)).decode("utf-8", errors="replace")
     except TimeoutError:
         raise OSError(f"{url} did not answer within {TIMEOUT_S:g} s") from None
-    except (aiohttp.ClientError, ValueError) as error:
+    except TooLongError:
+        raise OSError(f"{url}: more than {PAGE_BYTES_MAX} bytes") from None
+    except (NotConnectedError, ResponseError, ValueError) as error:
         raise OSError(f"{url}: {error}") from None
 
 
@@ -294,14 +290,13 @@ def fetch_usage(router_url: str, path: Path) -> None:
 
 
 async def _fetch_log(url: str, path: Path) -> None:
-    timeout = aiohttp.ClientTimeout(total=None, connect=TIMEOUT_S, sock_read=TIMEOUT_S)
     try:
         async with (
-            aiohttp.ClientSession(timeout=timeout, headers=ops_headers()) as session,
-            session.get(url) as answer,
+            HttpClient(ops_headers(), pause_s_max=TIMEOUT_S) as client,
+            client.exchange("GET", url, None) as answer,
         ):
             if answer.status != 200:
-                body = await answer.content.read(_ERROR_BYTES_MAX)
+                body = await answer.beginning(_ERROR_BYTES_MAX)
                 if reason(body, "usage_off"):
                     raise OSError(
                         "the router writes no usage record: set usage.path there, or name a file here"
@@ -309,12 +304,12 @@ async def _fetch_log(url: str, path: Path) -> None:
                 raise OSError(_refused(url, answer.status, body))
             size = 0
             with path.open("wb") as file:
-                async for piece in answer.content.iter_any():
+                async for piece in answer.pieces():
                     size += len(piece)
                     if size > LOG_BYTES_MAX:
                         raise OSError(f"{url}: more than {LOG_BYTES_MAX} bytes")
                     await asyncio.to_thread(file.write, piece)
     except TimeoutError:
         raise OSError(f"{url} sent nothing for {TIMEOUT_S:g} s") from None
-    except (aiohttp.ClientError, ValueError) as error:
+    except (NotConnectedError, ResponseError, ValueError) as error:
         raise OSError(f"{url}: {error}") from None

@@ -11,7 +11,6 @@ import tty
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-import aiohttp
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from router.config.errors import ConfigError
+from router.http.client import HttpClient
 from router.tools.doctor.command import router_url
 from router.tools.doctor.http import Http, HttpAnswer, series
 from router.tools.ops_client import ops_headers, output_console
@@ -417,8 +417,8 @@ async def snapshots(url: str, interval_s: float) -> AsyncGenerator[RouterSnapsho
     respond.
     """
     loop = asyncio.get_running_loop()
-    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
-        http = Http(session, _TIMEOUT_S)
+    async with HttpClient() as client:
+        http = Http(client, _TIMEOUT_S)
         before: RouterSnapshot | None = None
         taken_s = 0.0
         while True:

@@ -408,10 +408,11 @@ class WorkerGroup:
         *,
         applied: Callable[[], None],
         unsynced: Callable[[], list[str]],
+        body_bytes_max: int,
     ) -> None:
         self.worker = worker
         self.gossip = gossip
-        self.calls = SiblingCalls(worker)
+        self.calls = SiblingCalls(worker, body_bytes_max=body_bytes_max)
         gossip.responses.sources.append(partial(find_response, self.calls))
         self.decisions = SharedDecisions(worker, desired, self.calls, applied=applied, unsynced=unsynced)
 

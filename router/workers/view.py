@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
-import aiohttp
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,11 +20,12 @@ from router.api.answers import EndedRequest, LiveRequest, PrefixView, ReceiptVie
 from router.api.metrics_page import Sources, families, in_steps, page_steps
 from router.api.metrics_tables import of_stats
 from router.api.views import LATEST_SHOWN, SESSIONS_SHOWN, LocalView
+from router.http.client import HttpClient
 from router.http.settings import ListenStats
 from router.http.sockets import describe_error
 from router.observe.history import RecentHistory
 from router.observe.receipts import EVIDENCE_KEPT, Histogram
-from router.openai.errors import ApiError, worker_unavailable
+from router.openai.errors import ApiError, body_too_large, worker_unavailable
 from router.openai.members import at_once, run_cooperatively
 from router.workers.context import LEAD, WorkerContext
 from router.workers.gossip import WorkerGossipStats
@@ -198,45 +197,42 @@ def _metric(family: WorkerFamily, values: Mapping[Key, float]) -> Metric:
 CALL_S_MAX = 1.0
 _FORWARD_S_MAX = 30.0
 _NOT_FORWARDED = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
+_BASE = "http://worker"
+# Of a sibling's part of a page: of a thousand engines it has some 3 MB.
+_ANSWER_BYTES_MAX = 64 << 20
 # Address of the client whose request another worker forwards.
 PEER_HEADER = "x-kvatlas-peer"
 
 
 class SiblingCalls:
-    """HTTP connections to the siblings of one worker; an async context manager."""
+    """HTTP connections to the siblings of one worker; an async context manager. ``body_bytes_max``: largest
+    request that is forwarded."""
 
-    def __init__(self, worker: WorkerContext) -> None:
+    def __init__(self, worker: WorkerContext, *, body_bytes_max: int) -> None:
         self.siblings = sorted(worker.mesh)
         self._worker = worker
-        self._sessions: dict[int, aiohttp.ClientSession] = {}
+        self._body_bytes_max = body_bytes_max
+        self._clients: dict[int, HttpClient] = {}
 
     async def __aenter__(self) -> Self:
         for slot in self.siblings:
-            connector = aiohttp.UnixConnector(self._worker.control_path(slot), limit=64)
-            self._sessions[slot] = aiohttp.ClientSession(
-                "http://worker", connector=connector, cookie_jar=aiohttp.DummyCookieJar()
-            )
+            self._clients[slot] = HttpClient(socket_path=self._worker.control_path(slot), requests_max=64)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for session in self._sessions.values():
-            await session.close()
-        self._sessions.clear()
+    async def __aexit__(self, *ended: object) -> None:
+        for client in self._clients.values():
+            await client.__aexit__(*ended)
+        self._clients.clear()
 
     async def call(self, slot: int, path: str, *, method: str = "GET", body: bytes | None = None) -> bytes:
         """Call one sibling. Raises ``OSError`` if it does not answer in time."""
         try:
-            async with (
-                asyncio.timeout(CALL_S_MAX),
-                self._sessions[slot].request(method, path, data=body) as answer,
-            ):
-                content = await answer.read()
+            async with self._clients[slot].exchange(method, _BASE + path, CALL_S_MAX, body) as answer:
+                content = await answer.body(_ANSWER_BYTES_MAX)
                 if answer.status >= 300:
-                    raise OSError(f"worker {slot}: {method} {path}: status {answer.status}")
+                    raise OSError(f"status {answer.status}")
                 return content
-        except (aiohttp.ClientError, KeyError, TimeoutError) as error:
+        except (KeyError, OSError) as error:
             raise OSError(f"worker {slot}: {method} {path}: {describe_error(error)}") from error
 
     async def call_all(
@@ -255,51 +251,36 @@ class SiblingCalls:
             if name.decode("latin-1") not in {*_NOT_FORWARDED, PEER_HEADER}
         }
         headers[PEER_HEADER] = scope["client"][0] if scope.get("client") else ""
-        target = scope["path"] + (
-            f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
-        )
-        begun = False
+        query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
+        url, begun = _BASE + quote(scope["path"]) + query, False
         try:
-            async with (
-                asyncio.timeout(_FORWARD_S_MAX),
-                self._sessions[LEAD].request(
-                    scope["method"],
-                    target,
-                    data=_body(receive),
-                    headers=headers,
-                    allow_redirects=False,
-                    auto_decompress=False,
-                ) as answer,
-            ):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": answer.status,
-                        "headers": [
-                            (name.lower(), value)
-                            for name, value in answer.raw_headers
-                            if name.lower().decode() not in _NOT_FORWARDED
-                        ],
-                    }
-                )
-                begun = True
-                async for piece in answer.content.iter_any():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-        except (aiohttp.ClientError, KeyError, OSError, TimeoutError):
+            async with asyncio.timeout(_FORWARD_S_MAX):
+                if (body := await _body(receive, self._body_bytes_max)) is None:
+                    await send_error(send, body_too_large(self._body_bytes_max))
+                    return
+                async with self._clients[LEAD].exchange(scope["method"], url, None, body, headers) as answer:
+                    fields = [field for field in answer.headers if field[0].decode() not in _NOT_FORWARDED]
+                    await send({"type": "http.response.start", "status": answer.status, "headers": fields})
+                    begun = True
+                    async for piece in answer.pieces():
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+        except (KeyError, OSError, ValueError):
             if begun:
                 raise
             await send_error(send, worker_unavailable())
 
 
-async def _body(receive: Any) -> Any:
-    more = True
-    while more:
+async def _body(receive: Any, bytes_max: int) -> bytes | None:
+    """Return a request's body; None if it is longer."""
+    body, more = bytearray(), True
+    while more and len(body) <= bytes_max:
         message = await receive()
         if message["type"] != "http.request":
-            return
+            break
+        body += message.get("body", b"")
         more = message.get("more_body", False)
-        yield message.get("body", b"")
+    return bytes(body) if len(body) <= bytes_max else None
 
 
 async def send_error(send: Any, error: ApiError) -> None:

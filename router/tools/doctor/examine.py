@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 from msgspec.structs import replace
 
@@ -30,6 +29,7 @@ from router.fleet.statement import (
     sglang_engines,
 )
 from router.fleet.status import ModelCard, kind_of
+from router.http.client import HttpClient
 from router.http.sockets import describe_error
 from router.index.base import GPU
 from router.index.learn.facts import SetupEvidence
@@ -103,9 +103,8 @@ async def examine(
 
       ModelDirError: A tokenizer directory is unusable.
     """
-    jar = aiohttp.DummyCookieJar()
-    async with aiohttp.ClientSession(cookie_jar=jar) as session:
-        http = Http(session, settings.timeout_s)
+    async with HttpClient() as client:
+        http = Http(client, settings.timeout_s)
         router = None
         if router_url is not None:
             progress("querying the router")

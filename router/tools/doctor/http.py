@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
-from router.fleet.poller import exchange
-from router.http.sockets import describe_error
+from router.http.client import HttpClient
+from router.http.sockets import NotConnectedError, describe_error
 from router.tools.ops_client import reason
 
 ANSWER_BYTES_MAX = 8 << 20
@@ -56,10 +55,10 @@ class HttpAnswer(msgspec.Struct, frozen=True):
 
 
 class Http:
-    """HTTP requests of one session; ``timeout_s`` applies to each."""
+    """HTTP requests of one client; ``timeout_s`` applies to each."""
 
-    def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        self._session = session
+    def __init__(self, client: HttpClient, timeout_s: float) -> None:
+        self._client = client
         self.timeout_s = timeout_s
 
     async def get(self, url: str, headers: dict[str, str] | None = None) -> HttpAnswer:
@@ -77,25 +76,19 @@ class Http:
         self, method: str, url: str, data: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> HttpAnswer:
         try:
-            async with exchange(self._session, method, url, timeout_s, data, headers) as answer:
+            async with self._client.exchange(method, url, timeout_s, data, headers) as answer:
                 now = time.time()
-                body = b""
-                async for piece in answer.content.iter_any():
-                    body += piece
-                    if len(body) > ANSWER_BYTES_MAX:
-                        return HttpAnswer(0, problem=f"a response over {ANSWER_BYTES_MAX} bytes")
-                return HttpAnswer(
-                    answer.status, body, date_skew_s=_date_skew_s(answer.headers.get("Date"), now)
-                )
+                body = await answer.body(ANSWER_BYTES_MAX)
+                return HttpAnswer(answer.status, body, date_skew_s=_date_skew_s(answer.header(b"date"), now))
         except TimeoutError:
             return HttpAnswer(0, problem=f"no response within {timeout_s:g} s")
-        except aiohttp.ClientConnectorError as problem:
+        except NotConnectedError as problem:
             return HttpAnswer(0, problem=f"cannot connect: {describe_error(problem)}"[:_PROBLEM_LENGTH_MAX])
-        except (aiohttp.ClientError, OSError, ValueError) as problem:
+        except (OSError, ValueError) as problem:
             return HttpAnswer(0, problem=describe_error(problem)[:_PROBLEM_LENGTH_MAX])
 
 
-def _date_skew_s(date: str | None, now: float) -> float | None:
+def _date_skew_s(date: str, now: float) -> float | None:
     """Return how many seconds the server's clock is ahead, assuming the middle of the second in the
     header.
     """

@@ -14,6 +14,7 @@ from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import OPS_PORT, Config, ServerConfig
+from router.http.client import HttpClient
 from router.http.server import ListenError
 from router.server_process import check
 from router.simulate.advise import see
@@ -108,11 +109,12 @@ def test_from_other_machines_it_wants_a_token(
                 assert (await at(rig, rig.ops_url, "GET", "/metrics", TOKEN))[0] == 200
             assert (await at(rig, rig.ops_url, "GET", "/health"))[0] == 200
             assert (await at(rig, rig.url, "GET", "/metrics", TOKEN))[0] == 404
-            http = Http(rig.session, 10.0)
-            assert key in (await take_snapshot(http, rig.ops_url)).problem
-            monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
-            assert (await take_snapshot(http, rig.ops_url)).problem == ""
-            assert (await query_router(http, rig.ops_url)).engines
+            async with HttpClient() as client:
+                http = Http(client, 10.0)
+                assert key in (await take_snapshot(http, rig.ops_url)).problem
+                monkeypatch.setenv("KVATLAS_OPS_TOKEN", TOKEN)
+                assert (await take_snapshot(http, rig.ops_url)).problem == ""
+                assert (await query_router(http, rig.ops_url)).engines
             assert (await asyncio.to_thread(see, rig.ops_url)).engines == 1
 
     run(main())
@@ -133,9 +135,10 @@ def test_a_tool_given_the_public_port_is_told_which_one(
     async def main() -> None:
         async with running({}) as engines, routing(configure(*engines)) as rig:
             told = f"port {number(rig.ops_url)} of 127.0.0.1 (server.ops_port)"
-            http = Http(rig.session, 10.0)
-            assert told in (await take_snapshot(http, rig.url)).problem
-            assert told in (await query_router(http, rig.url)).engines_answer.description
+            async with HttpClient() as client:
+                http = Http(client, 10.0)
+                assert told in (await take_snapshot(http, rig.url)).problem
+                assert told in (await query_router(http, rig.url)).engines_answer.description
             with pytest.raises(ConfigError) as refused:
                 await asyncio.to_thread(see, rig.url)
             assert told in str(refused.value)

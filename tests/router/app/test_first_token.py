@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.http.client import HttpClient
 from router.observe.receipts import Receipt
 from router.tools.doctor.http import Http
 from router.tools.top import take_snapshot
@@ -72,7 +73,8 @@ def test_a_receipt_has_the_predicted_time_part_by_part_and_the_measured_one() ->
             assert shown["predicted_ttft_s"] == pytest.approx(first.predicted_ttft_s)
             (view,) = (await rig.ask("GET", "/kvatlas/engines"))[1]
             assert view["first_tokens"]["compared"] == 2
-            picture = await take_snapshot(Http(rig.session, 3.0), rig.ops_url)
+            async with HttpClient() as client:
+                picture = await take_snapshot(Http(client, 3.0), rig.ops_url)
             assert picture.engines[0].ttft_compared == 2
             assert picture.engines[0].predicted_ttft_s == pytest.approx(
                 (first.predicted_ttft_s + (second.predicted_ttft_s or 0)) / 2

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -14,6 +13,7 @@ from router.fleet.identity import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet
+from router.http.client import HttpClient
 from tests.support.waiting import until
 
 MODELS = {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 100}]}
@@ -148,10 +148,10 @@ async def watching(
             listener.told.append(("gone", self.engine_id))
 
     fleet = Fleet([make(server.base_url) for make in engines or (EngineAddress,)], Watched)
-    async with listening, aiohttp.ClientSession() as session:
+    async with listening, HttpClient() as client:
         patched = pytest.MonkeyPatch()
         patched.setattr("router.fleet.poller.ANSWER_BYTES_MAX", 100_000)
-        poller = FleetPoller(fleet, listener, settings, session)
+        poller = FleetPoller(fleet, listener, settings, client)
         polling = asyncio.create_task(poller.run())
         try:
             yield Watch(server, fleet, listener, polling, listening, poller)

@@ -97,8 +97,8 @@ def test_a_cancellation_due_with_the_time_out_is_not_lost(how: str) -> None:
     async def main() -> None:
         hang: dict[str, object] = dict.fromkeys(("/v1/models", "/post", "/health", "/doctor"), HANG)
         calls = EngineCalls({}, ssl.create_default_context(), health_timeout_s=timeout_s)
-        async with watching(answers=hang) as watch, calls.open() as session:
-            url, http = watch.server.base_url, Http(session, timeout_s)
+        async with watching(answers=hang) as watch, calls.open() as client:
+            url, http = watch.server.base_url, Http(client, timeout_s)
             path = {"poll": "/v1/models"}.get(how, f"/{how}")
             tasks: dict[str, Callable[[], asyncio.Task[Any]]] = {
                 "poll": lambda: watch.polling,

@@ -9,10 +9,10 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import pytest
 
+from router.http.client import HttpClient
 from router.http.sockets import describe_error
 from tests.support.paths import ROOT
 
@@ -24,15 +24,14 @@ CLASS_NAMES_ALLOWED = {
 
 
 def failure(url: str, *, timeout_s: float = 2.0) -> BaseException:
-    """What aiohttp raises for a question to ``url``."""
+    """What a request to ``url`` raises."""
 
     async def ask() -> BaseException:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with HttpClient() as client:
             try:
-                async with session.get(url) as answer:
-                    await answer.read()
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                async with client.exchange("GET", url, timeout_s) as answer:
+                    await answer.body(1000)
+            except OSError as error:
                 return error
         raise AssertionError("it was answered")
 
