@@ -30,7 +30,7 @@ from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_gr
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.status import ModelCard
 from router.http.request_cycle import DISCONNECT_EXTENSION
 from router.openai.request import InboundRequest, Usage

@@ -34,7 +34,7 @@ from router.epp.grpc import DESTINATION, message_frame
 from router.epp.messages import bytes_field, number_field
 from router.epp.server import PickerServer
 from router.epp.settings import EppSettings
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.status import ModelCard
 from router.http import h2_codec as h2

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from router.app import Router
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.http.client import HttpClient

@@ -31,7 +31,7 @@ from benchmarks.index import resident_bytes
 from publisher.engine import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL
 from router.proxy.settings import ProxySettings

@@ -35,7 +35,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.demo import run as demo
 from router.demo.load import ChatLoad, ChatOutcome
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.observe.history import UNIT_TOKENS
 from router.placement.inflight import InflightPrefixes
 from router.placement.others import OthersLoad

@@ -29,8 +29,7 @@ from router.api.views import Readiness, ReadinessCheck, sample_history
 from router.config.schema import Config
 from router.engine_lifecycle import EngineLifecycle
 from router.epp.server import PickerServer
-from router.fleet.desired import DesiredState
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import DesiredState, endpoint_of
 from router.fleet.poller import EngineCalls, FleetPoller, hold_engine_tls
 from router.fleet.sources import FleetSources
 from router.fleet.status import Fleet, Frontend

@@ -19,7 +19,7 @@ from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedStats
 from router.feeds.manager import FeedControl, FeedManager, ResidencyAudit
 from router.feeds.sockets import LoadReading, LoadSockets
-from router.fleet.identity import EngineAddress, EngineKind
+from router.fleet.engines import EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement, load_source
 from router.fleet.status import Fleet
 from router.index.learn.facts import SetupEvidence

@@ -33,8 +33,7 @@ from router.api.metrics_tables import of_each, of_stats
 from router.api.ops import OpsPort, ops_authenticator
 from router.config.errors import ConfigError
 from router.config.schema import Config
-from router.fleet.desired import DesiredState
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import DesiredState, endpoint_of
 from router.fleet.poller import EngineCalls, hold_engine_tls
 from router.fleet.sources import FleetSources
 from router.http.server import lifespan

@@ -35,7 +35,7 @@ from router.config.load import ENV_PREFIX, LIVE, SECTIONS, plain_keys, variable
 from router.config.schema import Config, ModelConfig, ShadowConfig
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.http.settings import ListenStats
 from router.index.learn.hash_scheme import Detection
 from router.observe.receipts import Histogram, Outcome

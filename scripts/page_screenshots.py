@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import openai
 
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from tests.support.browser import Tab, browsing
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -16,9 +16,8 @@ from fastapi import FastAPI, Request, Response
 from router import __version__
 from router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
 from router.api.app import add_errors, json_answer, read_body
-from router.fleet.desired import DesiredState, FleetFullError
-from router.fleet.identity import EngineAddress
-from router.fleet.sources import SourceStats, check_address
+from router.fleet.engines import DesiredState, EngineAddress, FleetFullError, SourceStats
+from router.fleet.sources import check_address
 from router.fleet.status import Fleet
 from router.http.downstream import DownstreamConnection
 from router.http.listener import ListenConfig

@@ -13,8 +13,7 @@ from fastapi import FastAPI
 
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedStats
-from router.fleet.identity import EngineId
-from router.fleet.sources import SourceStats
+from router.fleet.engines import EngineId, SourceStats
 from router.fleet.status import Frontend, ModelCard
 from router.index.learn.facts import Fact
 from router.index.learn.layout import CacheLayout

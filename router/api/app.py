@@ -46,7 +46,7 @@ from router.api.answers import (
 )
 from router.api.metrics_page import Sources
 from router.api.views import LocalView, OpsView, Readiness, explain
-from router.fleet.sources import SourceStats
+from router.fleet.engines import SourceStats
 from router.fleet.status import ModelCard
 from router.observe.history import RecentHistory
 from router.openai.body import invalid_json, peek_any_size

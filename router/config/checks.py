@@ -23,7 +23,7 @@ import msgspec
 from publisher.events import GroupSpec
 from router.config.errors import ConfigError, meant
 from router.config.schema import WORKERS_MAX, Config, ModelConfig, ServerConfig, is_loopback
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.sources import check_address
 from router.http.settings import ListenSettings
 from router.http.sockets import base_url_fault, is_host, split_address

@@ -27,7 +27,7 @@ from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import DnsSettings, FileSettings, FleetSettings, KubernetesSettings
 from router.http.settings import CorsSettings, ListenSettings
 from router.http.sockets import describe_error

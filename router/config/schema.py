@@ -17,7 +17,7 @@ from router.admission.key_file import KeySettings
 from router.api.admin_auth import AdminSettings
 from router.epp.settings import EppSettings
 from router.feeds.base import FeedSettings
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import CorsSettings, ListenSettings
 from router.http.sockets import TlsFiles, check_tls_files

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from router.config.errors import ConfigError
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 
 Json = dict[str, Any]
 DESTINATION = "x-gateway-destination-endpoint"

@@ -33,7 +33,7 @@ from router.demo.load import (
     store_process,
 )
 from router.epp.settings import EppSettings
-from router.fleet.identity import EngineAddress, Role
+from router.fleet.engines import EngineAddress, Role
 from router.fleet.settings import FleetSettings
 from router.http.server import ListenError
 from router.observe.receipts import Receipt

@@ -20,7 +20,7 @@ from router.epp import grpc
 from router.epp import messages as m
 from router.epp.context import PickerContext, Timer, Wakeup, request_changes
 from router.epp.grpc import SERVED_KEY, GrpcError, Header, message_head, own_fields, status_of
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 from router.http.h2_streams import Stream
 from router.http.listener import Capacity
 from router.http.request_cycle import Message

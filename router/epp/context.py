@@ -13,7 +13,7 @@ import structlog
 from router.epp import messages as m
 from router.epp.grpc import DESTINATION, Header, changes
 from router.epp.settings import EppSettings, EppStats
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 from router.http.listener import Capacity
 from router.http.sockets import NEVER, Sweeper
 from router.observe.requests import LogThrottle

@@ -15,7 +15,7 @@ import structlog
 
 from router.feeds.base import FeedSettings, FeedSink, FeedState, FeedStats
 from router.feeds.subscriber import Feed
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.status import EngineStatus
 from router.index.model import ModelIndexes
 

@@ -21,9 +21,8 @@ import dns.resolver
 import structlog
 from dns.rdatatype import AAAA, SRV, A, RdataType
 
-from router.fleet.identity import DiscoveredEngine, EngineAddress
+from router.fleet.engines import DiscoveredEngine, EngineAddress, Publish, SourceStats
 from router.fleet.settings import DnsSettings, parse_server
-from router.fleet.sources import Publish, SourceStats
 
 _log = structlog.get_logger()
 # EDNS payload size that fits every path without fragmentation; longer answers come over TCP.

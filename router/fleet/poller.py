@@ -21,7 +21,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import structlog
 
-from router.fleet.desired import DesiredFleet
+from router.fleet.engines import DesiredFleet
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import (
     SERVER_INFO,

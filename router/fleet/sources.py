@@ -1,4 +1,4 @@
-"""Sources of engines: what a source is, the list in a file, and all sources of one router.
+"""Sources of engines: the rules for addresses, the list in a file, and all sources of one router.
 
 A source reports its complete set whenever that changes. Invariants: while a source fails it reports nothing,
 so its last set stays; every failure is counted by its reason, and the last one is kept as text; the size of a
@@ -9,81 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
 
-from router.fleet.desired import STATIC, DesiredState
-from router.fleet.identity import DiscoveredEngine, EngineAddress
+from router.fleet.engines import (
+    STATIC,
+    CannotStartError,
+    Costs,
+    DesiredState,
+    DiscoveredEngine,
+    EngineAddress,
+    Publish,
+    Source,
+    SourceStats,
+)
 from router.fleet.settings import FileSettings, FleetSettings
 from router.http.sockets import base_url_fault, describe_error, split_address
 
 _log = structlog.get_logger()
-PROBLEM_LENGTH_MAX = 300
-
-
-class CannotStartError(Exception):
-    """A source lacks what it needs; the message names the key or file, and the remedy."""
-
-
-class SourceStats(msgspec.Struct):
-    """State of a source, shown by metrics, ``/kvatlas/sources`` and the doctor."""
-
-    synced: Annotated[bool, "kvatlas_source_synced"] = False
-    """1 once its complete list was read."""
-    engines: Annotated[int, "kvatlas_source_engines"] = 0
-    """Number of engines in its current set."""
-    updates: Annotated[int, "kvatlas_source_updates_total"] = 0
-    """Number of times its set changed."""
-    failing: Annotated[bool, "kvatlas_source_failing"] = False
-    """1 while its list may be out of date."""
-    errors: Annotated[dict[str, int], "kvatlas_source_errors_total{reason}"] = {}
-    """Failures, by reason."""
-    refused: Annotated[int, "kvatlas_source_refused_total"] = 0
-    """Entries ignored because they were invalid."""
-    last_error: str = ""
-    deletion_costs_written: Annotated[int, "kvatlas_source_deletion_costs_written_total"] = 0
-    """Deletion costs written to pods (`fleet.kubernetes.deletion_costs`)."""
-
-    def failed(self, reason: str, text: str) -> bool:
-        """Count a failure. Returns whether it is new and worth a log line."""
-        news = not self.failing or self.last_error != text
-        self.failing = True
-        self.complain(reason, text)
-        return news
-
-    def complain(self, reason: str, text: str) -> None:
-        """Count a failure that does not affect the rest of the set."""
-        self.errors[reason] = self.errors.get(reason, 0) + 1
-        self.last_error = text[:PROBLEM_LENGTH_MAX]
-
-    def recovered(self) -> None:
-        """Record that it works (again); the last error is kept."""
-        self.failing = False
-
-
-Publish = Callable[[Sequence[DiscoveredEngine]], None]
-Costs = Callable[[], Mapping[str, int]]
-"""Deletion costs by base URL; empty: none are to be written now."""
-
-
-class Source(Protocol):
-    """Runs until cancelled. ``publish`` gets the complete set whenever it may have changed."""
-
-    name: str
-    stats: SourceStats
-
-    async def run(self, publish: Publish) -> None: ...
-
-
-# Engines in configuration files: the rules for addresses, and the list in a file.
-#
-# ``check_address`` defines the valid addresses of an engine, for all sources.
-
-
 DRAINED = "drained in the file"
 # Of a list of engines: some 5,000 entries with all addresses.
 FILE_BYTES_MAX = 1 << 20
@@ -102,7 +49,7 @@ class _List(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_address(engine: EngineAddress) -> None:
-    """Raise ``ValueError`` for addresses that cannot be used."""
+    """Raise ``ValueError`` for addresses that cannot be used; the rules of all sources."""
     if fault := base_url_fault(engine.base_url, "http"):
         why = "; engines are not asked over TLS" if engine.base_url.startswith("https:") else ""
         raise ValueError(f"engine {engine.base_url!r}: {fault}{why}")
@@ -318,7 +265,7 @@ def _configured(settings: FleetSettings, costs: Costs) -> Iterator[Source]:
     if settings.file.on:
         yield FileSource(settings.file)
     if settings.kubernetes.on:
-        from router.fleet.kubernetes.source import KubernetesSource
+        from router.fleet.kubernetes_source import KubernetesSource
 
         yield KubernetesSource(settings.kubernetes, costs=costs)
     if settings.dns.on:

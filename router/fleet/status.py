@@ -13,8 +13,7 @@ from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress, EngineKind
+from router.fleet.engines import DesiredFleet, EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement
 
 # API server that tokenizes requests, vLLM's or SGLang's: each gives other tokens for some bodies.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 
 from publisher.block_hash import HashScheme
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 from router.fleet.status import Fleet, Frontend
 from router.index.model import ModelIndexes
 from router.openai.errors import echoed, model_not_found, no_ready_engine

@@ -23,7 +23,7 @@ from publisher.block_hash import HashScheme
 from router.admission.admission_queue import AdmissionQueue
 from router.feeds.base import FeedState, FeedStats
 from router.feeds.position import expected_hit
-from router.fleet.identity import EngineAddress, EngineId
+from router.fleet.engines import EngineAddress, EngineId
 from router.fleet.status import EngineStatus, ResponseHolders
 from router.index.base import PoolListener, Rows
 from router.index.learn.layout import CacheLayout

@@ -16,7 +16,7 @@ from publisher.events import Family
 from router.admission.admission_queue import ENGINE_PRIORITY, AdmissionQueue
 from router.admission.fair_queue import Charge, Priority
 from router.admission.tenants import estimated_tokens
-from router.fleet.identity import EngineId
+from router.fleet.engines import EngineId
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import FirstTokenParts, Leg, Missed, Receipt
 from router.observe.requests import REQUEST_ID_CHARS_MAX

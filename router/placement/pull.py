@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from router.feeds.base import FeedState
-from router.fleet.identity import EngineAddress, EngineId
+from router.fleet.engines import EngineAddress, EngineId
 from router.http.sockets import split_address
 from router.observe.receipts import Receipt
 from router.openai.members import TooManyStepsError, run_cooperatively

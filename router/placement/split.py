@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.openai.members import TooManyStepsError, run_cooperatively
 from router.openai.request import PROMPT_APIS, InboundRequest

@@ -19,7 +19,7 @@ import msgspec
 
 from publisher.events import Family
 from router.admission.admission_queue import AdmissionQueue
-from router.fleet.identity import endpoint_of
+from router.fleet.engines import endpoint_of
 from router.index.learn.layout import CacheLayout
 from router.observe.receipts import Receipt
 from router.openai.request import InboundRequest, Usage

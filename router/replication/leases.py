@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import xxhash
 
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.http.sockets import describe_error
 from router.replication import scripts
 from router.replication.codec import ScopeKeys

@@ -20,7 +20,7 @@ import structlog
 
 from router.admission.gate import KeyGate
 from router.feeds.manager import FeedManager
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.status import ResponseHolders
 from router.index.model import ModelIndexes
 from router.placement.others import OthersLoad

@@ -27,7 +27,7 @@ from publisher.events import BlockHash
 from router.config.errors import ConfigError
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.index.base import Plane, Words
 from router.index.learn.layout import ModelFacts
 from router.index.memory import MemoryIndex

@@ -24,7 +24,7 @@ from router.config.errors import ConfigError
 from router.config.load import parse_engine
 from router.feeds.base import FeedSettings
 from router.feeds.sockets import MessageReader, live_socket
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.statement import SERVER_INFO, event_sources, server_info_statement, sglang_engines
 from router.tools.capture import CaptureError, CaptureLine, CaptureWriter
 from router.tools.event_order import CaptureOrder, RecordStats, ReplayRequest

@@ -34,7 +34,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.metrics_page import Sources
-from router.fleet.desired import AdminDecisions, DesiredState
+from router.fleet.engines import AdminDecisions, DesiredState
 from router.fleet.status import HeldResponse, ResponseHolders
 from router.http.server import SIDE_LISTEN, SideServer, listen_config
 from router.workers.context import LEAD, WorkerContext, WorkerSockets

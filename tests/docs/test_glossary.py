@@ -16,7 +16,7 @@ from router.feeds.base import REASONS as MALFORMED
 from router.feeds.base import FeedState
 from router.feeds.position import DOUBTS
 from router.feeds.recovery import RepairKind
-from router.fleet.kubernetes import objects
+from router.fleet import kubernetes_objects as objects
 from router.index.learn.hash_scheme import Detection
 from router.index.learn.root_events import Removals
 from router.index.query_plan import Mode

@@ -11,7 +11,7 @@ import msgspec
 
 from publisher.engine import SimulatedEngine
 from publisher.simulator.kv_protocols import MooncakeLink
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.pd.settings import PdSettings, PdStats
 from tests.support.ports import free_port
 from tests.support.sidecars import endpoint, sidecar

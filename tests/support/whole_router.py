@@ -16,7 +16,7 @@ import openai
 from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import ListenSettings
 from router.prompts.settings import ANY_MODEL

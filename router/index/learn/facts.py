@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from publisher.events import Family, GroupSpec, spec_classes
-from router.fleet.identity import EngineKind
+from router.fleet.engines import EngineKind
 from router.fleet.statement import EngineStatement
 from router.index.learn.layout import ModelFacts
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress, EngineKind
+from router.fleet.engines import EngineAddress, EngineKind
 from router.fleet.statement import EngineStatement
 from router.fleet.status import Frontend, ModelCard, kind_of
 from router.index.engine import EngineResidency

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from router.config.schema import Config
 from router.engine_lifecycle import complete, setup_evidence
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.statement import (
     SERVER_INFO,
     event_sources,

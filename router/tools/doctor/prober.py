@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from publisher.events import BlockHash, BlockStored
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.status import Frontend
 from router.index.engine import EngineResidency
 from router.index.learn.hash_scheme import Detection

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from publisher.engine import EngineSettings, SimulatedEngine
 from router import __version__
 from router.config.schema import Config, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.placement.candidate import PolicySettings
 from router.prompts.settings import ANY_MODEL

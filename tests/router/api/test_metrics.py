@@ -22,10 +22,9 @@ from router.api.metrics_page import families as all_families
 from router.api.metrics_tables import PART_SAMPLES, Column, gauge, metrics_of, table
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.desired import DesiredState
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredState, EngineAddress, SourceStats
 from router.fleet.settings import FleetSettings
-from router.fleet.sources import FleetSources, SourceStats
+from router.fleet.sources import FleetSources
 from router.fleet.status import Fleet
 from router.http.settings import ListenStats
 from router.index.learn.layout import ModelFacts

@@ -13,7 +13,7 @@ import pytest
 from publisher.engine import SimulatedEngine
 from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from tests.support.browser import browsing
 from tests.support.ports import free_port
 from tests.support.waiting import run, until

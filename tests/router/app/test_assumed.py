@@ -10,7 +10,7 @@ import pytest
 
 from publisher.block_hash import DEFAULT_SEED, HashScheme
 from publisher.zmq_publisher import ZmqPublisher
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.index.learn import hash_scheme
 from router.openai.request import InboundRequest, Usage
 from router.placement.placement import Placement

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import Call, Engine, answer

@@ -15,7 +15,7 @@ import pytest
 from publisher.engine import EngineSettings, SimulatedEngine
 from router.app import Router
 from router.config.schema import ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.openai.request import InboundRequest
 from router.placement.inflight import InflightSettings
 from router.placement.placement import Placement

@@ -20,7 +20,7 @@ from publisher.events import GroupSpec
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
 from router.config.schema import ShadowConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
 from router.prompts.settings import ANY_MODEL, PromptSettings

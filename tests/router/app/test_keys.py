@@ -15,7 +15,7 @@ import pytest
 
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile, KeySettings, digest_of
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.proxy.app import ProxyApp
 from tests.support.proxy_rig import Engine, ask, request, says
 from tests.support.proxy_rig import routing as proxying

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from publisher.engine import SimulatedEngine
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.placement.inflight import InflightSettings
 from tests.support.waiting import run
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -13,7 +13,7 @@ from publisher.block_hash import HashScheme
 from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from tests.support.event_writer import Writer
 from tests.support.waiting import run, until

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.settings import FleetSettings
 from router.prompts.settings import ANY_MODEL
 from tests.support.proxy_rig import DONE, END, SSE_HEAD, Call, Engine, answer, chunk, event

@@ -16,7 +16,7 @@ from publisher.engine import SimulatedEngine
 from publisher.events import GroupSpec
 from publisher.simulator.model import WRONG_MARK
 from router.admission.admission_queue import QueueSettings
-from router.fleet.identity import EngineAddress, Role
+from router.fleet.engines import EngineAddress, Role
 from router.pd.settings import PdSettings
 from router.server_process import apply
 from tests.support.pairs import busy

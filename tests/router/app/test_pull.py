@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.placement.candidate import PolicySettings, PullSettings
 from router.placement.engine import Engine
 from tests.router.app.test_prefill_decode import BODIES, plain, receipts, told_alone, words

@@ -6,7 +6,7 @@ import pytest
 
 from publisher.events import BlockHash
 from router.feeds.base import FeedSettings, FeedState
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.statement import read_pool_blocks
 from router.index.base import Plane
 from router.proxy.headers import Verdict, judge

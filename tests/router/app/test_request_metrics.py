@@ -7,8 +7,7 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config.schema import ServerConfig
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from tests.support.front import fronting
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -18,7 +18,7 @@ from publisher.pool.host_tier import RetentionHint
 from router.admission.key_file import KeySettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError
-from router.fleet.identity import EngineAddress, Role
+from router.fleet.engines import EngineAddress, Role
 from router.openai.request import BATCH, CHAT, MESSAGES
 from router.pd.settings import SidecarSettings
 from router.placement.candidate import PolicySettings, PullSettings

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import EngineStatement
 from router.openai.request import CHAT, COMPLETION

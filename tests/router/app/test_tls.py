@@ -16,7 +16,7 @@ import pytest
 from publisher.engine import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.sockets import Certificates, TlsFiles, client_context, server_context
 from router.server_process import check

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from router.admission.admission_queue import QueueSettings
 from router.config.errors import ConfigError
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.observe.traces import Traces, TraceSettings
 from router.pd.settings import PdSettings
 from router.proxy.app import ProxyApp

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from publisher.simulator.request import SimRequest
 from router.admission.key_file import KeySettings, digest_of
-from router.fleet.identity import EngineAddress, endpoint_of
+from router.fleet.engines import EngineAddress, endpoint_of
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.simulate.fit import fetch_usage

@@ -11,7 +11,7 @@ from router.app import Router
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.config.schema import Config, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.openai.request import InboundRequest
 from tests.support.waiting import run, until

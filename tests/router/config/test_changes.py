@@ -13,7 +13,7 @@ from router.api.admin_auth import AdminSettings
 from router.config.errors import ConfigError
 from router.config.load import LIVE, changes
 from router.config.schema import Config, ModelConfig, ServerConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FileSettings, FleetSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings

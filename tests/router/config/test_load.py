@@ -12,7 +12,7 @@ from publisher.engine import DEMO_TOKENIZER_DIR
 from router.config.errors import ConfigError
 from router.config.load import SECTIONS, describe, load, parse_engine, plain_keys
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.placement.affinity import Shadow
 from router.prompts.settings import ANY_MODEL
 from router.server_process import check

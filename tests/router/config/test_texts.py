@@ -14,7 +14,7 @@ from router.config.checks import RULES
 from router.config.errors import ConfigError
 from router.config.load import load, parse_engine
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 
 WRONG: dict[str, str] = {
     "server.host": "http://0.0.0.0",

@@ -19,7 +19,7 @@ from publisher.engine import SimulatedEngine
 from router.admission.key_file import KeySettings, TenantRules, digest_of
 from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import ListenSettings
 from tests.support.envoy import Envoy, envoy, program

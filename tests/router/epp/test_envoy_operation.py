@@ -18,7 +18,7 @@ from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.epp import exchange
 from router.epp.exchange import select
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from tests.router.app.test_queue import ONE, busy
 from tests.router.epp.test_envoy import CHAT, FORMS, body, endpoint, epp, gateway, port_of, recorder, stats_of
 from tests.support.envoy import envoy, program

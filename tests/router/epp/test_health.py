@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.epp.grpc import message_frame
 from router.epp.messages import bytes_field
 from router.epp.settings import EppSettings
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from tests.support.h2_peer import H2Peer, h2_peer
 from tests.support.waiting import run
 from tests.support.whole_router import configure, routing, running

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from publisher.engine import SimulatedEngine
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings, PullSettings
 from tests.router.app.test_prefill_decode import busy

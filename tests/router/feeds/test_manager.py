@@ -12,7 +12,7 @@ from publisher.zmq_publisher import ZmqPublisher
 from router.feeds import manager as module
 from router.feeds.base import FeedSettings
 from router.feeds.manager import FeedManager
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from tests.support.waiting import run, until
 
 

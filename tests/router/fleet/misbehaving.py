@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.poller import FleetPoller
 from router.fleet.settings import FleetSettings
 from router.fleet.status import EngineStatus, Fleet

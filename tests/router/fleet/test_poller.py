@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.poller import EngineCalls
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import (

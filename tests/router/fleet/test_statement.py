@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.fleet.statement import (
     SERVER_INFO,
     EngineStatement,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet, ModelCard, Reassigned
 
 URL = "http://h:1"

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from router.config.schema import ServerConfig
-from router.fleet import identity
+from router.fleet.engines import EngineAddress
 from router.http.settings import CorsSettings
 from tests.support.proxy_rig import Engine, answer
 from tests.support.waiting import run
@@ -41,7 +41,7 @@ def _of(got: aiohttp.ClientResponse, name: str) -> list[str]:
 
 
 def _config(engine: Engine, **changes: Any) -> Any:
-    return configure(identity.EngineAddress(engine.url), **changes)
+    return configure(EngineAddress(engine.url), **changes)
 
 
 def test_every_page_may_ask_by_default() -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import HashScheme
 from publisher.events import DecodedBatch
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet, ModelCard
 from router.index.learn.layout import ModelFacts
 from router.index.model import ModelIndexes

@@ -10,8 +10,7 @@ import pytest
 
 from publisher.block_hash import HashScheme, block_hashes
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.desired import DesiredFleet
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import DesiredFleet, EngineAddress
 from router.fleet.status import Fleet
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.feeds.base import FeedState, FeedStats
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.observe.receipts import Receipt
 from router.openai.members import at_once
 from router.pd.bodies import split_body

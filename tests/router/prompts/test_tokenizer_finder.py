@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import GroupSpec
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.prompts.model_config import PROBES
 from router.prompts.settings import ANY_MODEL, PromptSettings
 from router.prompts.tokenizer_finder import ModelOrigin

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from router.admission.key_file import KeySettings, digest_of
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.proxy.settings import ProxySettings
 from tests.support.proxy_rig import Engine, Script, ask, routing, says
 from tests.support.waiting import run

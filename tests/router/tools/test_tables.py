@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from router.demo.load import Tally, _compare
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.tools.capture import CaptureWriter
 from router.tools.event_order import RecordStats
 from router.tools.index import addressed

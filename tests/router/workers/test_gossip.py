@@ -21,7 +21,7 @@ from router.admission.key_file import KeyFile
 from router.admission.tenants import SILENCE_S
 from router.app import Router
 from router.config.schema import Config
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.openai.errors import ApiError
 from router.placement.engine import PromptView, candidates
 from router.placement.others import NO_OTHERS, OthersLoad

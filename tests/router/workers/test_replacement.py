@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from router.app import Router
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.workers.context import WorkerSockets
 from tests.support.proxy_rig import Call, Engine, answer
 from tests.support.waiting import run, until

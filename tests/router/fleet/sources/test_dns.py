@@ -14,7 +14,7 @@ import pytest
 from dns.rdatatype import SRV, A, RdataType
 
 from router.fleet.dns_source import DnsSource, ResolveError, Resolver
-from router.fleet.identity import DiscoveredEngine, EngineAddress
+from router.fleet.engines import DiscoveredEngine, EngineAddress
 from router.fleet.settings import DnsSettings, parse_server
 from tests.router.fleet.sources.dns_server import CNAME, DnsServer, a, dns_server, name, srv
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.identity import DiscoveredEngine, EngineAddress
+from router.fleet.engines import DiscoveredEngine, EngineAddress
 from router.fleet.settings import FileSettings
 from router.fleet.sources import BadListError, FileSource, read_list
 from tests.support.waiting import until

@@ -14,7 +14,7 @@ from publisher.block_hash import HashScheme, block_hashes
 from publisher.events import BlockStored, Event, encode_tokens
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine

@@ -16,7 +16,7 @@ import pytest
 from publisher.engine import DEMO_TOKENIZER_DIR, SimulatedEngine
 from publisher.events import BlockRemoved, BlockStored, Event
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.prompts.settings import ANY_MODEL
 from router.tools.doctor.checks import run_checks
 from router.tools.doctor.examine import ExamineSettings, examine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.config.schema import Config, ModelConfig
-from router.fleet.identity import EngineAddress
+from router.fleet.engines import EngineAddress
 from router.tools.doctor import findings
 from router.tools.doctor.evidence import Evidence
 from router.tools.doctor.findings import CheckResult, Finding, Severity, exit_status, info, run_checks

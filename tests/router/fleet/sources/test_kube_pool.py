@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.fleet.identity import EngineAddress
-from router.fleet.kubernetes.objects import InferencePool, Pod, read_cluster, read_pool
+from router.fleet.engines import EngineAddress
+from router.fleet.kubernetes_objects import InferencePool, Pod, read_cluster, read_pool
 from router.fleet.settings import KubernetesSettings
-from tests.router.fleet.sources.kubernetes.test_kube_source import A, B, seeing
+from tests.router.fleet.sources.test_kube_source import A, B, seeing
 from tests.support.kube_api import PODS, POOLS, SLICES, kube_api
 from tests.support.kube_objects import LABELS, endpoint, endpoint_slice, inference_pool, pod
 from tests.support.waiting import run

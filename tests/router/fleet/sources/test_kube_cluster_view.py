@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.identity import EngineAddress
-from router.fleet.kubernetes.objects import (
+from router.fleet.engines import EngineAddress
+from router.fleet.kubernetes_objects import (
     DELETION_COST,
     ClusterView,
     EndpointSlice,

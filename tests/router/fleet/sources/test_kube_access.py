@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleet.kubernetes.transport import (
+from router.fleet.kubernetes_transport import (
     AccessError,
     BadAnswerError,
     LineSplitter,
@@ -23,7 +23,7 @@ from router.fleet.kubernetes.transport import (
     read_kubeconfig,
 )
 from router.fleet.settings import KubernetesSettings
-from tests.router.fleet.sources.kubernetes.test_kube_source import certificates, seeing
+from tests.router.fleet.sources.test_kube_source import certificates, seeing
 from tests.support.kube_api import PODS, kube_api
 from tests.support.kube_objects import pod
 

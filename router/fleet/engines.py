@@ -1,6 +1,7 @@
-"""The desired set of engines: merges the sets of all sources with an administrator's decisions.
+"""Engines of the fleet: their addresses, what a source of them is, and the desired set.
 
-Pure bookkeeping. Rules, in this order:
+An engine is a (base URL, data-parallel rank), with the addresses of its events. The desired set merges the
+sets of all sources with an administrator's decisions. Pure bookkeeping. Rules, in this order:
 
 - A server that an administrator removed stays out until it is added again, or until no source lists it any
   more: later, another pod at the same address is another server.
@@ -15,11 +16,144 @@ order in which they arrived. At the limit, admitted servers stay and further one
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Literal, NewType, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
-from router.fleet.identity import DiscoveredEngine, EngineAddress
+Role = Literal["prefill", "decode", "both"]
+EngineKind = Literal["vllm", "sglang"]
+# Names an engine in metrics, receipts, headers and leases. Made only by ``EngineAddress.engine_id`` and
+# never parsed: use the engine's address instead.
+EngineId = NewType("EngineId", str)
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Identity and addresses of an engine; leave out ``events`` for an engine that publishes none."""
+
+    base_url: str
+    """``http://host:port``, without ``/v1``."""
+    dp_rank: int | None = None
+    """Data-parallel rank of this entry, sent to the server as ``x-data-parallel-rank``; not set without data
+    parallelism."""
+    events: str | None = None
+    """ZMQ address its events are published at, e.g. ``tcp://host:5557``."""
+    replay: str | None = None
+    """ZMQ address that sends missed events again, e.g. ``tcp://host:5558``."""
+    topic: str = ""
+    """ZMQ prefix to subscribe to, the ``topic`` of the engine's ``--kv-events-config``; "" subscribes to
+    every topic."""
+    snapshot: str | None = None
+    """ZMQ address that serves snapshots, if the engine has a separate one; otherwise ``replay`` is asked."""
+    role: Literal["prefill", "decode", "both"] | None = None
+    """``prefill``: computes prompts for others; ``decode``: fetches what those computed, and answers;
+    ``both``: either. Not set: an engine for itself ([prefill-decode.md](prefill-decode.md))."""
+    kind: Literal["vllm", "sglang"] | None = None
+    """The engine's software. Not set: found from its `/v1/models` and `/server_info`
+    ([engines.md](engines.md))."""
+    kv_source: str | None = None
+    """``HOST:PORT`` at which other engines fetch blocks from its host memory: the `p2p` tier of vLLM's
+    OffloadingConnector, of rank 0 if there are several. Not set: the host of ``base_url`` and
+    `pd.offloading_port` ([pull.md](pull.md))."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it computes prompts for other engines."""
+        return self.role in {"prefill", "both"}
+
+    @property
+    def answers(self) -> bool:
+        """Whether it generates responses for clients."""
+        return self.role != "prefill"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it fetches prompts computed by other engines."""
+        return self.role in {"decode", "both"}
+
+    @property
+    def engine_id(self) -> EngineId:
+        """Stable name in metrics, receipts and headers: ``http://host:port`` or ``...#dp1``."""
+        return EngineId(self.base_url if self.dp_rank is None else f"{self.base_url}#dp{self.dp_rank}")
+
+
+@lru_cache(maxsize=4096)
+def endpoint_of(base_url: str) -> str:
+    """Return ``host:port`` of a base URL, IPv6 addresses in brackets, as gateways name it."""
+    url = urlsplit(base_url)
+    host = url.hostname or ""
+    return f"[{host}]:{url.port or 80}" if ":" in host else f"{host}:{url.port or 80}"
+
+
+class DiscoveredEngine(msgspec.Struct, frozen=True):
+    """One engine as a source sees it now."""
+
+    engine: EngineAddress
+    held: str = ""
+    """Why it must get no new requests; "" if it may get them."""
+    identity: str = ""
+    """Identity of the process at that address, e.g. a pod's uid. If it changes, all known state is
+    dropped."""
+
+
+PROBLEM_LENGTH_MAX = 300
+
+
+class CannotStartError(Exception):
+    """A source lacks what it needs; the message names the key or file, and the remedy."""
+
+
+class SourceStats(msgspec.Struct):
+    """State of a source, shown by metrics, ``/kvatlas/sources`` and the doctor."""
+
+    synced: Annotated[bool, "kvatlas_source_synced"] = False
+    """1 once its complete list was read."""
+    engines: Annotated[int, "kvatlas_source_engines"] = 0
+    """Number of engines in its current set."""
+    updates: Annotated[int, "kvatlas_source_updates_total"] = 0
+    """Number of times its set changed."""
+    failing: Annotated[bool, "kvatlas_source_failing"] = False
+    """1 while its list may be out of date."""
+    errors: Annotated[dict[str, int], "kvatlas_source_errors_total{reason}"] = {}
+    """Failures, by reason."""
+    refused: Annotated[int, "kvatlas_source_refused_total"] = 0
+    """Entries ignored because they were invalid."""
+    last_error: str = ""
+    deletion_costs_written: Annotated[int, "kvatlas_source_deletion_costs_written_total"] = 0
+    """Deletion costs written to pods (`fleet.kubernetes.deletion_costs`)."""
+
+    def failed(self, reason: str, text: str) -> bool:
+        """Count a failure. Returns whether it is new and worth a log line."""
+        news = not self.failing or self.last_error != text
+        self.failing = True
+        self.complain(reason, text)
+        return news
+
+    def complain(self, reason: str, text: str) -> None:
+        """Count a failure that does not affect the rest of the set."""
+        self.errors[reason] = self.errors.get(reason, 0) + 1
+        self.last_error = text[:PROBLEM_LENGTH_MAX]
+
+    def recovered(self) -> None:
+        """Record that it works (again); the last error is kept."""
+        self.failing = False
+
+
+Publish = Callable[[Sequence[DiscoveredEngine]], None]
+Costs = Callable[[], Mapping[str, int]]
+"""Deletion costs by base URL; empty: none are to be written now."""
+
+
+class Source(Protocol):
+    """Runs until cancelled. ``publish`` gets the complete set whenever it may have changed."""
+
+    name: str
+    stats: SourceStats
+
+    async def run(self, publish: Publish) -> None: ...
+
 
 ADMIN, STATIC = "admin", "static"
 ORDER = (ADMIN, STATIC, "file", "kubernetes", "dns")

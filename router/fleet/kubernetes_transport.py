@@ -20,8 +20,8 @@ from lightkube import AsyncClient, ConfigError, KubeConfig, SingleConfig
 from lightkube.config.client_adapter import verify_cluster
 from lightkube.config.models import Cluster, User
 
+from router.fleet.engines import CannotStartError
 from router.fleet.settings import KubernetesSettings
-from router.fleet.sources import CannotStartError
 from router.http.sockets import describe_error
 from router.openai.errors import retry_after_s
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from router.fleet.identity import DiscoveredEngine
-from router.fleet.kubernetes.objects import DELETION_COST
-from router.fleet.kubernetes.source import KubernetesSource
+from router.fleet.engines import DiscoveredEngine
+from router.fleet.kubernetes_objects import DELETION_COST
+from router.fleet.kubernetes_source import KubernetesSource
 from router.fleet.settings import KubernetesSettings
 from tests.support.kube_api import PODS, SLICES, FakeKube, kube_api
 from tests.support.kube_objects import endpoint, endpoint_slice, pod
@@ -62,7 +62,7 @@ async def seeing(
     source = KubernetesSource(settings, costs=lambda: costs or {}, jitter=random.Random(7))
     seen = Seeing(source)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("router.fleet.kubernetes.reflector.RETRY_S_MAX", 0.2)
+        patched.setattr("router.fleet.kubernetes_source.RETRY_S_MAX", 0.2)
         task = asyncio.create_task(source.run(seen.tell))
         try:
             yield seen
@@ -190,7 +190,7 @@ def test_the_api_server_restarts(tmp_path: Path) -> None:
 def test_a_connection_that_died_unnoticed_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.kubernetes.reflector._SILENCE_S", 0.1)
+    monkeypatch.setattr("router.fleet.kubernetes_source._SILENCE_S", 0.1)
 
     async def main() -> None:
         async with kube_api() as kube:
@@ -342,7 +342,7 @@ def test_watches_that_end_at_once_are_spaced_out(tmp_path: Path) -> None:
 
 
 def test_a_page_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.fleet.kubernetes.transport._PAGE_BYTES_MAX", 4000)
+    monkeypatch.setattr("router.fleet.kubernetes_transport._PAGE_BYTES_MAX", 4000)
 
     async def main() -> None:
         async with kube_api() as kube:
@@ -416,7 +416,7 @@ def test_its_own_namespace_where_none_is_given(tmp_path: Path) -> None:
 def test_too_many_objects_are_an_error_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.kubernetes.reflector.OBJECTS_MAX", 2)
+    monkeypatch.setattr("router.fleet.kubernetes_source.OBJECTS_MAX", 2)
 
     async def main() -> None:
         async with kube_api() as kube:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from lightkube.core.resource import ApiInfo, NamespacedResourceG, ResourceDef
 
-from router.fleet.identity import DiscoveredEngine, EngineAddress, EngineKind, Role
+from router.fleet.engines import DiscoveredEngine, EngineAddress, EngineKind, Role
 from router.fleet.settings import KubernetesSettings
 
 Object = TypeVar("Object")

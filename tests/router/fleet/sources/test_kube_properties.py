@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.kubernetes.objects import Pod, read_cluster
-from router.fleet.kubernetes.reflector import ObjectStore
+from router.fleet.kubernetes_objects import Pod, read_cluster
+from router.fleet.kubernetes_source import ObjectStore
 from router.fleet.settings import KubernetesSettings
 from tests.support.examples import examples
 from tests.support.kube_objects import Json, pod

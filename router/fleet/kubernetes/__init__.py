@@ -1,1 +1,0 @@
-"""Engines found in Kubernetes."""
