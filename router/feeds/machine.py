@@ -25,9 +25,7 @@ from __future__ import annotations
 
 from router.feeds.base import Cut, FeedSettings, FeedState, FeedStats, Frame
 from router.feeds.position import NOWHERE, Action, StateChanged
-from router.feeds.recovery import Recovery, RepairKind
-from router.feeds.replay import ReplayAnswers
-from router.feeds.snapshot import SnapshotAnswers
+from router.feeds.recovery import Recovery, RepairKind, ReplayAnswers, SnapshotAnswers
 
 NEVER_OWED = float("-inf")
 

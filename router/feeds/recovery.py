@@ -1,7 +1,7 @@
-"""Repair of a feed: the repair in progress, its requests, and how it ends.
+"""Repair of a feed: the repair in progress, its requests, their responses, and how it ends.
 
-``FeedMachine`` (live batches), ``ReplayAnswers`` and ``SnapshotAnswers`` decide; the operations are here, so
-that at most one repair is in progress, and every request made before it is void.
+``FeedMachine`` (live batches), ``ReplayAnswers`` and ``SnapshotAnswers`` decide; the operations are those of
+``Recovery``, so that at most one repair is in progress, and every request made before it is void. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from router.feeds.base import FeedSettings, FeedStats, Frame
+from router.feeds.base import Cut, FeedSettings, FeedStats, Frame
 from router.feeds.position import NOWHERE, Action, HeldBatches, Position, RequestReplay, RequestSnapshot
 
 # A feed's attempts to become complete by replay: the one in progress, and how reliable replay is.
@@ -305,3 +305,207 @@ class Recovery:
         self.unverified = self.beats = False
         self.trust.reset()
         self.snapshots.reset()
+
+
+# Handles the response to a replay request.
+#
+# A replay also requests the last applied batch (the anchor): if it comes back unchanged, the process is the
+# followed one. If there is an anchor, nothing is applied before it.
+
+
+class ReplayAnswers:
+    """Inputs and decisions of a feed machine about replayed batches."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+        self._position = recovery.position
+
+    def replayed(self, now: float, request_id: int, frame: Frame) -> None:
+        """Handle a batch of the response."""
+        repair = self._recovery.answered(request_id)
+        if repair is None:
+            return
+        repair.saw(frame.seq)
+        if self._position.is_foreign(frame):
+            self._recovery.restart(now, None)
+        elif repair.kind is not RepairKind.RESYNC:
+            self._take(now, repair, frame)
+        elif frame.seq == 0:
+            self._commit_resync(now, repair, frame)
+
+    def ended(self, now: float, request_id: int) -> None:
+        """Handle the end of the response, as marked by the publisher."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        recovery.stats.replays += 1
+        if repair.kind is RepairKind.RESYNC:  # the answer had no seq 0
+            recovery.trust.rolled = repair.lowest_seq is not None
+            recovery.give_up(now, repair)
+        else:
+            self._complete(now, repair)
+
+    def failed(self, now: float, request_id: int) -> None:
+        """Handle a request without a response, or with one that broke off."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        recovery.stats.replay_failures += 1
+        if repair.kind is RepairKind.RESYNC:
+            recovery.give_up(now, repair)
+        else:
+            recovery.ask_again(now, repair)
+
+    def _take(self, now: float, repair: Repair, frame: Frame) -> None:
+        position, recovery = self._position, self._recovery
+        if not repair.anchored and position.is_same(frame):
+            self._anchored(now, repair)
+        if frame.seq < position.next_seq:
+            known = position.recent.digest(frame.seq)
+            if known is not None and known != frame.digest:
+                recovery.restart(now, None)
+            elif known is not None and not repair.anchored:
+                self._anchored(now, repair)
+            return
+        repair.deadline = now + recovery.settings.hold_s_max
+        # A batch without room stands behind a hole, which vLLM leaves when its socket is full, and is
+        # requested again; or the response begins too late.
+        hole = repair.anchored and repair.lowest_seq == repair.from_seq
+        if not self._keep(repair, frame) and not hole:
+            self._roll_past(now, repair)
+
+    def _keep(self, repair: Repair, frame: Frame) -> bool:
+        """Apply a batch at the position, else hold it; False if there is no room."""
+        position = self._position
+        if frame.seq == position.next_seq and repair.anchored:
+            position.apply(frame)
+            position.drain()
+            return True
+        return position.hold(frame)
+
+    def _anchored(self, now: float, repair: Repair) -> None:
+        repair.anchored = True
+        repair.deadline = now + self._recovery.settings.hold_s_max
+        self._recovery.unverified = False
+        if repair.kind is RepairKind.CHECK:
+            repair.kind = RepairKind.GAP
+        self._position.drain()
+
+    def _complete(self, now: float, repair: Repair) -> None:
+        position, recovery = self._position, self._recovery
+        if not repair.anchored and repair.kind is RepairKind.CHECK:
+            # The engine's oldest batch is newer than our last, or its newest older: not proven to be the
+            # followed process. Start again with everything it still has.
+            recovery.restart(now, None)
+            return
+        if repair.lowest_seq is not None and repair.lowest_seq > repair.from_seq:
+            self._roll_past(now, repair)
+        position.drain()
+        if position.is_whole:
+            recovery.done(now)
+        else:
+            recovery.ask_again(now, repair)
+
+    def _roll_past(self, now: float, repair: Repair) -> None:
+        """Continue from the publisher's first buffered batch: its buffer begins after what we need."""
+        position, recovery = self._position, self._recovery
+        if repair.kind is RepairKind.CHECK:
+            recovery.restart(now, None)
+            return
+        repair.anchored = True
+        lowest = position.held.lowest()
+        if lowest is not None and lowest > position.next_seq:
+            recovery.trust.rolled = True
+            position.skip_to(lowest, "history_rolled")
+            # Nothing before it exists: a batch without room from here on is requested again.
+            repair.from_seq = lowest
+        position.drain()
+
+    def _commit_resync(self, now: float, repair: Repair, frame: Frame) -> None:
+        """Drop the known state and rebuild it: the replay reaches seq 0."""
+        recovery = self._recovery
+        recovery.forget()
+        recovery.stats.resyncs += 1
+        self._position.next_seq = 0
+        repair.kind, repair.anchored, repair.lowest_seq = RepairKind.HISTORY, True, 0
+        self._take(now, repair, frame)
+
+
+# Processing of a snapshot response, and when a snapshot is requested again.
+#
+# The shell stages the response in the sink, beside the known state. It is adopted only if it comes from the
+# process of the live stream; batches received after its cut are applied on top of it.
+
+
+class SnapshotAnswers:
+    """Inputs and decisions of a feed machine about snapshots."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+
+    def taken(self, now: float, request_id: int, cut: Cut) -> None:
+        """Handle a completely staged response; it is adopted, or void."""
+        recovery = self._recovery
+        repair = recovery.answered(request_id)
+        if repair is None:
+            return
+        position = recovery.position
+        followed = position.publisher_id
+        heard = recovery.heard_id or (None if recovery.unverified else followed)
+        if cut.publisher_id is not None and heard is not None and cut.publisher_id != heard:
+            recovery.no_snapshot(now, repair)
+            return
+        recovery.stats.snapshots += 1
+        recovery.repair = None
+        tail = (recovery.tail if repair.kind is RepairKind.REFRESH else position.held).frames()
+        if cut.publisher_id is not None and followed is not None and cut.publisher_id != followed:
+            recovery.stats.restarts += 1
+            recovery.forget()
+        position.adopt(cut, tail)
+        recovery.tail.clear()
+        recovery.snapshots.worked()
+        if position.is_whole:
+            recovery.done(now)
+        elif recovery.has_replay:
+            recovery.start(now, RepairKind.GAP)
+        else:
+            position.skip_all("gap")
+
+    def failed(self, now: float, request_id: int, *, unsupported: bool) -> None:
+        """Handle a failed request; ``unsupported``: this publisher never has a snapshot."""
+        repair = self._recovery.answered(request_id)
+        if repair is None:
+            return
+        if unsupported:
+            self._recovery.snapshots.usable = False
+        self._recovery.no_snapshot(now, repair)
+
+    def progress(self, now: float, request_id: int) -> None:
+        """Handle progress of the response."""
+        repair = self._recovery.answered(request_id)
+        if repair is not None:
+            repair.deadline = now + self._recovery.settings.hold_s_max
+
+    def add_live(self, now: float, frame: Frame) -> None:
+        """Keep a live frame that the requested snapshot may not cover, until the snapshot has arrived."""
+        recovery = self._recovery
+        repair = recovery.repair
+        if repair is not None and repair.kind is RepairKind.REFRESH and not recovery.tail.put(frame):
+            recovery.stats.buffer_overflows += 1
+            recovery.no_snapshot(now, repair)
+
+    def refresh(self, now: float) -> bool:
+        """Request everything again if part of the state is unknown; the known state stays in use
+        meanwhile.
+        """
+        recovery = self._recovery
+        if not (recovery.position.unknown or recovery.unverified) or not recovery.snapshots.may_ask(now):
+            return False
+        recovery.tail.clear()
+        if recovery.position.next_seq == NOWHERE:
+            recovery.start_history(now)
+        else:
+            recovery.start(now, RepairKind.REFRESH)
+        return True

@@ -35,9 +35,7 @@ from router.feeds.base import (
 )
 from router.feeds.machine import FeedMachine
 from router.feeds.position import Action, Adopt, Apply, Forget, RequestReplay, RequestSnapshot, StateChanged
-from router.feeds.replay import ReplayResync
-from router.feeds.snapshot import SnapshotClient
-from router.feeds.sockets import MessageReader, Slice, live_socket
+from router.feeds.sockets import MessageReader, ReplayResync, Slice, SnapshotClient, live_socket
 
 _log = structlog.get_logger()
 
