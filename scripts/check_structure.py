@@ -77,7 +77,7 @@ BANNED = re.compile(
 
 SMALL_LINES = 60
 BUDGETS = {
-    "modules": 300,
+    "modules": 297,
     "modules under 60 lines": 5,
     "banned phrases": 0,
     "noqa": 147,

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -35,8 +36,8 @@ from router.prompts.chat.template import (
     message_shape,
     parse_tools,
 )
-from router.prompts.families.base import Family, MissingFamily, family_of
-from router.prompts.families.frontends import RustFrontend, SglangFrontend
+from router.prompts.families.base import Family, Missing, MissingFamily, RustFrontend, SglangFrontend
+from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from router.prompts.prompt_cache import KnownMessage
 from router.prompts.request import (
     ChatBody,
@@ -94,7 +95,7 @@ class ChatRenderer:
         self._stats = stats
         self.name = directory.renderer if config.tokenizer_mode == "auto" else config.tokenizer_mode
         self.family = (
-            family_of(self.name, directory.folder, config.chat_template, config.time_zone)
+            _family_of(self.name, directory.folder, config.chat_template, config.time_zone)
             if frontend == "python"
             else self._other_frontend(directory, RustFrontend if frontend == "rust" else SglangFrontend)
         )
@@ -350,3 +351,29 @@ class Workers:
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)
+
+
+def _family_of(renderer: str, folder: Path, template: str | None, time_zone: str | None) -> Family | None:
+    """Return the family of vLLM's renderer of this name; None if it is not reproduced. ``template`` and
+    ``time_zone`` are the engines' own, for families that use them."""
+    if renderer == "deepseek_v32":
+        return DeepseekV32()
+    if renderer == "deepseek_v4":
+        return DeepseekV4()
+    try:
+        # Their packages take up to half a second to import.
+        if renderer == "harmony":
+            from router.prompts.families.harmony import Harmony  # noqa: PLC0415
+
+            return Harmony(time_zone)
+        if renderer == "cohere":
+            from router.prompts.families.cohere import Cohere  # noqa: PLC0415
+
+            return Cohere(template)
+        if renderer == "mistral":
+            from router.prompts.families.mistral import Mistral  # noqa: PLC0415
+
+            return Mistral(folder)
+    except Missing as problem:
+        return MissingFamily(str(problem))
+    return None

@@ -37,7 +37,7 @@ from router.prompts.bodies import (
 )
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.chat.messages import Conversions, InlineConversions, Memory, TooManyValuesError
-from router.prompts.families.frontends import is_unlike_sglang
+from router.prompts.families.base import is_unlike_sglang
 from router.prompts.local_model import LocalModel
 from router.prompts.local_renderer import Workers
 from router.prompts.prompt import Prompt, TextAffinity, affinity_keys, raw_piece

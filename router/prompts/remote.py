@@ -27,7 +27,7 @@ from router.openai.request import CHAT, COHERE, COMPLETION, MESSAGES, RESPONSES,
 from router.prompts.bodies import Parsed
 from router.prompts.chat.anthropic import MessagesBody
 from router.prompts.cuts import Ids
-from router.prompts.families.frontends import is_unlike_sglang
+from router.prompts.families.base import is_unlike_sglang
 from router.prompts.request import SHARE, ChatBody, CompletionBody, NotLocalError
 from router.prompts.settings import PromptSettings, PromptStats
 from router.prompts.tokenizer import ids_of

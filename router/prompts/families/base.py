@@ -1,32 +1,57 @@
-"""Interface of a model family, and the choice of the family of a model directory.
+"""Interface of a model family, and the families of API servers other than vLLM's Python one.
 
 A family reproduces the code by which vLLM 0.32 renders a model's chats: to text, which is tokenized like a
 rendered template, or to ids. It refuses uncertain inputs with ``NotLocalError``; a conversation that the
 engine would refuse raises ``TemplateRejectsError``. Families have no changing state; any thread may call
 them.
+
+vLLM's Rust frontend (``VLLM_USE_RUST_FRONTEND=1``, vLLM 0.33) validates and flattens messages by its own
+code, so that the same body gives other tokens than behind the Python frontend. Compared with ``vllm-rs
+render`` of 0.33 over the bodies and templates of the tests (``tests/vllm/test_rust_frontend.py``): every
+prompt made here is equal, every other one is refused.
+
+Reproduced differences to the Python frontend:
+
+- The texts of a message's parts are joined without a separator; other fields of a part are dropped.
+- ``developer`` stays a separate role, whether or not the template knows it.
+- ``name`` is dropped, and a billing header in a system text is kept.
+- Absent ``tools`` and ``documents`` are undefined, not none.
+- The arguments of a tool call may be any JSON value.
+
+Prompts that the template engines write differently are refused: a chat is rendered by jinja2 and by
+minijinja, the engine of this frontend, and both texts must be equal. Lists and objects that a template prints
+are refused, and numbers that Rust writes differently as JSON.
+
+SGLang (0.5.23) gives messages to the template of ``transformers`` as they are, without fields that are null.
+Chats of roles and texts alone are made here, but for those that end with the assistant's message, which
+SGLang turns into a user's; it is asked for the tokens of all others.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Container
-from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
-from router.prompts.chat.messages import Message
-from router.prompts.chat.template import ChatContext
+from router.openai.request import CHAT, COMPLETION
+from router.prompts.chat.compiled import (
+    by_fast,
+    by_reference,
+    compile_template,
+    reference_environment,
+)
+from router.prompts.chat.messages import Message, text_message
+from router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
 from router.prompts.cuts import Encoded, Ids
-from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from router.prompts.request import ChatBody, NotLocalError
+from router.prompts.settings import ModelPrompts
 
 # A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
 
 
 class Missing(Exception):  # noqa: N818  # a state more than an error
     """``str()`` says what is missing and how to get it."""
-
-    def family(self) -> MissingFamily:
-        """Return the stand-in for the family."""
-        return MissingFamily(str(self))
 
 
 class MissingFamily:
@@ -100,29 +125,201 @@ class Family(Protocol):
         """Return the prompt's text, to be tokenized, or its ids."""
 
 
-def family_of(
-    renderer: str, folder: Path, template: str | None, time_zone: str | None = None
-) -> Family | None:
-    """Return the family of vLLM's renderer of this name; None if it is not reproduced. ``template`` and
-    ``time_zone`` are the engines' own, for families that use them."""
-    if renderer == "deepseek_v32":
-        return DeepseekV32()
-    if renderer == "deepseek_v4":
-        return DeepseekV4()
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_PLAIN_ROLES: Final = frozenset({"system", "user", "assistant"})
+
+
+class _PrintedError(Exception):
+    """A template prints a value other than by ``tojson``."""
+
+
+class _Object(dict[str, Any]):
+    """An object of the request; Rust prints it as JSON, Python differently."""
+
+    def __str__(self) -> NoReturn:
+        raise _PrintedError
+
+    __repr__ = __str__
+
+
+class _List(list[Any]):
+    """A list of the request."""
+
+    def __str__(self) -> NoReturn:
+        raise _PrintedError
+
+    __repr__ = __str__
+
+
+def _printable(value: Any) -> Any:
+    """Refuse a list or an object that the template itself made."""
+    if isinstance(value, dict | list | tuple):
+        raise _PrintedError
+    return value
+
+
+# serde_json refuses bodies with more than 128 levels, of which a few surround the values given here. The
+# limit is below the recursion limit of every Python: 3.13 renders what 3.11 cannot.
+_LEVELS_MAX: Final = 120
+
+
+def _unprintable(value: Any, levels: int = _LEVELS_MAX) -> Any:
+    if not isinstance(value, dict | list):
+        return value
+    if not levels:
+        raise NotLocalError("frontend")
+    if isinstance(value, dict):
+        return _Object({name: _unprintable(one, levels - 1) for name, one in value.items()})
+    return _List(_unprintable(one, levels - 1) for one in value)
+
+
+class RustFrontend:
+    """One model's chats behind that frontend; ``source`` is its only template."""
+
+    name = "rust frontend"
+    takes_defaults = True
+    paths = frozenset({CHAT, COMPLETION})
+
+    def __init__(self, source: str, special_tokens: dict[str, str], config: ModelPrompts) -> None:
+        compiled = compile_template(source, tuple(sorted(special_tokens.items())), config.time_zone)
+        content_format = config.chat_template_content_format
+        self._fast = compiled.fast
+        environment = reference_environment(config.time_zone)
+        environment.finalize = _printable
+        self._reference = environment.from_string(source)
+        self._special_tokens = special_tokens
+        self._form = compiled.content_format if content_format == "auto" else content_format
+        self.variables = compiled.variables
+
+    def stamp(self) -> bytes:
+        return b""
+
+    def check(self, body: ChatBody) -> None:
+        """Refuse fields whose effect was not compared."""
+        arguments = body.chat_template_kwargs
+        nulls = isinstance(arguments, dict) and None in arguments.values()
+        if nulls or body.continue_final_message or body.truncate_prompt_tokens is not None:
+            raise NotLocalError("frontend")
+
+    def parse(self, message: Message) -> Message:
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES:
+            raise NotLocalError("frontend")
+        if message.get("tools") is not None:
+            raise NotLocalError("frontend")
+        texts = _texts(content)
+        # All differences below were observed with ``vllm-rs render`` of the wheel of vLLM 0.33.0.
+        result = text_message(role, "".join(texts), self._form)
+        if self._form == "openai" and role != "assistant":
+            result["content"] = [{"type": "text", "text": text} for text in texts]
+        if role == "assistant":
+            _add_assistant_fields(message, result)
+        elif role == "tool" and "tool_call_id" in message:
+            result["tool_call_id"] = message["tool_call_id"]
+        # serde_json writes these floats and large integers otherwise than Python's json.
+        if UNLIKE in value_kinds({name: value for name, value in result.items() if name != "content"}):
+            raise NotLocalError("frontend")
+        return result
+
+    def render(self, conversation: list[Message], context: ChatContext) -> str:
+        if context.shape == UNLIKE or self._fast is None:
+            raise NotLocalError("frontend")
+        given = {name: value for name, value in context.names.items() if value is not None}
+        if "tools" in given:
+            given["tools"] = [_tool(tool) for tool in given["tools"]]
+        names = {**self._special_tokens, **_unprintable({**given, "messages": conversation})}
+        # Only if both engines agree is the text free of their differences: printed values, case, escapes.
+        text = by_reference(self._reference, names)
+        if by_fast(self._fast, names) != text:
+            raise NotLocalError("frontend")
+        return text
+
+
+# Fields for which SGLang's /tokenize gives other tokens than its generation, or which it ignores and vLLM
+# does not; those that divide its cache by a key of their own; and parts that are not text (protocol.py and
+# serving_tokenize.py in srt/entrypoints/openai, 0.5.23).
+_UNLIKE_SGLANG: Final = re.compile(
+    rb'"(?:add_generation_prompt|add_special_tokens|input_ids|input_embeds|extra_key|lora_path|documents|'
+    rb'prompt_embeds|truncate_prompt_tokens|chat_template|image_url|input_image|video_url|audio_url|input_audio)"'
+)
+
+
+def is_unlike_sglang(body: bytes) -> bool:
+    """Whether neither we nor SGLang's ``/tokenize`` surely know the tokens that it would compute."""
+    return _UNLIKE_SGLANG.search(body) is not None
+
+
+class SglangFrontend:
+    """One model's chats at SGLang; ``source`` is its only template."""
+
+    name = "sglang"
+    takes_defaults = True
+    paths = frozenset({CHAT, COMPLETION})
+
+    def __init__(self, source: str, special_tokens: dict[str, str], config: ModelPrompts) -> None:
+        compiled = compile_template(source, tuple(sorted(special_tokens.items())), config.time_zone)
+        self._reference = compiled.reference
+        self._special_tokens = special_tokens
+        self.variables = compiled.variables
+
+    def stamp(self) -> bytes:
+        return b""
+
+    def check(self, body: ChatBody) -> None:
+        """Refuse every field that reaches the prompt besides the messages."""
+        if not body.is_bare():
+            raise NotLocalError("frontend")
+
+    def parse(self, message: Message) -> Message:
+        if message.keys() != {"role", "content"} or message["role"] not in _PLAIN_ROLES:
+            raise NotLocalError("frontend")
+        if not isinstance(message["content"], str):
+            raise NotLocalError("frontend")
+        return {"role": message["role"], "content": message["content"]}
+
+    def render(self, conversation: list[Message], context: ChatContext) -> str:
+        if conversation[-1]["role"] == "assistant":
+            raise NotLocalError("frontend")
+        names = {**self._special_tokens, **context.names, "messages": conversation}
+        return by_reference(self._reference, names)
+
+
+def _texts(content: Any) -> list[str]:
+    if content is None or isinstance(content, str):
+        return [content or ""]
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise NotLocalError("frontend")
+        texts.append(text)
+    return texts
+
+
+def _add_assistant_fields(message: Message, result: Message) -> None:
+    # An empty one is absent, and both names come before the calls: ``tojson`` shows the order.
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if not isinstance(reasoning, str | None):
+        raise NotLocalError("frontend")
+    if reasoning:
+        result["reasoning"] = result["reasoning_content"] = reasoning
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+
+
+def _tool(tool: Message) -> Message:
+    return {"type": tool["type"], "function": tool["function"]}
+
+
+def _tool_call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise NotLocalError("frontend")
+    made, name, arguments = call.get("id"), function.get("name"), function.get("arguments")
+    if not (isinstance(made, str) and isinstance(name, str) and isinstance(arguments, str)):
+        raise NotLocalError("frontend")
     try:
-        # Their packages take up to half a second to import.
-        if renderer == "harmony":
-            from router.prompts.families.harmony import Harmony  # noqa: PLC0415
-
-            return Harmony(time_zone)
-        if renderer == "cohere":
-            from router.prompts.families.cohere import Cohere  # noqa: PLC0415
-
-            return Cohere(template)
-        if renderer == "mistral":
-            from router.prompts.families.mistral import Mistral  # noqa: PLC0415
-
-            return Mistral(folder)
-    except Missing as problem:
-        return problem.family()
-    return None
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise NotLocalError("frontend") from None
+    return {"id": made, "type": "function", "function": {"name": name, "arguments": parsed}}
