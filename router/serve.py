@@ -183,6 +183,7 @@ def _work(config: Config, worker: WorkerContext) -> int:
     """Run one worker in its own process; returns its exit status."""
     configure_logging(config.server.log_level, config.server.log_format, worker=worker.slot)
     router = Router(worker_config(config, worker), worker=worker)
+    router.load_ops()
     if router.usage is not None:
         router.usage.worker_paths = [Path(_usage_path(config, slot)) for slot in range(1, worker.count)]
     reloads_of(
@@ -249,8 +250,8 @@ def share_the_interpreter() -> None:
 def serve(config: Config, load: Callable[[], Config]) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status. ``load`` reads the configuration again."""
     hold_back()
-    router = _prepared(config)
     workers = cores() if config.server.workers == "auto" else config.server.workers
+    router = _prepared(config, serves=workers == 1)
     if workers > 1:
         router.discard()
         return Parent(config, load, min(workers, WORKERS_MAX)).run()
@@ -261,7 +262,7 @@ def serve(config: Config, load: Callable[[], Config]) -> int:
 def pick(config: Config, load: Callable[[], Config]) -> int:
     """Run the endpoint picker alone until SIGTERM or SIGINT; returns the exit status."""
     hold_back()
-    router = _prepared(config)
+    router = _prepared(config, serves=True)
     reloads_of(router, lambda running: decide(running, load), on_log=configure_logging)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_picking(router))
@@ -292,11 +293,14 @@ async def _picking(router: Router) -> int:
     return 0
 
 
-def _prepared(config: Config) -> Router:
-    """Make the router of a checked configuration, and prepare the process. Raises ``ConfigError``."""
+def _prepared(config: Config, *, serves: bool) -> Router:
+    """Make the router of a checked configuration, and prepare the process; ``serves``: it serves requests
+    itself. Raises ``ConfigError``."""
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
     check_shared_index(config)
+    if serves:
+        router.load_ops()
     tame_garbage_collection()
     share_the_interpreter()
     _log.info(

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import structlog
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from router import __version__
 from router.api.admin_auth import PEER, AdminSettings, AdminStats, Authenticator, TokenFile
 from router.api.app import add_errors, json_answer, read_body
 from router.fleet.engines import DesiredState, EngineAddress, FleetFullError, SourceStats
@@ -207,18 +209,11 @@ def create_admin(
     authenticator: Authenticator,
     stats: AdminStats,
     settled: Callable[[], Awaitable[None]] | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Make the application for paths under ``PREFIX``; ``settled`` is awaited before a change is answered."""
-    app = FastAPI(
-        title="kvatlas admin",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
+    app = Starlette(routes=_routes(actions, _Audit(authenticator, stats), settled))
+    app.router.redirect_slashes = False
     add_errors(app)
-    _add_routes(app, actions, _Audit(authenticator, stats), settled)
     return app
 
 
@@ -274,9 +269,9 @@ class _Audit:
         _log.info("admin", action=action, who=who, engine=engine[:_TEXT_MAX], client=client, **more)
 
 
-def _add_routes(
-    app: FastAPI, actions: FleetActions, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
-) -> None:
+def _routes(
+    actions: FleetActions, audit: _Audit, settled: Callable[[], Awaitable[None]] | None
+) -> list[Route]:
     async def changed(
         request: Request, action: str, who: str, engine: str, work: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
@@ -292,13 +287,11 @@ def _add_routes(
             audit.malformed(request, action, who, error)
             raise
 
-    @app.get("/admin/engines")
     async def listing(request: Request) -> Response:
         """Every engine with its sources, every removed server, every source."""
         await audit.enter(request, "list")
         return json_answer(actions.listing())
 
-    @app.post("/admin/engines")
     async def add(request: Request) -> Response:
         """Add an engine: the keys of ``[[engines]]``."""
         who = await audit.enter(request, "add")
@@ -315,26 +308,31 @@ def _add_routes(
         outcome = await changed(request, "add", who, engine.engine_id, work)
         return json_answer(outcome, status)
 
-    @app.delete("/admin/engines")
     async def remove(request: Request) -> Response:
         """Remove a server: ``?engine=http://host:port``."""
         who = await audit.enter(request, "remove")
         name = request.query_params.get("engine", "").rstrip("/")
         return json_answer(await changed(request, "remove", who, name, lambda: actions.remove(name, who)))
 
-    @app.post("/admin/engines/drain")
     async def drain(request: Request) -> Response:
         """Stop new requests: ``{"engine": ...}``."""
         who = await audit.enter(request, "drain")
         name = (await body(request, "drain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "drain", who, name, lambda: actions.drain(name, who)))
 
-    @app.post("/admin/engines/undrain")
     async def undrain(request: Request) -> Response:
         """Allow new requests again: ``{"engine": ...}``."""
         who = await audit.enter(request, "undrain")
         name = (await body(request, "undrain", who, _Name)).engine.rstrip("/")
         return json_answer(await changed(request, "undrain", who, name, lambda: actions.undrain(name)))
+
+    return [
+        Route("/admin/engines", listing, methods=["GET"]),
+        Route("/admin/engines", add, methods=["POST"]),
+        Route("/admin/engines", remove, methods=["DELETE"]),
+        Route("/admin/engines/drain", drain, methods=["POST"]),
+        Route("/admin/engines/undrain", undrain, methods=["POST"]),
+    ]
 
 
 def _decode(raw: bytes, kind: type[_T]) -> _T:

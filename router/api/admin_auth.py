@@ -23,7 +23,7 @@ from router.http.sockets import TlsFiles, WatchedFile, check_tls_files, describe
 from router.openai.errors import ApiError, too_often, unauthorized
 
 if TYPE_CHECKING:
-    from fastapi import Request
+    from starlette.requests import Request
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):

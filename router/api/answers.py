@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI
 
 from publisher.block_hash import HashScheme
 from router.feeds.base import FeedStats
@@ -382,13 +381,6 @@ def refer(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"$ref": _REF.format(name=kind.__name__)}
 
 
-class DocumentedApi(FastAPI):
-    """API whose OpenAPI document contains the schemas of the structs."""
-
-    def openapi(self) -> dict[str, Any]:
-        """Return the document, which is made once."""
-        if self.openapi_schema is None:
-            _, schemas = msgspec.json.schema_components(_KINDS, ref_template=_REF)
-            document = super().openapi()
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-        return super().openapi()
+def schemas() -> dict[str, Any]:
+    """Return the schemas of the structs for an OpenAPI document, by name."""
+    return msgspec.json.schema_components(_KINDS, ref_template=_REF)[1]

@@ -1,109 +1,36 @@
-"""The router's own endpoints: health, readiness, metrics, models, and explanations of routing decisions.
+"""Endpoints of the router itself on both ports: health, readiness, version, models. Errors are OpenAI's.
 
-They are typed and rarely called, so FastAPI serves them; all endpoints of engines go through the proxy
-instead. Errors have OpenAI's shape here too. There are two applications: ``create_control`` for every client,
-without data of other clients, and ``create_ops`` with everything (``api/ops.py`` decides who gets access).
+They need no client data of others, so the public port has them too (``create_control``). Everything else of
+the router's own is on the ops port only: ``ops_app.py``, which one process loads. Endpoints of engines go
+through the proxy instead.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
-import time
-from collections.abc import Callable, Generator
-from functools import cache, partial
-from importlib.resources import files
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from router import __version__
-from router.admission.admission_queue import read_claim
 from router.admission.tenants import Tenant
-from router.api.answers import (
-    DocumentedApi,
-    EndedRequest,
-    EngineBrief,
-    EngineProblem,
-    EngineView,
-    Health,
-    LiveRequest,
-    ModelList,
-    PrefixView,
-    PromptsBrief,
-    Ready,
-    ReceiptView,
-    SessionView,
-    Version,
-    described,
-    engine_problems,
-    refer,
-)
+from router.api.answers import EngineBrief, Health, ModelList, PromptsBrief, Ready, Version
 from router.api.metrics_page import Sources
-from router.api.views import LocalView, OpsView, Readiness, explain
-from router.fleet.engines import SourceStats
+from router.api.views import Readiness
 from router.fleet.status import ModelCard
-from router.observe.history import RecentHistory
-from router.openai.body import invalid_json, peek_any_size
 from router.openai.errors import (
     ApiError,
-    bad_request,
-    body_too_complex,
     body_too_large,
     internal_error,
     method_not_allowed,
     model_not_found,
-    not_json,
     unknown_path,
-    usage_off,
 )
-from router.openai.members import (
-    STEPS_MAX,
-    MalformedError,
-    Scan,
-    TooManyStepsError,
-    run_cooperatively,
-    with_value,
-)
-from router.openai.request import CHAT, COMPLETION, PROMPT_APIS, RESPONSES, InboundRequest
-from router.placement.decide import Planner
-
-
-@cache
-def page() -> Response:
-    """Return the page and its headers, which restrict what it may do in a browser."""
-    html = files("router.api").joinpath("status_page.html").read_text(encoding="utf-8")
-    headers = {
-        "content-security-policy": _policy(html),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
-    return Response(html, headers=headers, media_type="text/html")
-
-
-def _policy(html: str) -> str:
-    """Allow only the page's own style and script, by their hashes (CSP 3, 6.7.3.3); texts cannot become
-    markup (``require-trusted-types-for``)."""
-    return (
-        f"default-src 'none'; style-src {_hash_of('style', html)}; script-src {_hash_of('script', html)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
-
-
-def _hash_of(tag: str, html: str) -> str:
-    found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    if found is None:
-        raise ValueError(f"status_page.html has no <{tag}>")
-    digest = hashlib.sha256(found[1].encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
 
 # Key of the ASGI scope for the ``Tenant`` of a request's key.
 TENANT = "kvatlas.tenant"
@@ -118,152 +45,105 @@ def is_control(path: str) -> bool:
 
 
 def create_control(
-    planner: Planner,
-    sources: Sources,
-    *,
-    readiness: Callable[[], Readiness],
-    refusal: Callable[[str], ApiError],
-) -> FastAPI:
+    sources: Sources, *, readiness: Callable[[], Readiness], refusal: Callable[[str], ApiError]
+) -> Starlette:
     """Make the application for ``is_control`` paths of the public port; ``refusal`` is for unavailable
     ones."""
-    app = _create(sources, readiness)
 
-    @app.api_route("/metrics", methods=_METHODS)
-    @app.api_route(CONTROL_PREFIX + "{rest:path}", methods=_METHODS)
     async def elsewhere(request: Request) -> Response:
         """Return an error that names the ops port."""
         raise refusal(request.scope["path"])
 
-    return app
-
-
-def create_ops(
-    planner: Planner,
-    sources: Sources,
-    *,
-    readiness: Callable[[], Readiness],
-    body_bytes_max: int,
-    view: OpsView | None = None,
-) -> FastAPI:
-    """Make the application with everything, for the ops port; ``view`` is what it shows, by default only this
-    process."""
-    app = _create(sources, readiness, openapi_url=CONTROL_PREFIX + "openapi.json")
-    view = view or LocalView(sources)
-    _add_metrics(app, view)
-    _add_insight(app, planner, sources, view, body_bytes_max)
-    _add_requests(app, view)
-    _add_page(app)
-    return app
-
-
-def _create(
-    sources: Sources, readiness: Callable[[], Readiness], *, openapi_url: str | None = None
-) -> FastAPI:
-    app = DocumentedApi(
-        title="kvatlas",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=openapi_url,
-        redirect_slashes=False,
-    )
+    control = Control(sources, readiness)
+    routes = [
+        Route("/health", control.health),
+        Route("/ready", control.ready),
+        Route("/version", control.version),
+        Route("/v1/models", control.models),
+        Route("/v1/models/{model:path}", control.model),
+        Route("/metrics", elsewhere, methods=_METHODS),
+        Route(CONTROL_PREFIX + "{rest:path}", elsewhere, methods=_METHODS),
+    ]
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False
     add_errors(app)
-    _add_health(app, sources, readiness)
-    _add_models(app, sources)
     return app
 
 
-def add_errors(app: FastAPI) -> None:
+class Control:
+    """Endpoints that both ports have."""
+
+    def __init__(self, sources: Sources, readiness: Callable[[], Readiness]) -> None:
+        self._sources = sources
+        self._readiness = readiness
+
+    async def health(self, request: Request) -> Response:
+        """The process is alive."""
+        return json_answer(Health())
+
+    async def ready(self, request: Request) -> Response:
+        """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
+        state = self._readiness()
+        engines = {
+            status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
+            for status in self._sources.fleet
+        }
+        prompts = {
+            model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
+            for model, one in self._sources.tokenizer_origins().items()
+        }
+        ready = Ready(state.ready, state.reason, engines, prompts)
+        return json_answer(ready, 200 if state.ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """Version of kvatlas and Python."""
+        return json_answer(Version(__version__))
+
+    async def models(self, request: Request) -> Response:
+        """Models of all engines that are up, and which the client's key may use."""
+        return json_answer(ModelList(_cards(self._sources, request)))
+
+    async def model(self, request: Request) -> Response:
+        """One model's card."""
+        model = request.path_params["model"]
+        card = next((card for card in _cards(self._sources, request) if card.id == model), None)
+        if card is None:
+            raise model_not_found(model)
+        return json_answer(card)
+
+
+def add_errors(app: Starlette) -> None:
     """Convert every error to OpenAI's shape."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
+    async def api_error(_: Request, error: Any) -> Response:
         return error_answer(error)
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: Any) -> Response:
         """Convert the framework's own errors: an unknown path, or an unsupported method."""
         path = request.url.path
         if error.status_code == 405:
-            allow = (error.headers or {}).get("Allow", "GET")
+            allow = ", ".join(sorted((error.headers or {}).get("Allow", "GET").split(", ")))
             return error_answer(method_not_allowed(request.method, path, allow))
         return error_answer(unknown_path(path, error.status_code))
 
-    @app.exception_handler(Exception)
     async def fault(_: Request, error: Exception) -> Response:
         """Handle a bug of the router; the server logs it."""
         return error_answer(internal_error())
 
-    @app.exception_handler(ClientDisconnect)
-    async def gone(_: Request, error: ClientDisconnect) -> Response:
+    async def gone(_: Request, error: Exception) -> Response:
         """Handle a client that disconnected: no response is sent."""
         return Response(status_code=400)
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, fault)
+    app.add_exception_handler(ClientDisconnect, gone)
 
 
 def error_answer(error: ApiError) -> Response:
     """Return the response for an error, in OpenAI's shape."""
     headers = {name.decode(): value.decode() for name, value in error.headers}
     return Response(error.body(), error.status, headers, media_type="application/json")
-
-
-def _get(app: FastAPI, path: str, schema: dict[str, Any] | None = None) -> Callable[[Any], Any]:
-    """Make a route for GET, and for HEAD, which probes use; ``schema`` is that of its JSON response."""
-
-    def add(work: Any) -> Any:
-        app.head(path, include_in_schema=False)(work)
-        responses = None if schema is None else described(schema)
-        return app.get(path, response_class=Response, responses=responses)(work)
-
-    return add
-
-
-def _add_health(app: FastAPI, sources: Sources, readiness: Callable[[], Readiness]) -> None:
-    @_get(app, "/health", refer(Health))
-    async def health() -> Response:
-        """The process is alive."""
-        return json_answer(Health())
-
-    @_get(app, "/ready", refer(Ready))
-    async def ready() -> Response:
-        """200 once at least one engine answers and its feed has caught up (or had its time), else 503."""
-        state = readiness()
-        engines = {
-            status.engine_id: EngineBrief(status.up, status.problem, status.held, status.feed_state)
-            for status in sources.fleet
-        }
-        prompts = {
-            model: PromptsBrief(one.how, one.source, one.by, one.reason, one.problem, one.remedy)
-            for model, one in sources.tokenizer_origins().items()
-        }
-        ready = Ready(state.ready, state.reason, engines, prompts)
-        return json_answer(ready, 200 if state.ready else 503)
-
-    @_get(app, "/version", refer(Version))
-    async def version() -> Response:
-        """Version of kvatlas and Python."""
-        return json_answer(Version(__version__))
-
-
-def _add_metrics(app: FastAPI, view: OpsView) -> None:
-    @_get(app, "/metrics")
-    async def metrics() -> Response:
-        """Prometheus text format. Made in the event loop's thread, since it reads live objects."""
-        return Response(await view.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_models(app: FastAPI, sources: Sources) -> None:
-    @_get(app, "/v1/models", refer(ModelList))
-    async def models(request: Request) -> Response:
-        """Models of all engines that are up, and which the client's key may use."""
-        return json_answer(ModelList(_cards(sources, request)))
-
-    @_get(app, "/v1/models/{model:path}", refer(ModelCard))
-    async def model(model: str, request: Request) -> Response:
-        """One model's card."""
-        card = next((card for card in _cards(sources, request) if card.id == model), None)
-        if card is None:
-            raise model_not_found(model)
-        return json_answer(card)
 
 
 def _cards(sources: Sources, request: Request) -> list[ModelCard]:
@@ -275,144 +155,6 @@ def _cards(sources: Sources, request: Request) -> list[ModelCard]:
         if behind is not None:
             cards[name] = msgspec.structs.replace(behind, id=name, root=behind.id)
     return [card for card in cards.values() if tenant is None or tenant.may_use(card.id)]
-
-
-def _add_insight(
-    app: FastAPI, planner: Planner, sources: Sources, view: OpsView, body_bytes_max: int
-) -> None:
-    @_get(app, "/kvatlas/engines", {"type": "array", "items": refer(EngineView)})
-    async def engines() -> Response:
-        """Every engine as seen by the router."""
-        return json_answer(await view.engines())
-
-    @_get(
-        app,
-        "/kvatlas/problems",
-        {"type": "object", "additionalProperties": {"type": "array", "items": refer(EngineProblem)}},
-    )
-    async def problems() -> Response:
-        """Problems and remedies by engine; an engine without problems has an empty list."""
-        views: list[dict[str, Any]] = msgspec.to_builtins(await view.engines())
-        return json_answer({seen["engine"]: list(engine_problems(seen)) for seen in views})
-
-    @_get(app, "/kvatlas/prefixes", {"type": "array", "items": refer(PrefixView)})
-    async def prefixes() -> Response:
-        """Return the most common prompt prefixes, shorter ones first, and the engines that hold them."""
-        return json_answer(await view.prefixes())
-
-    @_get(app, "/kvatlas/sources", {"type": "object", "additionalProperties": refer(SourceStats)})
-    async def fleet_sources() -> Response:
-        """State of the sources of engines."""
-        known = {} if sources.origins is None else sources.origins.stats
-        return json_answer(dict(known))
-
-    @_get(app, "/kvatlas/usage")
-    async def usage() -> Response:
-        """The usage record: a line for each request, for bills and `kvatlas advise --router`."""
-        log = sources.usage
-        if log is None:
-            raise usage_off()
-        return StreamingResponse(log.read_back(), media_type="application/x-ndjson")
-
-    @app.post(
-        "/kvatlas/explain",
-        response_class=Response,
-        responses=described({"type": "object"}),
-        openapi_extra={"requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}}},
-    )
-    async def explain_request(request: Request) -> Response:
-        """Explain how this request would be routed; nothing is forwarded. ``?path=`` is its path, by default
-        that of a chat (messages), a completion (prompt) or a response (input); ``?tenant=`` the tenant of the
-        request, if caches are isolated."""
-        _check_json(request)
-        body = await read_body(request, body_bytes_max)
-        tenant, gate = request.query_params.get("tenant"), sources.gate
-        if tenant is not None and gate is not None and gate.isolation is not None:
-            salt = partial(gate.isolation.salt, tenant, gate.keys.rules(tenant))
-            body = await run_cooperatively(with_value(body, b"cache_salt", salt, adds=True))
-        peeked = await peek_any_size(body)
-        path = request.query_params.get("path") or await run_cooperatively(_likely_path(body))
-        if path not in PROMPT_APIS:
-            raise bad_request(
-                "missing_prompt",
-                "Send the body of a chat (messages), completion (prompt) or response (input), "
-                f"or name its path: ?path= one of {', '.join(PROMPT_APIS)}.",
-            )
-        headers = list(request.scope["headers"])
-        inbound = InboundRequest("POST", path, b"", headers, body, peeked.model, peeked.stream)
-        targets = planner.slo_targets
-        if planner.reads_claims or targets is not None:
-            now = time.monotonic()
-            inbound.claim = read_claim(headers, in_body=peeked.priority, arrived_s=now, targets=targets)
-        return json_answer(explain(await planner.explain(inbound), PROMPT_APIS[path]))
-
-
-def _check_json(request: Request) -> None:
-    """Require JSON: a page of another origin cannot send it without a CORS preflight. Raises
-    ``ApiError``."""
-    kind = request.headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
-        raise not_json(kind)
-
-
-def _add_requests(app: FastAPI, view: OpsView) -> None:
-    @_get(app, "/kvatlas/requests", {"type": "array", "items": refer(LiveRequest)})
-    async def requests() -> Response:
-        """Requests in progress, oldest first, with their stage, engine and reasons."""
-        return json_answer(await view.requests())
-
-    @_get(app, "/kvatlas/receipts", {"type": "array", "items": refer(ReceiptView)})
-    async def receipts(request_id: str = "") -> Response:
-        """The latest receipts, oldest first; with ``?request_id=`` all stored ones of one request."""
-        return json_answer(await view.receipts(request_id))
-
-    @_get(app, "/kvatlas/answers", {"type": "array", "items": refer(EndedRequest)})
-    async def answers(request_id: str = "") -> Response:
-        """The latest ended requests, oldest first. With ``?request_id=`` all stored ones that match: an id,
-        its beginning, or the id in an engine's answer (``chatcmpl-ID``)."""
-        return json_answer(await view.answers(request_id))
-
-    @_get(app, "/kvatlas/sessions", {"type": "array", "items": refer(SessionView)})
-    async def sessions(session: str = "") -> Response:
-        """The latest sessions, the latest first: their latest requests, where these ran, and the tokens that
-        engines hold for them. With ``?session=`` all kept sessions whose name begins so."""
-        return json_answer(await view.sessions(session))
-
-    @_get(app, "/kvatlas/history", refer(RecentHistory))
-    async def history() -> Response:
-        """Counts of the last five minutes, in intervals of a few seconds."""
-        return json_answer(await view.history())
-
-
-def _add_page(app: FastAPI) -> None:
-    @app.api_route(CONTROL_PREFIX, methods=["GET", "HEAD"], include_in_schema=False)
-    async def status_page() -> Response:
-        """The status page, for browsers."""
-        return page()
-
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    @app.api_route(CONTROL_PREFIX.rstrip("/"), methods=["GET", "HEAD"], include_in_schema=False)
-    async def to_status_page() -> Response:
-        """Redirect to the status page. The address is relative, as a proxy in front may add a path prefix."""
-        return Response(status_code=307, headers={"location": CONTROL_PREFIX.removeprefix("/")})
-
-
-def _likely_path(body: bytes) -> Generator[None, None, str]:
-    """Guess the API of this body, in steps (``members`` paths); "": unknown."""
-    by_field = {b"messages": CHAT, b"prompt": COMPLETION, b"input": RESPONSES}
-    scan, found = Scan(body), set[str]()
-    start = scan.start()
-    try:
-        for member in scan.members(start) if start is not None else ():
-            if member is None:
-                yield
-            elif member.name in by_field:
-                found.add(by_field[member.name])
-    except MalformedError as error:
-        raise invalid_json(error) from None
-    except TooManyStepsError:
-        raise body_too_complex(STEPS_MAX) from None
-    return next((path for path in by_field.values() if path in found), "")
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:

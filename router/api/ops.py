@@ -16,9 +16,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request, Response
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 
 from router.admission.gate import KeyGate
 from router.api.admin_app import AdminApi
@@ -217,8 +218,10 @@ class Front:
             except ApiError as error:
                 await error_answer(error)(scope, receive, send)
                 return
-        passed = self._to_lead() if self._ops_here and _is_insight(scope["path"]) else None
-        await (passed or self._control)(scope, receive, send)
+        answer = self._control
+        if self._ops_here and _is_insight(scope["path"]):
+            answer = self._to_lead() or self._insight
+        await answer(scope, receive, send)
 
 
 def _as_meant(scope: Any) -> Any:

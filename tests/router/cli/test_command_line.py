@@ -66,9 +66,19 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.process
 def test_a_router_loads_nothing_that_only_some_need() -> None:
     loads_none_of(
-        {"redis", "openai_harmony", "cohere_melody", "mistral_common", "dns", "lightkube"},
+        {"redis", "openai_harmony", "cohere_melody", "mistral_common", "dns", "lightkube", "aiohttp"},
         "import router.serve",
     )
+
+
+@pytest.mark.process
+def test_only_the_process_that_serves_the_ops_port_loads_fastapi() -> None:
+    made = (
+        "from router.app import Router\nfrom router.config.schema import Config\nrouter = Router(Config())\n"
+    )
+    loads_none_of({"fastapi", "pydantic"}, f"import router.serve\n{made}")
+    with pytest.raises(AssertionError, match="fastapi"):
+        loads_none_of({"fastapi", "pydantic"}, f"{made}router.load_ops()")
 
 
 @pytest.mark.process
