@@ -43,10 +43,12 @@ from router.observe.requests import RequestTracker
 from router.observe.traces import Traces
 from router.observe.usage import UsageLog
 from router.pd.settings import PdStats
+from router.placement.affinity import PromptMemory
 from router.placement.decide import Planner
 from router.placement.engine import NO_PEER_SNAPSHOT, Accounts, Engine, PeerSnapshot, SharedView
 from router.placement.inflight import InflightPrompt
 from router.placement.others import OthersLoad
+from router.placement.warm_up import WarmUps
 from router.prompts.reader import PromptReader
 from router.prompts.tokenizer_finder import TokenizerFinder
 from router.proxy.app import ProxyApp
@@ -231,6 +233,7 @@ class Router:
         self.traces = Traces(config.traces) if config.traces.endpoint else None
         self.aliases = Aliases.from_shares(config.alias_shares())
         self.planner, self.proxy = self._assemble()
+        self.warm_ups = self._prepare_warm_ups()
         self._readiness_check = ReadinessCheck(
             self.fleet,
             unsynced=self.fleet_sources.unsynced,
@@ -259,6 +262,7 @@ class Router:
             usage=self.usage,
             pd=self.planner.pd_stats,
             pulls=self.planner.pulls,
+            warm_ups=None if self.warm_ups is None else self.warm_ups.stats,
             tokenizers=lambda: self.reader.tokenizers({**self.config.models, **self.finder.origins()}),
             tokenizer_origins=self.finder.origins,
             others=self.peers.others,
@@ -358,6 +362,23 @@ class Router:
         )
         return planner, proxy
 
+    def _prepare_warm_ups(self) -> WarmUps | None:
+        settings = self.config.warm_up
+        if not settings.enabled:
+            return None
+        memory = self.accounts.memory = PromptMemory(settings.memory_tokens)
+        return WarmUps(
+            settings,
+            self.fleet,
+            self.accounts,
+            self.planner.pulls,
+            memory,
+            look=self.planner.look_up,
+            ask=self.calls.ask,
+            leads=lambda: self.leads_fleet,
+            order_weight=lambda: self.config.policy.engine_priority,
+        )
+
     def _open_gate(self) -> KeyGate | None:
         """Read the keys. Raises ``KeyFileError`` for an unusable key file."""
         keys = self.config.keys
@@ -402,6 +423,8 @@ class Router:
             works += [poller.run(), self.fleet_sources.run()]
             works += [self.certificates.watch(), self._expire_inflight(), self._keep_history()]
             works.append(self.finder.run())
+            if self.warm_ups is not None:
+                works.append(self.warm_ups.run())
             works += [work() for work in self.works]
             works += self.peers.works()
             if self.config.prompts.renderers:
@@ -453,6 +476,14 @@ class Router:
         """Whether this process answers for all workers, or is the only one."""
         return self.worker_group is None or self.worker_group.leads
 
+    @property
+    def leads_fleet(self) -> bool:
+        """Whether this process acts for all replicas and workers: it leads its workers, and with a shared
+        index it follows the first engine."""
+        index = self.peers.index
+        first = min((engine.engine_id for engine in self.fleet if engine.publishes_events), default=None)
+        return self.leads and (index is None or first is None or index.lease_manager.follows(first))
+
     def _to_lead(self) -> Application | None:
         """Return the application that forwards to the leading worker; None: it is this one."""
         return None if self.worker_group is None or self.leads else self.worker_group.calls.to_lead
@@ -478,15 +509,11 @@ class Router:
         """Return the cost of losing each server: the worth of its caches in ms of prefill per minute, -1 if
         it is drained. Empty unless this process is the one that writes them.
 
-        Only one of several replicas writes, since each counts the worth by its own requests: the one that
-        follows the first engine.
+        Only one of several replicas writes, since each counts the worth by its own requests.
         """
-        now, index = self.clock(), self.peers.index
+        now = self.clock()
         # Before, the worth is that of the router's first minutes, and lower than the one written earlier.
-        if not self.leads or now - self._began_s < WORTH_HALF_LIFE_S:
-            return {}
-        first = min((engine.engine_id for engine in self.fleet if engine.publishes_events), default=None)
-        if index is not None and first is not None and not index.lease_manager.follows(first):
+        if not self.leads_fleet or now - self._began_s < WORTH_HALF_LIFE_S:
             return {}
         costs: dict[str, int] = {}
         for engine in self.fleet:

@@ -345,7 +345,7 @@ def check_config(config: Config) -> None:
     _check_listen(config.listen)
     for section in (
         *("fleet", "proxy", "listen", "feeds", "prompts", "index", "admin", "usage"),
-        *("epp", "queue", "pd", "pull"),
+        *("epp", "queue", "pd", "pull", "warm_up"),
     ):
         _check_numbers(section, getattr(config, section))
     for source in ("file", "dns", "kubernetes"):

@@ -34,7 +34,7 @@ from router.http.sockets import describe_error
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
-from router.placement.candidate import PolicySettings, PullSettings
+from router.placement.candidate import PolicySettings, PullSettings, WarmUpSettings
 from router.prompts.settings import ANY_MODEL, PromptSettings
 from router.proxy.settings import ProxySettings
 from router.replication.settings import IndexSettings, has_password, redacted
@@ -71,6 +71,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "queue": QueueSettings,
     "pd": PdSettings,
     "pull": PullSettings,
+    "warm_up": WarmUpSettings,
     "sidecar": SidecarSettings,
     "traces": TraceSettings,
     "usage": UsageSettings,

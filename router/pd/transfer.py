@@ -298,7 +298,13 @@ class KvSource(msgspec.Struct, frozen=True, gc=False):
 
     def asked_with(self, transfer_id: str, hint: bytes = b"") -> Generator[None, None, bytes]:
         """Steps to the engine's body; ``transfer_id`` is unique to this request."""
-        return self.body.decode(_peer("remote_kv_source", transfer_id, self.host, self.port), hint)
+        return self.body.decode(source_params(transfer_id, self.host, self.port), hint)
+
+
+def source_params(transfer_id: str, host: str, port: int) -> bytes:
+    """Return ``kv_transfer_params`` of a request whose engine fetches blocks from this ``p2p`` tier;
+    ``transfer_id`` is unique to the request."""
+    return _peer("remote_kv_source", transfer_id, host, port)
 
 
 def _peer(role: str, transfer_id: str, host: str | None, port: int) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import structlog
@@ -37,7 +37,13 @@ from router.placement.candidate import (
     placement_request,
 )
 from router.placement.cost import Choice, LongWait, late_first_token, long_wait, within_level
-from router.placement.eligible import NO_CANDIDATES, CandidateSet, CandidateSets, EligibleEngines
+from router.placement.eligible import (
+    NO_CANDIDATES,
+    CandidateSet,
+    CandidateSets,
+    EligibleEngines,
+    candidate_set,
+)
 from router.placement.engine import (
     NO_PEER_SNAPSHOT,
     Accounts,
@@ -559,6 +565,22 @@ class Planner:
                     coming[engine_id] = blocks * unit
         shadows = ShadowPrompt(prompt.token_ids, prompt.hashes) if candidate_set.guessed else None
         return PromptView(tokens, held, common, coming, look.load, shadows, prompt=prompt)
+
+    async def look_up(
+        self, prompt: Prompt, engines: list[Engine]
+    ) -> tuple[list[Candidate], Mapping[str, int]]:
+        """Return these engines as candidates for a prompt that no client waits for, and the tokens that their
+        host memories hold by themselves, if engines pull."""
+        found = candidate_set(engines)
+        for frontend, scheme in found.schemes:
+            if (variant := prompt.behind(frontend)) is not None:
+                await self._reader.hashes(variant, scheme)
+        shared = self._shared
+        look = self._peer_state() if shared is None else await self._look(shared, prompt, engines, False)
+        now = self._accounts.now()
+        asked = self._asked(prompt, found, look, now, detail=False)
+        held = self._held_alone(prompt, found) if self.pulls.enabled else {}
+        return candidates(engines, asked, now), held
 
     def _held_alone(self, prompt: Prompt, candidate_set: CandidateSet) -> dict[str, int]:
         """Tokens that the host memory of each engine followed here holds by itself."""

@@ -32,7 +32,7 @@ from router.index.query_plan import EngineHit
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
 from router.observe.receipts import EngineReceipts, ReceiptLog, SloStats
 from router.observe.requests import SessionLedger
-from router.placement.affinity import AffinityMap, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
+from router.placement.affinity import AffinityMap, PromptMemory, Shadow, ShadowPrompt, ShadowSpec, ShadowStats
 from router.placement.candidate import Candidate, Confidence, Hit
 from router.placement.cost import AdmissionStats
 from router.placement.evictions import EvictionForecast
@@ -157,6 +157,8 @@ class Accounts:
         self.inflight = InflightPrefixes()
         self.affinity = AffinityMap()
         self.hot = HotPrefixes()
+        self.memory: PromptMemory | None = None
+        """Latest prompts, if engines are warmed with them."""
         self.retention = RetentionHints()
         self.sessions = SessionLedger()
         self.group_prefixes = GroupPrefixes()

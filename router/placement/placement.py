@@ -273,6 +273,8 @@ class Placement(Attempt):
                 )
             if self._is_answer:
                 accounts.hot.add(request.model or "", hashes, scheme.hash_block_size, now)
+                if accounts.memory is not None and request.model is not None:
+                    accounts.memory.add(request.model, read, hashes, scheme.hash_block_size, now)
         elif isinstance(read, TextAffinity):
             accounts.affinity.record(read.keys, engine.engine_id)
 

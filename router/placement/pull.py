@@ -306,6 +306,41 @@ class Pulls:
         host = urlsplit(engine.engine.base_url).hostname
         return engine.engine.dp_rank is None and kv_source_of(engine.engine, self._port) == (host, self._port)
 
+    def source(
+        self, target: Engine, sources: Sequence[Engine], held: Mapping[str, int], now: float
+    ) -> Engine | None:
+        """Return the engine from which the target can pull most of a prompt; None: there is none. ``held``:
+        as in ``apply``."""
+        able = [
+            one
+            for one in sources
+            if held.get(one.engine_id)
+            and _serves(one)
+            and _alike(target, one)
+            and self.pairs.allows(target.engine_id, one.engine_id, now)
+        ]
+        return max(able, key=lambda one: held[one.engine_id], default=None)
+
+    def address(self, source: Engine) -> tuple[str, int]:
+        """Return host and port of the engine's ``p2p`` tier."""
+        return kv_source_of(source.engine, self._port)
+
+    def warm(self, target: Engine, source: Engine, tokens: int, now: float) -> float:
+        """Note that the target is asked for a prefix that no client waits for. Returns the seconds of the
+        transfer, waits for the link included."""
+        names = target.engine_id, source.engine_id
+        link_s = max(self.links.busy_s(name, now) for name in names) + LATENCY_S + tokens * self._s_per_token
+        self.links.charge(target.engine_id, Pull(0, source.engine_id, tokens, tokens, link_s), now)
+        return link_s
+
+    def warmed(self, target: Engine, source: Engine, *, came: bool, now: float) -> None:
+        """Note whether at least half of such a prefix came."""
+        if came:
+            self.pairs.good(target.engine_id, source.engine_id)
+        else:
+            self.stats.rests += 1
+            self.pairs.bad(target.engine_id, source.engine_id, now)
+
     def begin(self, target_id: EngineId, order: PullOrder, now: float) -> None:
         """Note that the target is asked now."""
         self.links.charge(target_id, order.pull, now)
