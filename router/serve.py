@@ -20,6 +20,7 @@ import structlog
 import uvloop
 
 from router import __version__
+from router.api.metrics_page import prepare
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import WORKERS_MAX, Config
@@ -299,6 +300,7 @@ def _prepared(config: Config, *, serves: bool) -> Router:
     configure_logging(config.server.log_level, config.server.log_format)
     router = check(config)
     check_shared_index(config)
+    prepare(router.sources)
     if serves:
         router.load_ops()
     tame_garbage_collection()

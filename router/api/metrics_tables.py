@@ -29,8 +29,10 @@ M = TypeVar("M", bound=Metric)
 Family = CounterMetricFamily | GaugeMetricFamily
 # A number, None, or numbers by the values of further labels.
 Value = float | None | Mapping[str, float] | Mapping[tuple[str, str], float]
-# Making and writing these many samples takes less than 1 ms.
+# Making and writing these many samples takes less than 1 ms; so does reading these many rows, which may have
+# none (``python -m benchmarks.scale``).
 PART_SAMPLES = 128
+PART_ROWS = 512
 
 
 class Column(NamedTuple, Generic[T]):
@@ -52,17 +54,19 @@ def gauge(name: str, text: str, read: Callable[[T], Value], *labels: str) -> Col
 
 
 def in_parts(make: Callable[[], M], rows: Iterable[T], add: Callable[[M, T], None]) -> Iterator[M]:
-    """One family in parts of about ``PART_SAMPLES`` samples, so that a page can be made in short steps.
+    """One family in parts of about ``PART_SAMPLES`` samples of at most ``PART_ROWS`` rows, so that a page can
+    be made in short steps.
 
     The parts follow each other and have the same name; ``add`` enters the samples of one row.
     """
-    family = make()
+    family, read = make(), 0
     # Rows may be added or removed between two parts.
     for row in list(rows):
-        if len(family.samples) >= PART_SAMPLES:
+        if len(family.samples) >= PART_SAMPLES or read >= PART_ROWS:
             yield family
-            family = make()
+            family, read = make(), 0
         add(family, row)
+        read += 1
     yield family
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
+import sys
 import textwrap
 from array import array
 from collections import OrderedDict, deque
@@ -454,7 +456,10 @@ def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 def _own_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(struct)))
+        # ``inspect`` finds a class by parsing its whole module, which holds the event loop for 10 ms.
+        module = inspect.getsource(sys.modules[struct.__module__])
+        source = re.search(rf"^class {struct.__name__}\b.*?(?=^[^\s)]|\Z)", module, re.MULTILINE | re.DOTALL)
+        tree = ast.parse(source[0] if source else textwrap.dedent(inspect.getsource(struct)))
     except (OSError, TypeError, SyntaxError):
         return {}
     found: dict[str, str] = {}

@@ -161,7 +161,7 @@ class ControlPort:
     async def _answer(self, request: Request) -> Response:
         asked = request.method, request.url.path
         if asked == ("GET", "/worker/metrics"):
-            return Response(msgspec.msgpack.encode(await self._view.own_page()))
+            return Response(await self._view.own_page())
         if asked == ("GET", DECISIONS_PATH):
             return Response(self._decisions.state())
         if asked == ("PUT", DECISIONS_PATH):

@@ -10,16 +10,22 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from publisher.events import DecodedBatch
 from router.admission.admission_queue import QueueStats
 from router.admission.tenants import TenantStats
 from router.api.admin_auth import AdminStats
-from router.api.metrics_page import ReloadStats, Sources, page_steps
+from router.api.metrics_page import ReloadStats, Sources, page_steps, prepare
 from router.api.metrics_page import families as all_families
-from router.api.metrics_tables import PART_SAMPLES, Column, gauge, metrics_of, table
+from router.api.metrics_tables import PART_ROWS, PART_SAMPLES, Column, gauge, metrics_of, table
 from router.epp.settings import EppStats
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import DesiredState, EngineAddress, SourceStats
@@ -287,6 +293,51 @@ def test_a_family_of_many_engines_is_made_in_parts_and_shown_as_one() -> None:
     for engine, value in rows.items():
         whole.add_metric([engine], value)
     assert at_once(page_steps(parts)) == at_once(page_steps([whole]))
+
+
+def test_rows_without_samples_end_a_part_too() -> None:
+    rows = dict.fromkeys([f"e{number}" for number in range(2 * PART_ROWS + 1)], 1.0)
+    none: Column[float] = gauge("engine_up", "1 if up", lambda _: None)
+    parts = list(table("engine", [none], rows))
+    assert len(parts) == 3
+    page = b"# HELP kvatlas_engine_up 1 if up\n# TYPE kvatlas_engine_up gauge\n"
+    assert at_once(page_steps(parts)) == page
+
+
+LETTERS = st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\\n')
+VALUES = st.floats() | st.integers(-(10**20), 10**20)
+
+
+@given(
+    st.lists(
+        st.tuples(st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), st.text(LETTERS)), VALUES)
+    )
+)
+def test_samples_are_written_as_by_the_client_library(rows: list[tuple[dict[str, str], float]]) -> None:
+    family = Metric("kvatlas_x", 'a "text"\nof \\ two lines', "gauge")
+    family.samples = [Sample("kvatlas_x", labels, value) for labels, value in rows]
+
+    class Collected(Collector):
+        def collect(self) -> list[Metric]:
+            return [family]
+
+    assert at_once(page_steps([family])) == generate_latest(Collected())
+
+
+def test_the_first_page_reads_no_source_of_a_struct(sources: Sources) -> None:
+    """That is done before the port is open, since it takes long."""
+    metrics_of.cache_clear()
+    nothing = msgspec.structs.replace(
+        sources,
+        fleet=Fleet([], lambda *_, **__: None),
+        scopes=ModelIndexes(lambda _: ModelFacts()),
+        origins=FleetSources([], FleetSettings(), DesiredState(engines_max=9), changed=lambda: None),
+        listen=lambda: None,
+    )
+    prepare(nothing)
+    before = metrics_of.cache_info().misses
+    families(sources)
+    assert metrics_of.cache_info().misses == before
 
 
 def test_rows_may_leave_between_two_parts() -> None:

@@ -11,7 +11,15 @@ from prometheus_client.metrics_core import Metric
 
 from router.api.metrics_page import page_steps
 from router.openai.members import at_once
-from router.workers.view import CounterStore, WorkerPage, family_of, merged
+from router.workers.view import (
+    CounterStore,
+    WorkerPage,
+    decoded_page,
+    encoded_family,
+    encoded_page,
+    family_of,
+    merged,
+)
 
 
 def page(slot: int, life: int, requests: float = 0.0, *more: Metric) -> WorkerPage:
@@ -40,6 +48,14 @@ def test_own_numbers_add_up_and_what_all_see_alike_counts_once() -> None:
     assert value(alone, "kvatlas_index_blocks") == 710.0
     shared = merged(pages, CounterStore(), shared_index=True)  # each worker writes for its own engines
     assert value(shared, "kvatlas_index_blocks") == 1410.0
+
+
+def test_a_page_is_the_same_after_its_way_to_a_sibling() -> None:
+    whole = page(2, 1, 3.0, gauge("kvatlas_index_blocks", 700))
+    counter = CounterMetricFamily("kvatlas_requests", "text", labels=["model"])
+    counter.add_metric(["m"], 3.0)
+    sent = [encoded_family(one) for one in (counter, gauge("kvatlas_index_blocks", 700))]
+    assert decoded_page(encoded_page(2, 1, sent)) == whole
 
 
 def test_histograms_add_up_bucket_by_bucket_and_the_page_is_valid() -> None:

@@ -13,7 +13,7 @@ from router.app import Router
 from router.config.schema import Config
 from router.openai.request import Session, Usage
 from router.workers.context import WorkerSockets
-from router.workers.view import AggregateView, SiblingCalls, WorkerPage, family_of
+from router.workers.view import AggregateView, SiblingCalls, encoded_family, encoded_page
 
 
 class LateSibling:
@@ -27,9 +27,9 @@ class LateSibling:
         assert path == "/worker/metrics"
         self.asked += 1
         counter = CounterMetricFamily("kvatlas_tests", "text", value=self.asked)
-        answer = WorkerPage(1, 0, [family_of(counter)])
+        answer = encoded_page(1, 0, [encoded_family(counter)])
         await self.release.acquire()
-        return {1: msgspec.msgpack.encode(answer)}
+        return {1: answer}
 
 
 def test_counts_never_fall_however_scrapes_overlap_and_end() -> None:
