@@ -10,9 +10,12 @@ not counted, if the operator configures that they occur.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from publisher.block_hash import HashScheme, block_hashes
+from msgspec.structs import replace
+
+from publisher.block_hash import HashScheme
 from publisher.events import (
     UNKNOWN_TYPES_MAX,
     AllBlocksCleared,
@@ -28,7 +31,7 @@ from router.index.hit_rules import evaluate
 from router.index.learn.facts import SetupEvidence
 from router.index.learn.knowledge import EngineKnowledge, LearningBudget
 from router.index.learn.layout import CacheLayout, ModelFacts
-from router.index.learn.root_events import RemovalEvidence, Removals, root_event
+from router.index.learn.root_events import RemovalEvidence, Removals
 from router.index.offloaded import OffloadedBlocks
 
 # Suffix of the temporary index id used while a snapshot is staged; no engine id contains a NUL.
@@ -40,6 +43,9 @@ _SETTLED_MAX = 1024
 # Number of consecutive unusable events after which an engine with earlier usable events counts as having
 # none.
 _UNUSABLE_IN_ROW = 64
+
+# A block that no index holds: hashes are not negative.
+_UNNAMED = BlockHash(-1)
 
 
 class EngineResidency(EngineKnowledge):
@@ -65,6 +71,10 @@ class EngineResidency(EngineKnowledge):
         self.pool: PoolListener | None = None
         # Receives the session id and blocks of events that have one, of the layout's first group.
         self.session_stored: Callable[[str, list[BlockHash]], None] | None = None
+        # The batch being applied, the event in it, and the end of a series of stores that is decided already.
+        self._batch: Sequence[Any] = ()
+        self._at = self._series_end = 0
+        self._series_repeats = False
         self._outside = OffloadedBlocks(engine_id, index, self.rejected)
         self._reset(expected=(), inside_seen=False)
 
@@ -145,12 +155,13 @@ class EngineResidency(EngineKnowledge):
     def apply(self, batch: DecodedBatch) -> None:
         """Apply one batch, its events in order."""
         before = self.rejected.total()
+        self._batch, self._series_end = batch.events, 0
         if batch.rejected:
             self.rejected["undecodable"] += len(batch.rejected)
         for name in batch.unknown:
             known = name in self.unknown_types or len(self.unknown_types) < UNKNOWN_TYPES_MAX
             self.unknown_types[name if known else "other"] += 1
-        for event in batch.events:
+        for self._at, event in enumerate(batch.events):
             self.events += 1
             if type(event) is BlockStored:
                 self._stored(event)
@@ -305,23 +316,55 @@ class EngineResidency(EngineKnowledge):
         """Whether a full store from token 0 repeats blocks that were already a hit: a report, not a new
         store.
 
-        A genuine store from token 0 needs a hit of 0; so if the index predicts a complete hit for the event's
-        tokens plus one, the blocks are not new.
+        One request's events of all groups follow one another, as reports and as stores, so the first one
+        decides for all: after it, the index holds a part of what it is asked about.
         """
         if not (self.facts.report_mode_full or self.removals.re_reports_suspected):
             return False
-        scheme, layout = self._detector.scheme, self._layout
-        slot = self.index.slot(self.engine_id)
-        if scheme is None or layout is None or slot is None:
+        if self._at >= self._series_end:
+            series = _series(self._batch, self._at)
+            self._series_end = self._at + len(series)
+            self._series_repeats = self._repeats(series)
+        return self._series_repeats
+
+    def _repeats(self, series: list[BlockStored]) -> bool:
+        """Whether these events report a hit.
+
+        A report lists every block of every group, also those that are not stored
+        (``BlockPool.emit_cached_block_events``, vLLM 0.32). A genuine store from token 0 needs a hit of 0; so
+        if the index predicts a complete hit for the tokens plus one, the blocks are not new.
+        """
+        layout, slot = self._layout, self.index.slot(self.engine_id)
+        if layout is None or slot is None or layout.missing_facts:
             return False
-        if layout.missing_facts:
+        if {event.group_idx or 0 for event in series} != {group.group_idx for group in layout.groups}:
             return False
-        root = root_event(event, self.facts.lora_paths)
-        if root is None or len(root.tokens) != event.num_tokens():
-            return False
-        rows = self.index.lookup(block_hashes(root.tokens, scheme, root.extras))
-        hits = evaluate(rows, layout, len(root.tokens) + 1, word=slot.word)
-        return hits.hit[slot.bit] == len(root.tokens)
+        tokens, unit = series[0].num_tokens(), layout.hash_block_size
+        # The events name the prefix's hashes at the ends of their blocks; no class reads any other.
+        named = [_UNNAMED] * (tokens // unit)
+        for event in series:
+            size = event.block_size
+            if len(event.block_hashes) * size != tokens or event.num_tokens() != tokens or size % unit:
+                return False
+            named[size // unit - 1 :: size // unit] = _hashes(event.block_hashes)
+        # The block that EAGLE drops lies behind what a report names; with look-ahead hashes none is dropped.
+        layout = replace(layout, lookahead=1)
+        hits = evaluate(self.index.lookup(named), layout, tokens + 1, word=slot.word)
+        return hits.hit[slot.bit] == tokens
+
+
+def _series(events: Sequence[Any], start: int) -> list[BlockStored]:
+    """Return the stores from token 0 on the GPU that begin with event ``start``, of one request: of one group
+    after another.
+    """
+    found: list[BlockStored] = []
+    for event in events[start:]:
+        if type(event) is not BlockStored or event.parent_block_hash is not None:
+            break
+        if event.medium not in ON_GPU or (found and (event.group_idx or 0) <= (found[-1].group_idx or 0)):
+            break
+        found.append(event)
+    return found
 
 
 def _hashes(wire: list[int | bytes]) -> list[BlockHash]:

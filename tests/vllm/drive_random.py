@@ -7,8 +7,8 @@ traces of mixes that differ are kept there, for ``kvatlas verify``.
 
 Held against vLLM at every probe: what the index predicts (the trace is replayed by ``kvatlas verify``; live
 too, where it may know less but must never promise more), the hit of our block pool and, step by step, its
-schedule, events and free blocks (vLLM 0.32 without priorities or async scheduling: that is what it copies),
-and what the connectors' resolver would load if the same blocks lay outside the GPU.
+schedule, events and free blocks (vLLM 0.32 in order of arrival, with one token per step: that is what it
+copies), and what the connectors' resolver would load if the same blocks lay outside the GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from connectors.hits import HitResolver
 from connectors.tier.base import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
 from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockStored, GroupSpec
+from publisher.events import BlockHash, BlockStored, Family, spec_classes
 from router.index.base import Plane, Rows
 from router.index.hit_rules import evaluate
 from router.index.learn import hash_scheme
@@ -62,12 +62,13 @@ class Alone:
     def __init__(self, mix: Mix, rng: random.Random, model: str) -> None:
         self.real = RealEngine(setup_of(mix), model)
         scheduler = self.real.scheduler
-        scheduler.cache_config.block_size = min(group["block_size"] for group in mix.layout.groups)
+        scheduler.cache_config.block_size = mix.layout.engine_block_size
         for manager in self.real.manager.coordinator.single_type_managers:
             if isinstance(manager, MambaManager):
                 manager.drop_eagle_checkpoint_block = scheduler.use_eagle_block_drop
         self.rng = rng
         self._priorities = random.Random(f"priority/{mix.name}")
+        self._reports = mix.reports
         self.live: dict[int, tuple[PlacementRequest, Any]] = {}
         self.texts: list[PlacementRequest] = []
         self.payloads: list[bytes] = []
@@ -79,10 +80,9 @@ class Alone:
 
     def add(self, ask: PlacementRequest, max_tokens: int) -> int:
         self._arrived += 1
-        self.live[self._arrived] = (
-            ask,
-            self.real.add(prompt_of(ask), max_tokens, self._priorities.randint(0, 3)),
-        )
+        priority = self._priorities.randint(0, 3)
+        prompt = dataclasses.replace(prompt_of(ask), reports_hits=self._priorities.random() < self._reports)
+        self.live[self._arrived] = (ask, self.real.add(prompt, max_tokens, priority))
         return self._arrived
 
     def probe(self, ask: PlacementRequest) -> int:
@@ -118,9 +118,14 @@ class Resolver:
             hash_block_size=real.hash_block_size,
             use_eagle=any(group.get("is_eagle") for group in mix.layout.groups),
             partial_hits=self._partial,
+            dcp_world_size=mix.layout.dcp,
         )
-        groups = tuple(GroupSpec(index, **group) for index, group in enumerate(mix.layout.groups))
-        self._layout = make_layout(groups, ModelFacts(), real.hash_block_size)
+        self._layout = make_layout(
+            tuple(spec for spec in mix.layout.specs if not spec.is_hidden),
+            facts_of(mix),
+            real.hash_block_size,
+            inside_seen=self._partial,
+        )
 
     def check(self, ask: PlacementRequest, hit: int) -> None:
         """Raise ``DifferenceError`` unless it would load what the rules say, all blocks of it held."""
@@ -135,7 +140,7 @@ class Resolver:
         beyond = loaded(tier_extents(rows, self._layout, request.num_tokens, 0, empty), 0, local)
         same("load", max(found, local), local + sum(beyond.values()))
         if not self._partial:
-            same("load and hit", max(found, local), hit)
+            same("load and hit", self._real.used(max(found, local)), hit)
         for group_idx, blocks in self._resolver.load_mask(local, found).items():
             for block in blocks:
                 key = self._resolver.key_at(names, group_idx, block, found)
@@ -162,16 +167,19 @@ class Judge:
         self._lines: list[str] = []
         self._seq = 0
         self._steps = self._probes = 0
-        self._unseen = {(index, group["block_size"]) for index, group in enumerate(mix.layout.groups)}
+        self._unseen = {(spec.group_idx, spec.block_size) for spec in mix.layout.specs if not spec.is_hidden}
         self._fleet = FleetResidency(facts_of(mix))
         # Prompts within a chunk hit in an empty cache and publish nothing ("Known holes", docs/exactness.md).
-        self._chunks_only = all(g["kind"] == "chunked_local_attention" for g in mix.layout.groups)
+        self._chunks_only = all(spec.is_hidden or spec.family is Family.CHUNKED for spec in mix.layout.specs)
+        self._reports = mix.reports
         self._resolver = None if mix.lookahead else Resolver(real, mix)
         self.silent = False
         """The engine has forgotten what its events have not taken back yet."""
         self.counts = {"probes": 0, "hit_tokens": 0, "live_exact": 0}
         header = {"family": f"rnd{mix.name}", "vllm": vllm.__version__, **real.header()}
-        del header["partial_hash_hits"]  # an operator need not give it
+        header["report_mode"] = "full" if mix.reports else "incremental"
+        if not unproven_inside(mix):
+            del header["partial_hash_hits"]  # events show it
         self._write({"header": header | {"hash_lookahead_tokens": mix.lookahead}})
 
     def saw(self, payloads: list[bytes]) -> None:
@@ -213,6 +221,9 @@ class Judge:
         result = verify_trace(self._path)
         if result.all_exact or (not self._seq and self._chunks_only):
             return None
+        # A prompt of exactly one block that is computed again publishes the same as a report of its hit.
+        if self._reports and not result.over:
+            return None
         keys = ("probes", "exact", "over", "under", "abs_error_tokens", "states", "states_exact")
         return f"verify: { {key: getattr(result, key) for key in keys} } {result.detected}"
 
@@ -231,6 +242,7 @@ def setup_of(mix: Mix) -> Setup:
         lookahead_tokens=mix.lookahead,
         policy="priority" if mix.by_priority else "fcfs",
         async_scheduling=mix.async_scheduling,
+        drafts=mix.drafts,
     )
 
 
@@ -238,15 +250,28 @@ def prompt_of(ask: PlacementRequest) -> Prompt:
     return Prompt(ask.token_ids, ask.lora_name, ask.lora_path, ask.cache_salt, ask.mm)
 
 
+def unproven_inside(mix: Mix) -> bool:
+    """Whether no event may ever prove hits inside a block: decode context parallelism with marked states, or
+    with hashes that look ahead ("Known holes", docs/exactness.md)."""
+    marked = any(c.family is Family.MAMBA and c.spec.is_eagle for c in spec_classes(mix.layout.specs))
+    return mix.layout.dcp > 1 and (marked or bool(mix.lookahead))
+
+
 def facts_of(mix: Mix) -> ModelFacts:
     """What an operator gives for this engine."""
     groups = mix.layout.groups
     modes = {group["mamba_cache_mode"] for group in groups if group.get("mamba_cache_mode")}
     chunks = {i: g["attention_chunk_size"] for i, g in enumerate(groups) if g.get("attention_chunk_size")}
+    hidden = [group for group in groups if not group.get("cacheable", True)]
     return ModelFacts(
         attention_chunk_sizes=chunks,
         mamba_cache_mode=next(iter(modes), None),
         eagle_groups=tuple(i for i, group in enumerate(groups) if group.get("is_eagle")),
+        eagle_groups_apart=any(group.get("apart") for group in groups),
+        hidden_groups=bool(hidden),
+        replay_tokens=max((group.get("sliding_window", 0) for group in hidden), default=0),
+        report_mode_full=bool(mix.reports),
+        partial_hash_hits=True if unproven_inside(mix) else None,
         lora_paths=ADAPTERS,
     )
 
@@ -303,7 +328,13 @@ def run(mix: Mix, model: str, out: Path) -> dict[str, Any]:
         path.unlink()
     groups = [" ".join(str(value) for value in group.values()) for group in mix.layout.groups]
     cpu_s = round(time.process_time() - began, 2)
-    order = {"by_priority": mix.by_priority, "async": mix.async_scheduling}
+    order = {
+        "by_priority": mix.by_priority,
+        "async": mix.async_scheduling,
+        "drafts": mix.drafts,
+        "dcp": mix.layout.dcp,
+        "reports": mix.reports,
+    }
     return {"mix": mix.name, "groups": groups, **order, **counts, "cpu_s": cpu_s, "difference": difference}
 
 

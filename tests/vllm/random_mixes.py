@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from publisher.block_hash import HashScheme
-from publisher.events import GroupSpec
-from publisher.pool.layout import pool_layout
-from tests.publisher.pool.layouts import Layout, chunked, full, mamba, window
+from publisher.events import Family
+from publisher.pool.layout import PoolLayout, pool_layout
+from tests.publisher.pool.layouts import Layout, chunked, full, mamba, replayed, ring, window
 from tests.publisher.pool.pool_load import VOCAB_TOKENS, PlacementRequest
 
 Group = dict[str, Any]
@@ -53,11 +53,16 @@ class Mix:
     by_priority: bool = False
     """vLLM's ``--scheduling-policy priority``, requests with different priorities."""
     async_scheduling: bool = False
+    drafts: int = 0
+    """Drafted tokens per step, of which some are rejected."""
+    reports: float = 0.0
+    """Chance that a request has ``kv_cache_report_mode=full``."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is scheduled as our block pool's driver does: in order, output before the next step."""
-        return not (self.by_priority or self.async_scheduling)
+        """Whether it is scheduled as our block pool's driver does: in order, output before the next step,
+        a token per step."""
+        return not (self.by_priority or self.async_scheduling or self.drafts or self.reports)
 
 
 def random_mix(name: str, *, v033: bool = False) -> Mix:
@@ -66,31 +71,41 @@ def random_mix(name: str, *, v033: bool = False) -> Mix:
     while True:
         mix = _draw(rng, name, v033=v033)
         try:
-            _check(mix.layout)
+            may_report = _may_report(_pool_layout(mix.layout), mix.layout)
         except ValueError:
             continue
-        order = random.Random(f"order/{name}")  # a source of its own: the rest of a mix stays what it was
-        return replace(mix, by_priority=order.random() < 0.2, async_scheduling=order.random() < 0.2)
+        order = random.Random(f"order/{name}")
+        return replace(
+            mix,
+            by_priority=order.random() < 0.2,
+            async_scheduling=order.random() < 0.2,
+            drafts=order.choice((1, 2, 3, 5)) if order.random() < 0.25 else 0,
+            reports=order.choice((0.1, 0.5, 1.0)) if order.random() < 0.1 and may_report else 0.0,
+        )
 
 
 def _draw(rng: random.Random, name: str, *, v033: bool) -> Mix:
     groups = _groups(rng, v033=v033)
+    dcp = _ranks(rng, groups)
     if not any(group["kind"] == "chunked_local_attention" for group in groups) or rng.random() < 0.3:
         groups = _with_eagle(rng, groups)
-    lcm = math.lcm(*(group["block_size"] for group in groups))
+    if dcp == 1 and rng.random() < 0.15:
+        groups = _with_hidden(rng, groups)
+    lcm = math.lcm(*(group["block_size"] for group in groups)) * dcp
     sparse = any(group["kind"] in {"sliding_window", "mamba"} for group in groups)
     algo = rng.choice(("sha256", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"))
     seeded = algo.startswith("xxhash") or rng.random() < 0.35
     layout = Layout(
         groups=groups,
         num_blocks=_pool_blocks(rng, groups),
-        prefix_match_unit=_match_unit(rng, groups),
+        prefix_match_unit=_match_unit(rng, groups) if dcp == 1 else None,
         retention_interval=rng.choice((0, 0, None, lcm, 2 * lcm, 4 * lcm)) if sparse else 0,
         hash_algo=algo,
         seed=str(rng.choice((0, 1, 42, 1234, rng.randrange(SEEDS_MAX)))) if seeded else None,
         int_hashes=rng.random() < 0.6,
         max_num_batched_tokens=rng.choice((48, 64, 96, 96, 200, 512)),
         max_num_seqs=rng.choice((2, 4, 8, 8)),
+        dcp=dcp,
     )
     return Mix(
         name,
@@ -146,7 +161,31 @@ def _with_eagle(rng: random.Random, groups: tuple[Group, ...]) -> tuple[Group, .
         return groups
     able = [i for i, group in enumerate(groups) if group["kind"] != "chunked_local_attention"]
     flagged = set(rng.sample(able, rng.randint(1, len(able)))) if able else set()
-    return tuple(group | {"is_eagle": True} if i in flagged else group for i, group in enumerate(groups))
+    # The drafter's layers may have other heads than the model's: vLLM splits the class, no event shows it.
+    attention = any(groups[i]["kind"] != "mamba" for i in flagged)
+    mark = {"is_eagle": True} | ({"apart": True} if attention and rng.random() < 0.25 else {})
+    return tuple(
+        group | ({"is_eagle": True} if group["kind"] == "mamba" else mark) if i in flagged else group
+        for i, group in enumerate(groups)
+    )
+
+
+def _with_hidden(rng: random.Random, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """Groups without prefix cache beside the others: ring buffers, and windows rebuilt by replay (no model
+    has these beside Mamba states)."""
+    size, found = min(group["block_size"] for group in groups), list(groups)
+    hidden = [ring(size), ring(size)]
+    if all(group["kind"] != "mamba" for group in groups):
+        hidden.append(replayed(rng.choice((size, 48, 64, 128)), size))
+    for group in rng.sample(hidden, rng.randint(1, 2)):
+        found.insert(rng.randint(0, len(found)), group)
+    return tuple(found)
+
+
+def _ranks(rng: random.Random, groups: tuple[Group, ...]) -> int:
+    """Ranks of decode context parallelism; only full attention and Mamba groups run with it."""
+    kinds = {group["kind"] for group in groups}
+    return rng.choice((2, 2, 4)) if kinds <= {"full_attention", "mamba"} and rng.random() < 0.3 else 1
 
 
 def _match_unit(rng: random.Random, groups: tuple[Group, ...]) -> int | None:
@@ -172,9 +211,20 @@ def _extras(rng: random.Random) -> dict[str, float]:
     return {kind: rng.choice((0.2, 0.5, 1.0)) for kind in ("lora", "salt", "mm") if rng.random() < 0.4}
 
 
-def _check(layout: Layout) -> None:
-    specs = tuple(GroupSpec(index, **group) for index, group in enumerate(layout.groups))
-    pool_layout(specs, HashScheme(hash_block_size=layout.hash_block_size), layout.retention_interval)
+def _pool_layout(layout: Layout) -> PoolLayout:
+    scheme = HashScheme(hash_block_size=layout.hash_block_size)
+    return pool_layout(layout.specs, scheme, layout.retention_interval, layout.dcp)
+
+
+def _may_report(pool: PoolLayout, layout: Layout) -> bool:
+    """Whether vLLM survives ``kv_cache_report_mode=full``: it fails (IndexError) with a hit inside a block
+    that the prompt does not fill, and (AssertionError) under decode context parallelism. Where all groups are
+    chunked, nothing shows the layout ("Known holes", docs/exactness.md)."""
+    return (
+        layout.dcp == 1
+        and not pool.partial_hits
+        and any(c.family is not Family.CHUNKED for c in pool.classes)
+    )
 
 
 class Prompts:
@@ -183,7 +233,7 @@ class Prompts:
     def __init__(self, mix: Mix, rng: random.Random) -> None:
         self._mix = mix
         self._rng = rng
-        self._sizes = [group["block_size"] for group in mix.layout.groups]
+        self._sizes = [spec.block_size for spec in mix.layout.specs]
         self._roots = [self._tokens(rng.randint(40, 200)) for _ in range(3)]
         self.history: list[PlacementRequest] = []
 

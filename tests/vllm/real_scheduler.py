@@ -8,6 +8,7 @@ the driver scripts beside it, never by the test process.
 from __future__ import annotations
 
 import os
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,13 +51,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 DEFAULT_SEED = "vllm-none-hash"
 _ENCODER_TOKENS = 1 << 20
 """Encoder budget: so large that multimodal items never delay a request."""
+
+_DRAFT_RIGHT = 0.6
+"""Chance that a drafted token is the model's own."""
 
 _IDLE_STEPS_MAX = 20
 """A scheduler that waits for something always goes on within a step or two."""
@@ -91,6 +95,8 @@ class Setup:
     """Order of waiting requests: ``fcfs`` or ``priority``, which also chooses whom to preempt."""
     async_scheduling: bool = False
     """A step is scheduled before the output of the one before it is known."""
+    drafts: int = 0
+    """Tokens that a drafter proposes after each step; a part of them is rejected."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ class Prompt:
     lora_path: str | None = None
     cache_salt: str | None = None
     mm: tuple[tuple[str, int, int], ...] = ()
+    reports_hits: bool = False
+    """Sent with ``kv_cache_report_mode=full``: the engine publishes the blocks that it hits again."""
 
     def extras(self) -> dict[str, Any]:
         """The fields besides tokens that are set."""
@@ -138,7 +146,7 @@ class RealEngine:
         self.setup = setup
         self._hash = get_hash_fn_by_name(setup.hash_algo)
         init_none_hash(self._hash)
-        groups = [_group_spec(index, group) for index, group in enumerate(setup.groups)]
+        groups = [_group_spec(index, group, setup.drafts) for index, group in enumerate(setup.groups)]
         cache = KVCacheConfig(
             num_blocks=setup.num_blocks,
             kv_cache_tensors=[],
@@ -165,6 +173,7 @@ class RealEngine:
         self._hasher = get_request_block_hasher(self.hash_block_size, self._hash, *ahead)
         self._count = 0
         self._idle_steps = 0
+        self._drafter = random.Random(0)
         # Scheduled steps without output yet, each with the requests that sample a token in it.
         self._scheduled: deque[tuple[SchedulerOutput, frozenset[str]]] = deque()
 
@@ -225,7 +234,13 @@ class RealEngine:
         output, samplers = self._scheduled.popleft()
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
-        sampled = [[_sample(requests[name])] if name in samplers & requests.keys() else [] for name in ids]
+        drafted = output.scheduled_spec_decode_tokens
+        sampled = [
+            self._accepted(requests[name], drafted.get(name, []))
+            if name in samplers & requests.keys()
+            else []
+            for name in ids
+        ]
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
@@ -234,7 +249,30 @@ class RealEngine:
                 sampled_token_ids=sampled,
             ),
         )
+        if self.setup.drafts and not self.setup.async_scheduling:
+            self._draft(ids)
         return self.take_payloads()
+
+    def _accepted(self, request: Request, drafted: Sequence[int]) -> list[int]:
+        """The model's next tokens: as many as there are right drafts, and one more. Placeholders of
+        asynchronous scheduling are right as often as real drafts."""
+        tokens = _next_tokens(request, 1 + len(drafted))
+        right = 0
+        for draft, token in zip(drafted, tokens, strict=False):
+            if draft != token and not (draft == -1 and self._drafter.random() < _DRAFT_RIGHT):
+                break
+            right += 1
+        return tokens[: right + 1]
+
+    def _draft(self, names: Sequence[str]) -> None:
+        """Propose the next tokens of requests that decode, some of them wrong, sometimes fewer."""
+        requests, rng = self.scheduler.requests, self._drafter
+        drafting = [name for name in names if name in requests]
+        drafts: list[list[int]] = []
+        for name in drafting:
+            tokens = _next_tokens(requests[name], rng.randint(0, self.setup.drafts))
+            drafts.append([token if rng.random() < _DRAFT_RIGHT else 1 for token in tokens])
+        self.scheduler.update_draft_token_ids(DraftTokenIds(drafting, drafts))
 
     def _schedule(self) -> None:
         output = self.scheduler.schedule()
@@ -252,16 +290,16 @@ class RealEngine:
 
     def hit(self, prompt: Prompt) -> int:
         """Tokens of ``prompt`` the manager would take from its cache now."""
-        return self._used(int(self.manager.get_computed_blocks(self._request(prompt, 1))[1]))
+        return self.used(int(self.manager.get_computed_blocks(self._request(prompt, 1))[1]))
 
-    def _used(self, hit: int) -> int:
+    def used(self, hit: int) -> int:
         """The part of a hit that ``Scheduler.schedule`` uses: none where all would be computed again."""
         return hit if hit > getattr(self.scheduler, "prefix_replay_tokens", 0) else 0
 
     def probe(self, prompt: Prompt) -> tuple[int, list[int]]:
         """Tokens of ``prompt`` the manager would take from its cache now: reconciled, and per group."""
         request = self._request(prompt, 1)
-        hit = self._used(int(self.manager.get_computed_blocks(request)[1]))
+        hit = self.used(int(self.manager.get_computed_blocks(request)[1]))
         coordinator = self.manager.coordinator
         if not hasattr(coordinator, "find_longest_cache_hit_per_group"):
             return hit, [hit]
@@ -286,7 +324,11 @@ class RealEngine:
         return Request(
             request_id=f"r{self._count}",
             prompt_token_ids=list(prompt.token_ids),
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            sampling_params=SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                extra_args={"kv_cache_report_mode": "full"} if prompt.reports_hits else None,
+            ),
             pooling_params=None,
             lora_request=_lora(prompt),
             cache_salt=prompt.cache_salt,
@@ -329,6 +371,11 @@ def _vllm_config(setup: Setup, model: str) -> VllmConfig:
     )
     if hasattr(VllmConfig, "num_hash_lookahead_tokens"):  # a property of the drafter's configuration
         VllmConfig.num_hash_lookahead_tokens = setup.lookahead_tokens
+    # Properties of the drafter's configuration too. A drafter with layers of its own needs pages ahead.
+    reads_ahead = bool(setup.lookahead_tokens) or any(group.get("is_eagle") for group in setup.groups)
+    VllmConfig.num_speculative_tokens = setup.drafts
+    VllmConfig.num_lookahead_tokens = setup.drafts if reads_ahead else 0
+    VllmConfig.num_prefill_lookahead_tokens = setup.lookahead_tokens or int(reads_ahead)
     config.scheduler_config.async_scheduling = setup.async_scheduling
     modes = {group["mamba_cache_mode"] for group in setup.groups if group.get("mamba_cache_mode")}
     config.parallel_config.decode_context_parallel_size = setup.dcp  # no ranks are started here
@@ -351,15 +398,15 @@ def _model_config(model: str, max_model_len: int) -> ModelConfig:
     return _MODEL_CONFIGS[key]
 
 
-def _group_spec(index: int, group: Mapping[str, Any]) -> KVCacheGroupSpec:
+def _group_spec(index: int, group: Mapping[str, Any], drafts: int = 0) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(
         layer_names=[f"layer.{index}"],
-        kv_cache_spec=_spec(group),
+        kv_cache_spec=_spec(group, drafts),
         is_eagle_group=bool(group.get("is_eagle")),
     )
 
 
-def _spec(group: Mapping[str, Any]) -> KVCacheSpec:
+def _spec(group: Mapping[str, Any], drafts: int) -> KVCacheSpec:
     block_size = group["block_size"]
     attention: dict[str, Any] = {
         "block_size": block_size,
@@ -388,6 +435,7 @@ def _spec(group: Mapping[str, Any]) -> KVCacheSpec:
                 shapes=((1,),),
                 dtypes=(torch.float32,),
                 mamba_cache_mode=group["mamba_cache_mode"],
+                num_speculative_blocks=drafts,
             )
         case kind:
             raise ValueError(f"no spec for group kind {kind!r}")
@@ -410,7 +458,9 @@ def _feature(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec
     )
 
 
-def _sample(request: Request) -> int:
-    """A token that depends on the request's text alone, so that equal prompts decode equal answers."""
-    last: Sequence[int] = request.all_token_ids[-3:]
-    return 3 + (sum(last) * 31 + request.num_tokens * 7) % 997
+def _next_tokens(request: Request, count: int) -> list[int]:
+    """Tokens that depend on the request's text alone, so that equal prompts decode equal answers."""
+    text: list[int] = list(request.all_token_ids[-3:])
+    for number in range(count):
+        text.append(3 + (sum(text[-3:]) * 31 + (request.num_tokens + number) * 7) % 997)
+    return text[len(text) - count :]

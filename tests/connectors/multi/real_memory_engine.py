@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from connectors.layout import CacheView, Piece, group_pages
 from connectors.multi import HybridMultiConnector
-from tests.vllm.real_scheduler import Setup, _group_spec, _sample, _set_environment, _vllm_config
+from tests.vllm.real_scheduler import Setup, _group_spec, _next_tokens, _set_environment, _vllm_config
 
 POSITIONS = 64
 """Numbers in a block: the largest block's tokens."""
@@ -185,7 +185,7 @@ class RealMemoryEngine:
         )
         worker.clear_connector_metadata()
         sampled = [
-            [_sample(request)] if request.num_computed_tokens >= request.num_tokens else []
+            _next_tokens(request, 1) if request.num_computed_tokens >= request.num_tokens else []
             for request in requests
         ]
         ran = ModelRunnerOutput(

@@ -20,10 +20,11 @@ from router.index.learn.hash_scheme import Detection
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency, ModelIndexes
 from router.index.query_plan import EngineHit
-from tests.support.event_writer import WINDOW, Prompt, Writer, batch, removed, tokens
+from tests.support.event_writer import FULL, WINDOW, Prompt, Writer, batch, removed, tokens
 from tests.support.examples import examples
 
 SCHEME = HashScheme()
+MAMBA, CHUNKED = "mamba", "chunked_local_attention"
 DENSE = Writer(SCHEME)
 SPARSE = Writer(SCHEME, group=1, kind=WINDOW, window=64)
 GPU = Plane("GPU", 0)
@@ -468,6 +469,47 @@ class TestFullReports:
         told(fleet, DENSE.stored(PROMPT), removed(*HASHES[2:]), DENSE.stored(PROMPT, stop=5))
         assert fleet.stats().extra_copies == 2
         assert fleet.engine("a").re_reports == 0
+
+    def test_stores_of_one_request_are_judged_by_the_first_of_them(self) -> None:
+        """Once its other groups are stored, a chunk's start needs nothing more, and a window that was left
+        whole hits: judged alone, the last group's store would be taken for a report."""
+        groups = {0: FULL, 1: WINDOW, 2: WINDOW, 3: CHUNKED}
+        writers = [
+            Writer(SCHEME, group=idx, kind=kind, window=64 if kind == WINDOW else None)
+            for idx, kind in groups.items()
+        ]
+        fleet = fleet_of(report_mode_full=True, attention_chunk_size=64)
+        told(fleet, *(writer.stored(PROMPT[:128]) for writer in writers))
+        told(fleet, removed(*HASHES[:8], group=1), removed(*HASHES[:8], group=3))
+        assert hit(fleet, PROMPT[:129]) == 0
+        told(fleet, *(writer.stored(PROMPT[:128]) for writer in writers))
+        assert fleet.engine("a").re_reports == 0
+        told(fleet, *(writer.stored(PROMPT[:128]) for writer in writers))
+        assert fleet.engine("a").re_reports == len(groups)
+        assert hit(fleet, PROMPT[:129]) == 128
+
+    @pytest.mark.parametrize("left_out", ["a block", "a group"])
+    def test_a_store_that_leaves_something_out_is_no_report(self, left_out: str) -> None:
+        full, states = Writer(SCHEME, kind=FULL), Writer(SCHEME, group=1, kind=MAMBA)
+        fleet = fleet_of(report_mode_full=True, mamba_cache_mode="align")
+        told(fleet, full.stored(PROMPT[:96]), states.stored(PROMPT[:96], keep=(5,)))
+        again = [full.stored(PROMPT[:96])]
+        if left_out == "a block":
+            again.append(states.stored(PROMPT[:96], keep=(5,)))
+        told(fleet, *again)
+        assert fleet.engine("a").re_reports == 0
+        told(fleet, full.stored(PROMPT[:96]), states.stored(PROMPT[:96]))
+        assert fleet.engine("a").re_reports == 2
+
+    def test_a_report_is_known_without_the_hash_scheme(self) -> None:
+        strange = Writer(HashScheme(seed="drawn at random"), kind=FULL)
+        fleet = told(fleet_of(report_mode_full=True), strange.stored(PROMPT), strange.stored(PROMPT))
+        assert fleet.engine("a").re_reports == 1
+
+    def test_a_report_of_a_drafter_is_known_although_its_next_block_is_not_named(self) -> None:
+        fleet = fleet_of(report_mode_full=True, eagle_groups="all")
+        told(fleet, DENSE.stored(PROMPT), DENSE.stored(PROMPT, stop=5))
+        assert fleet.engine("a").re_reports == 1
 
     def test_only_where_the_operator_says_so(self) -> None:
         fleet = told(fleet_of(), DENSE.stored(PROMPT), DENSE.stored(PROMPT))
