@@ -326,7 +326,6 @@ class Router:
             reader=self.reader,
             accounts=self.accounts,
             settings=self.config.policy,
-            retention=lambda model: self.config.model(model).retention(),
             expose_decision=self.config.server.expose_decision,
             check_every=self.config.server.check_every,
             shared=self.peers.lookup,

@@ -154,12 +154,15 @@ class Prepared(msgspec.Struct, frozen=True):
 def _cache_config(settings: EngineSettings) -> stats.CacheConfig:
     groups = resolve_groups(settings)
     sizes = {group.block_size for group in groups if group.family is Family.FULL}
+    states = {group.block_size for group in groups if group.family is Family.MAMBA}
+    ranks = settings.decode_context_parallel_size
     return stats.CacheConfig(
-        block_size=min(group.block_size for group in groups),
+        block_size=min(g.block_size // (ranks if g.family is Family.FULL else 1) for g in groups),
         num_gpu_blocks=settings.num_blocks,
         prefix_caching_hash_algo=settings.hash_algo,
         prefix_cache_retention_interval=settings.retention_interval,
         mamba_cache_mode=next((g.mamba_cache_mode for g in groups if g.mamba_cache_mode), "none"),
+        mamba_block_size=max(states, default=None),
         effective_attention_block_size=sizes.pop() if len(sizes) == 1 else None,
     )
 

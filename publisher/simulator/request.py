@@ -119,6 +119,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching_hash_algo: str
     prefix_cache_retention_interval: int | None
     mamba_cache_mode: str = "none"
+    mamba_block_size: int | None = None
     effective_attention_block_size: int | None = None
     enable_prefix_caching: bool = True
 

@@ -246,6 +246,7 @@ class SimulatedEngine:
             num_blocks=settings.num_blocks,
             scheme=self.scheme,
             retention_interval=settings.retention_interval,
+            dcp_world_size=settings.decode_context_parallel_size,
             int_hashes=settings.int_hashes,
             chunk_tokens_max=chunk,
             events=settings.publish_events,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from publisher.block_hash import ALGORITHMS, DEFAULT_SEED, SGLANG, HashScheme
 from publisher.events import Family, GroupSpec, hash_unit
@@ -60,6 +61,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of the KV cache: a preset, or explicit group specs."""
     block_size: int = 16
     """Tokens per block of a preset."""
+    decode_context_parallel_size: int = 1
+    """Ranks of decode context parallelism, for full attention and Mamba groups: a block of full attention has
+    this many times the tokens of one rank's block."""
     num_blocks: int = 8192
     """Blocks of the KV cache, all groups together."""
     hash_algo: str = "sha256"
@@ -180,6 +184,14 @@ def check_settings(settings: EngineSettings) -> None:
         raise ValueError(f"hash_algo = {settings.hash_algo!r}: expected one of {', '.join(ALGORITHMS)}")
     release(settings.version)
     _check_kind(settings)
+    if settings.decode_context_parallel_size != 1:
+        _check_absent(settings, "decode context parallelism", "role", "host_blocks")
+        kinds = {group.kind for group in resolve_groups(settings)} - {"full_attention", "mamba"}
+        if kinds:
+            raise ValueError(
+                f"decode_context_parallel_size = {settings.decode_context_parallel_size}: expected 1 with "
+                f"{', '.join(sorted(kinds))} groups; vLLM runs it with full attention and Mamba only"
+            )
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -203,10 +215,7 @@ def _check_kind(settings: EngineSettings) -> None:
             raise ValueError(
                 f"groups = {settings.groups!r}: kind = 'sglang' has one full-attention group (full)"
             )
-        for name in ("role", "host_blocks"):
-            if getattr(settings, name):
-                value = getattr(settings, name)
-                raise ValueError(f"{name} = {value!r}: not simulated with kind = 'sglang'; leave it out")
+        _check_absent(settings, "kind = 'sglang'", "role", "host_blocks", "decode_context_parallel_size")
         if settings.load_port is not None and not settings.publish_events:
             raise ValueError(f"load_port = {settings.load_port}: SGLang needs publish_events for it")
         return
@@ -216,17 +225,29 @@ def _check_kind(settings: EngineSettings) -> None:
             raise ValueError(f"{name} = {value!r}: simulated with kind = 'sglang' only")
 
 
+def _check_absent(settings: EngineSettings, beside: str, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value and value != 1:
+            raise ValueError(f"{name} = {value!r}: not simulated with {beside}; leave it out")
+
+
 def resolve_groups(settings: EngineSettings) -> tuple[GroupSpec, ...]:
-    """Make the group specs. Raises ``ValueError`` for an unknown preset or no group."""
-    if isinstance(settings.groups, str):
+    """Make the group specs as events show them: blocks of full attention reach over all ranks of decode
+    context parallelism. Raises ``ValueError`` for an unknown preset or no group."""
+    groups, ranks = settings.groups, settings.decode_context_parallel_size
+    if isinstance(groups, str):
         try:
-            return PRESETS[settings.groups](settings.block_size)
+            groups = PRESETS[groups](settings.block_size)
         except KeyError:
             known = ", ".join(PRESETS)
             raise ValueError(f"groups: unknown group preset {settings.groups!r}; known: {known}") from None
-    if not settings.groups:
+    if not groups:
         raise ValueError("an engine needs at least one KV cache group")
-    return settings.groups
+    return tuple(
+        replace(group, block_size=group.block_size * ranks) if group.family is Family.FULL else group
+        for group in groups
+    )
 
 
 def hash_scheme(settings: EngineSettings, groups: tuple[GroupSpec, ...]) -> HashScheme:

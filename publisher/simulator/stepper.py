@@ -215,6 +215,7 @@ def eventless(settings: EngineSettings, clock: Callable[[], float]) -> tuple[Hyb
         num_blocks=settings.num_blocks,
         scheme=hash_scheme(settings, groups),
         retention_interval=settings.retention_interval,
+        dcp_world_size=settings.decode_context_parallel_size,
         chunk_tokens_max=settings.max_num_batched_tokens,
         events=False,
     )

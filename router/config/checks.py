@@ -365,7 +365,7 @@ def check_config(config: Config) -> None:
         for key in ("kinds", "windows", "attention_chunk_sizes"):
             if not all(idx.isdecimal() and len(idx) < 5 for idx in getattr(model, key)):
                 raise ConfigError(f"models.{name}.{key}: keys must be group numbers, e.g. {{0 = ...}}")
-        if model.retention_interval != "dense" and model.retention_interval < 0:
+        if isinstance(model.retention_interval, int) and model.retention_interval < 0:
             raise ConfigError(
                 f"models.{name}.retention_interval = {model.retention_interval}: 0 or more, or dense"
             )

@@ -21,7 +21,7 @@ from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.http.settings import CorsSettings, ListenSettings
 from router.http.sockets import TlsFiles, check_tls_files
-from router.index.learn.layout import ModelFacts
+from router.index.learn.layout import ModelFacts, retained_tokens
 from router.observe.traces import TraceSettings
 from router.observe.usage import UsageSettings
 from router.pd.settings import PdSettings, SidecarSettings
@@ -107,9 +107,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Set if clients send ``kv_cache_report_mode=full``: repeated store events are then not counted as new
     copies. Predictions are less exact with it; preferably keep clients from sending the field
     (``proxy.kv_cache_report_mode``)."""
-    retention_interval: int | Literal["dense"] = 0
-    """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense`` (0 is vLLM's default
-    since 0.29)."""
+    retention_interval: int | Literal["dense"] | None = None
+    """The engines' ``--prefix-cache-retention-interval`` in tokens, or ``dense``. Not set: taken from the
+    engine's metrics or `/server_info`, else 0, vLLM's default since 0.29."""
     hash_seeds: tuple[str, ...] = ()
     """Values of the engines' PYTHONHASHSEED; tried first when the hash scheme is detected. Needed for
     seeds that are not numbers from 0 to 65535."""
@@ -148,6 +148,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             eagle_groups=self.eagle_groups,
             eagle_groups_apart=self.eagle_groups_apart,
             partial_hash_hits=self.partial_hash_hits,
+            retention_interval=self.retention_interval,
             report_mode_full=self.report_mode_full,
             hash_seeds=self.hash_seeds,
             lora_paths=self.lora_paths,
@@ -175,10 +176,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             lora_paths=self.lora_paths,
         )
 
-    def retention(self) -> int | None:
-        """Return the retention interval in tokens; None for dense."""
-        return None if self.retention_interval == "dense" else self.retention_interval
-
     def shadow_spec(self) -> ShadowSpec:
         """Return the pool assumed for engines of this model without events. Raises ``ValueError``."""
         given = self.shadow
@@ -190,7 +187,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             groups=tuple(groups),
             num_blocks=ShadowSpec().num_blocks if given.num_blocks is None else given.num_blocks,
             scheme=HashScheme(hash_block_size=size),
-            retention_interval=self.retention() if given.sliding_window is not None else 0,
+            retention_interval=(
+                retained_tokens(self.retention_interval) if given.sliding_window is not None else 0
+            ),
             assumed=tuple(name for name in ("block_size", "num_blocks") if getattr(given, name) is None),
         )
 

@@ -49,6 +49,10 @@ class EventPorts(msgspec.Struct, frozen=True, rename={"host": "endpoint_host", "
             raise ValueError("ports out of range")
 
 
+Retention = int | Literal["dense"] | None
+"""``--prefix-cache-retention-interval`` in tokens; ``dense``: every block is kept; None: not stated."""
+
+
 class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes in tokens; None: not stated."""
 
@@ -63,6 +67,10 @@ class EngineStatement(msgspec.Struct, frozen=True, kw_only=True):
     attention_block_size: int | None = None
     """Block size of its full-attention layers, over all ranks of decode context parallelism."""
     mamba_cache_mode: str | None = None
+    mamba_block_size: int | None = None
+    decode_ranks: int | None = None
+    """Ranks of decode context parallelism."""
+    retention_interval: Retention = None
     bounded_replay: bool | None = None
     """Whether windows may be rebuilt by replay, for models that support it."""
     version: str = ""
@@ -88,12 +96,13 @@ def metrics_statement(cache_config: Mapping[str, str], *, drafts: bool) -> Engin
     if not cache_config and not drafts:
         return None
     mode = cache_config.get("mamba_cache_mode")
-    size = cache_config.get("effective_attention_block_size", "")
     return EngineStatement(
         source="metrics",
         drafts=drafts,
-        attention_block_size=_tokens(int(size)) if size.isdecimal() and len(size) < 10 else None,
+        attention_block_size=_label_tokens(cache_config.get("effective_attention_block_size")),
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
+        mamba_block_size=_label_tokens(cache_config.get("mamba_block_size")),
+        retention_interval=_label_retention(cache_config.get("prefix_cache_retention_interval")),
         bounded_replay=_BOOLS.get(cache_config.get("swa_bounded_replay", "")),
     )
 
@@ -120,6 +129,9 @@ def server_info_statement(body: bytes) -> EngineStatement | None:
         keeps_last_block=drafter.get("disable_eagle_block_drop") is True,
         attention_block_size=_tokens(cache.get("effective_attention_block_size")),
         mamba_cache_mode=mode if mode in {"align", "all"} else None,
+        mamba_block_size=_tokens(cache.get("mamba_block_size")),
+        decode_ranks=_tokens(_part(config, "parallel_config").get("decode_context_parallel_size")),
+        retention_interval=_retention(cache),
         bounded_replay=replay if isinstance(replay, bool) else None,
     )
 
@@ -254,6 +266,19 @@ def _part(whole: Any, name: str) -> dict[str, Any]:
 
 def _tokens(value: object) -> int | None:
     return value if type(value) is int and 0 < value <= _TOKENS_MAX else None
+
+
+def _label_tokens(label: str | None) -> int | None:
+    return _tokens(int(label)) if label and label.isdecimal() and len(label) < 10 else None
+
+
+def _label_retention(label: str | None) -> Retention:
+    return "dense" if label == "None" else 0 if label == "0" else _label_tokens(label)
+
+
+def _retention(cache: dict[str, Any]) -> Retention:
+    value = cache.get("prefix_cache_retention_interval", 0.5)
+    return "dense" if value is None else 0 if value == 0 and type(value) is int else _tokens(value)
 
 
 # Reads an engine's Prometheus page: its load, and the size of its pool.

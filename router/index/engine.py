@@ -301,6 +301,8 @@ class EngineResidency(EngineKnowledge):
 
     def audit(self, pool_blocks: int) -> bool:
         """Compare the counted copies with the engine's own number of blocks; False if there are too many."""
+        if self._layout is not None and self._layout.has_parts:
+            return True
         if self.index.physical(self.engine_id, GPU) <= pool_blocks:
             return True
         self._gone(self.removals.phantom())

@@ -80,10 +80,12 @@ _NONE_SKIPPED: Sequence[Candidate] = ()
 
 
 class Planner:
-    """Implements ``router.proxy.forward.Placer``. ``retention`` is a model's, in tokens; None: all blocks.
+    """Implements ``router.proxy.forward.Placer``.
+
     ``check_every``: decisions between two checks of integrity; 0: none. ``shared`` is queried for others'
     engines and load in each decision; without it ``peer_state`` has the latest state that others sent.
-    ``sidecar_secret``: signs retention hints for sidecars, which get none without it."""
+    ``sidecar_secret``: signs retention hints for sidecars, which get none without it.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,6 @@ class Planner:
         reader: PromptReader,
         accounts: Accounts,
         settings: PolicySettings,
-        retention: Callable[[str], int | None],
         expose_decision: bool,
         check_every: int = 0,
         shared: SharedView | None = None,
@@ -111,7 +112,6 @@ class Planner:
         self._candidate_sets = CandidateSets(fleet, scopes)
         self._reader = reader
         self._accounts = accounts
-        self._retention = retention
         self._decisions = 0
         self._completed = -1, -1
         """Versions of fleet and scopes when layouts were last completed."""
@@ -206,7 +206,6 @@ class Planner:
                 decision.pull,
                 self.pulls,
                 self._accounts,
-                retention=self._retention,
                 client_headers=headers,
                 waited_s=waited_s,
             )
@@ -215,7 +214,6 @@ class Planner:
                 request,
                 decision,
                 self._accounts,
-                retention=self._retention,
                 client_headers=headers,
                 waited_s=waited_s,
             )
@@ -251,7 +249,6 @@ class Planner:
                 request,
                 split.prefill,
                 self._accounts,
-                retention=self._retention,
                 waited_s=waited_s,
                 rest_s=_NO_CONNECTOR_S,
             )
@@ -263,7 +260,6 @@ class Planner:
                 decision,
                 split,
                 self._accounts,
-                retention=self._retention,
                 client_headers=headers,
                 prefill=prefill,
                 named_max=self._pd.prefills_max,
@@ -275,7 +271,6 @@ class Planner:
             decision,
             split,
             self._accounts,
-            retention=self._retention,
             client_headers=headers,
             prefill=prefill,
         )

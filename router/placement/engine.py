@@ -26,7 +26,7 @@ from router.feeds.position import expected_hit
 from router.fleet.engines import EngineAddress, EngineId
 from router.fleet.status import EngineStatus, ResponseHolders
 from router.index.base import PoolListener, Rows
-from router.index.learn.layout import CacheLayout
+from router.index.learn.layout import CacheLayout, retained_tokens
 from router.index.model import HashedPrompt, Residency
 from router.index.query_plan import EngineHit
 from router.observe.history import GroupPrefixes, HotPrefixes, RetentionHints
@@ -358,6 +358,12 @@ class Engine(EngineStatus):
         if layout is None and self._elsewhere is not None:
             layout = self._elsewhere.layout(self.engine_id)
         return layout
+
+    @property
+    def retention_tokens(self) -> int | None:
+        """Distance of the blocks that its windows and states keep of a prompt; None: all."""
+        facts = None if self.residency is None else self.residency.writer.facts
+        return retained_tokens(None if facts is None else facts.retention_interval)
 
     def hit(self, asked: PromptView) -> Hit:
         """Hit of a prompt on this engine, discounted by missed events."""

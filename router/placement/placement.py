@@ -174,8 +174,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(Attempt):
-    """One request on one engine, with its decision. ``retention``: tokens between the blocks that the engine
-    keeps of every prompt; None: it keeps all."""
+    """One request on one engine, with its decision."""
 
     _is_answer: ClassVar[bool] = True
     """Whether the client gets this engine's answer."""
@@ -208,7 +207,6 @@ class Placement(Attempt):
         decision: Decision,
         accounts: Accounts,
         *,
-        retention: Callable[[str], int | None],
         client_headers: Fields,
         waited_s: float = 0.0,
         later: bool = False,
@@ -259,7 +257,7 @@ class Placement(Attempt):
             self._predicted = known and self._leg != "decode" and read.num_prompts == 1
             scheme, now = engine.scheme, self.asked_s
             hashes = read.hashes(scheme)
-            kept = self._keeps(read, retention(engine.base_model or ""))
+            kept = self._keeps(read)
             self._flying = accounts.inflight.add(engine.engine_id, hashes, now, kept)
             limit = 1 if self._leg == "prefill" else read.answer_tokens_max
             self._pooled = engine.evictions.admit(hashes, read.num_tokens, limit)
@@ -302,9 +300,9 @@ class Placement(Attempt):
         """Implement ``Attempt``."""
         self.engine.takes_order = False
 
-    def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
+    def _keeps(self, read: Prompt) -> tuple[int, ...]:
         """Prefixes of the prompt that the engine will be able to hit, in hash blocks."""
-        return _kept(self.engine, self._candidate.hit, read.num_tokens, retention)
+        return _kept(self.engine, self._candidate.hit, read.num_tokens)
 
     def _charge(self, room: AdmissionQueue) -> None:
         """Charge the computed tokens to the request's tenant."""
@@ -548,7 +546,7 @@ class Placement(Attempt):
         )
 
 
-def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -> tuple[int, ...]:
+def _kept(engine: Engine, hit: Hit, prompt_tokens: int) -> tuple[int, ...]:
     """Prefixes of a placed prompt that its engine will be able to hit, in hash blocks."""
     layout = engine.layout
     if layout is None:
@@ -558,7 +556,7 @@ def _kept(engine: Engine, hit: Hit, prompt_tokens: int, retention: int | None) -
         hit.shared_prefix_tokens,
         alignment=layout.alignment,
         hash_block_size=layout.hash_block_size,
-        retention_interval=retention,
+        retention_interval=engine.retention_tokens,
         every_block=_only_full(layout),
         unproven_tokens=layout.lookahead,
     )

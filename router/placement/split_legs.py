@@ -11,7 +11,6 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,14 +48,11 @@ class PrefillPlacement(Placement):
         decision: Decision,
         accounts: Accounts,
         *,
-        retention: Callable[[str], int | None],
         waited_s: float,
         rest_s: float,
     ) -> None:
         as_stream = msgspec.structs.replace(request, stream=True)
-        super().__init__(
-            as_stream, decision, accounts, retention=retention, client_headers=(), waited_s=waited_s
-        )
+        super().__init__(as_stream, decision, accounts, client_headers=(), waited_s=waited_s)
         self._rest_s = rest_s
         self._untimed = False
         self.version = self.engine.version
@@ -99,15 +95,12 @@ class DecodePlacement(Placement):
         split: Split,
         accounts: Accounts,
         *,
-        retention: Callable[[str], int | None],
         client_headers: Fields,
         prefill: PrefillPlacement | None,
     ) -> None:
         self._split = split
         self._gap_s: float | None = None
-        super().__init__(
-            request, decision, accounts, retention=retention, client_headers=client_headers, later=True
-        )
+        super().__init__(request, decision, accounts, client_headers=client_headers, later=True)
         self.body = split.body
         self.prefill = prefill
         self.expected_s = self._cost.queue_s + split.transfer_s
@@ -127,7 +120,7 @@ class DecodePlacement(Placement):
     def _admit(self) -> Ticket:
         return self.engine.load.reserve(self.asked_s, self.decision.prompt_tokens)
 
-    def _keeps(self, read: Prompt, retention: int | None) -> tuple[int, ...]:
+    def _keeps(self, read: Prompt) -> tuple[int, ...]:
         return ()
 
     @property
@@ -158,7 +151,6 @@ class SidecarPlacement(DecodePlacement):
         split: Split,
         accounts: Accounts,
         *,
-        retention: Callable[[str], int | None],
         client_headers: Fields,
         prefill: PrefillPlacement,
         named_max: int,
@@ -170,7 +162,6 @@ class SidecarPlacement(DecodePlacement):
             decision,
             split,
             accounts,
-            retention=retention,
             client_headers=client_headers,
             prefill=None,
         )
@@ -229,7 +220,6 @@ class PullPlacement(Placement):
         pulls: Pulls,
         accounts: Accounts,
         *,
-        retention: Callable[[str], int | None],
         client_headers: Fields,
         waited_s: float,
     ) -> None:
@@ -238,7 +228,6 @@ class PullPlacement(Placement):
             request,
             decision,
             accounts,
-            retention=retention,
             client_headers=client_headers,
             waited_s=waited_s,
         )

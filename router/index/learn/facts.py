@@ -139,17 +139,24 @@ def find_facts(
     """Return the facts to predict with, and each fact that had to be found, with its source."""
     eagle = _eagle(configured, evidence, receipts, groups, lookahead)
     mode = _mamba_mode(configured, evidence)
-    size = _block_size(evidence)
+    sizes = [_block_size(evidence, name) for name in ("attention_block_size", "mamba_block_size")]
+    ranks = _ranks(evidence)
+    retention = _retention(configured, evidence)
     replay = _replay(configured, evidence, groups)
     facts = replace(
         configured,
         eagle_groups=eagle.value,
         mamba_cache_mode=None if mode is None else mode.value,
-        attention_block_size=None if size is None else size.value,
+        attention_block_size=None if sizes[0] is None else sizes[0].value,
+        mamba_block_size=None if sizes[1] is None else sizes[1].value,
+        decode_ranks=1 if ranks is None else ranks.value,
+        retention_interval=retention.value,
         replay_tokens=replay.value,
     )
-    mamba = any(group.family is Family.MAMBA for group in groups)
-    shown = [eagle, mode if mamba else None, size, replay if replay.value else None]
+    families = {group.family for group in groups}
+    sparse = families & {Family.MAMBA, Family.WINDOW}
+    shown = [eagle, sizes[0], ranks, retention if sparse else None, replay if replay.value else None]
+    shown += [mode, sizes[1]] if Family.MAMBA in families else []
     shown.append(_other_attention(evidence))
     shown += _of_the_model(configured, evidence)
     return facts, tuple(fact for fact in shown if fact is not None)
@@ -228,11 +235,36 @@ def _mamba_mode(configured: ModelFacts, evidence: SetupEvidence) -> Fact | None:
     return None
 
 
-def _block_size(evidence: SetupEvidence) -> Fact | None:
+def _block_size(evidence: SetupEvidence, name: str) -> Fact | None:
     for stated in evidence.statements:
-        if stated.attention_block_size:
-            return Fact("attention_block_size", stated.attention_block_size, stated.source, "certain")
+        if size := getattr(stated, name):
+            return Fact(name, size, stated.source, "certain")
     return None
+
+
+def _ranks(evidence: SetupEvidence) -> Fact | None:
+    """Find decode context parallelism.
+
+    In mode ``align`` a Mamba block is as long as one rank's block of full attention (``Platform.
+    _align_hybrid_block_size``, vLLM 0.32), and the stated block of full attention is that of all ranks.
+    """
+    for stated in evidence.statements:
+        if stated.decode_ranks:
+            return Fact("decode_ranks", stated.decode_ranks, stated.source, "certain")
+        full, state = stated.attention_block_size, stated.mamba_block_size
+        if stated.mamba_cache_mode == "align" and full and state and full > state and not full % state:
+            return Fact("decode_ranks", full // state, stated.source, "likely")
+    return None
+
+
+def _retention(configured: ModelFacts, evidence: SetupEvidence) -> Fact:
+    if configured.retention_interval is not None:
+        return Fact("retention_interval", configured.retention_interval, "configuration", "certain")
+    for stated in evidence.statements:
+        if stated.retention_interval is not None:
+            return Fact("retention_interval", stated.retention_interval, stated.source, "certain")
+    # vLLM's default since 0.29.
+    return Fact("retention_interval", 0, "none", "assumed")
 
 
 def _other_attention(evidence: SetupEvidence) -> Fact | None:

@@ -52,8 +52,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``attention_chunk_sizes`` gives the chunk by group if ``attention_chunk_size`` does not apply to all.
     ``eagle_groups`` lists the groups whose lookup drops the last block (EAGLE/MTP drafter before 0.33),
     None: to be found; ``eagle_groups_apart``: their layers have other heads than the model's, so that vLLM
-    looks them up apart from similar groups; ``attention_block_size`` is that of full attention if the engine
-    states it;
+    looks them up apart from similar groups; ``attention_block_size`` and ``mamba_block_size`` are those that
+    the engine states; ``decode_ranks`` is its decode context parallelism; ``retention_interval`` is the
+    distance of the blocks that windows and states keep, None: to be found;
     ``partial_hash_hits`` overrides the derived value; ``report_mode_full`` means that requests set
     ``kv_cache_report_mode=full`` (not recommended); ``hash_seeds`` are tried first when a scheme is
     detected (the engines' PYTHONHASHSEED); ``kinds`` and ``windows`` are for vLLM 0.20-0.21, which does
@@ -71,6 +72,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     eagle_groups: tuple[int, ...] | Literal["all"] | None = None
     eagle_groups_apart: bool = False
     attention_block_size: int | None = None
+    mamba_block_size: int | None = None
+    decode_ranks: int = 1
+    retention_interval: int | Literal["dense"] | None = None
     partial_hash_hits: bool | None = None
     report_mode_full: bool = False
     hash_seeds: tuple[str, ...] = ()
@@ -95,6 +99,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def chunk_size(self, group_idx: int) -> int | None:
         """Return the attention chunk of a group in tokens, None if unknown."""
         return self.attention_chunk_sizes.get(group_idx, self.attention_chunk_size)
+
+
+def retained_tokens(interval: int | Literal["dense"] | None) -> int | None:
+    """Return a retention interval in tokens as vLLM has it: None for ``dense``, its default 0 if unknown."""
+    return None if interval == "dense" else interval or 0
 
 
 class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
@@ -122,6 +131,13 @@ class CacheLayout(msgspec.Struct, frozen=True, cache_hash=True):
     def single_group(self) -> bool:
         """Whether the engine looks up its only group directly, not class by class."""
         return len(self.groups) == 1 and not self.hidden_groups
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a block may be stored under several hashes, at its end and at the ends of parts of it
+        (``BlockPool.cache_partial_block``, vLLM 0.32): then more may be stored than the pool has blocks."""
+        states = any(c.family is Family.MAMBA and c.spec.mamba_cache_mode != "all" for c in self.classes)
+        return states and any(c.spec.lookup_block_size > self.hash_block_size for c in self.classes)
 
     @property
     def dropped_tokens(self) -> int:
@@ -158,14 +174,16 @@ def make_layout(
 ) -> CacheLayout:
     """Derive the layout as vLLM does (vLLM 0.32 ``resolve_kv_cache_block_sizes``).
 
-    ``hash_block_size`` is the detected one; None: the greatest common divisor of the block sizes.
-    ``inside_seen``: events proved hits inside a block (``PartialEvidence``).
+        ``hash_block_size`` is the detected one; None: the greatest common divisor of the block sizes.
+            ``inside_seen``: events proved hits inside a block (``PartialEvidence``), or decode context
+    parallelism does.
     """
     # The last token is computed for its logits. SGLang looks its pages up without that token, so the second
     # one of a page's last pair must come before it (srt/managers/schedule_batch.py of 0.5.23,
     # ``_compute_max_prefix_len``); vLLM 0.33 looks ahead at all tokens.
     computed = 1 + lookahead if sglang else 1
     unit = hash_block_size or hash_unit(groups)
+    inside_seen = inside_seen or facts.decode_ranks > 1
     partial = _partial_hits(groups, unit, lookahead, inside_seen=inside_seen)
     if facts.partial_hash_hits is not None:
         partial = facts.partial_hash_hits and _can_end_inside(groups, unit)
@@ -345,7 +363,11 @@ class GroupLearner:
         block.
         """
         facts, family, size = self._facts, group.family, group.block_size
-        stated = facts.attention_block_size if family is Family.FULL else None
+        stated = None
+        if family is Family.FULL:
+            stated = facts.attention_block_size
+        elif family is Family.MAMBA:
+            stated = facts.mamba_block_size
         if stated is not None and stated > size and stated % size == 0:
             self.part_sizes.add(size)
             group = replace(group, block_size=stated, partial_only=False)

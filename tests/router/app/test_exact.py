@@ -160,6 +160,11 @@ def test_other_engines_are_predicted_as_well(changes: dict[str, Any]) -> None:
     run(compare("gptoss-like", changes, 60))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_decode_context_parallelism_is_predicted_from_the_first_request(ranks: int) -> None:
+    run(compare("mamba-hybrid", {"decode_context_parallel_size": ranks, "num_blocks": 130}, 60))
+
+
 def test_prompts_with_developer_messages_are_the_engines_own() -> None:
     """A mismatch here would be an error of the first ``kvatlas doctor --router``."""
 

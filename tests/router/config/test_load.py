@@ -74,7 +74,7 @@ def test_a_file_with_engines_models_and_policy(tmp_path: Path) -> None:
         EngineAddress("http://10.0.0.2:8000", 1, "tcp://10.0.0.2:5557", "tcp://10.0.0.2:5558", "kv"),
     )
     model = config.model("org/name")
-    assert model.retention() is None
+    assert model.facts().retention_interval == "dense"
     assert model.facts().kinds == {0: "full_attention", 1: "sliding_window"}
     assert model.facts().windows == {1: 128}
     assert model.facts().attention_chunk_sizes == {2: 64, 3: 8192}
@@ -284,7 +284,7 @@ def test_what_is_no_engine(text: str) -> None:
 
 def test_retention_of_hybrid_engines_does_not_trouble_an_assumed_shadow() -> None:
     config = load(None, environ={}, models={"m": {"retention_interval": 128}}).config
-    assert config.model("m").retention() == 128
+    assert config.model("m").facts().retention_interval == 128
     Shadow(config.model("m").shadow_spec())
 
 

@@ -21,9 +21,11 @@ from tests.router.fleet.misbehaving import HANG, page, watching
 from tests.support.waiting import until
 
 PAGE = b"""# TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="544",effective_attention_block_size="544",engine="0",mamba_cache_mode="align",\
+vllm:cache_config_info{block_size="544",effective_attention_block_size="544",engine="0",\
+mamba_block_size="544",mamba_cache_mode="align",prefix_cache_retention_interval="None",\
 prefix_match_unit="16",swa_bounded_replay="True"} 1.0
-vllm:cache_config_info{block_size="16",effective_attention_block_size="None",engine="1",mamba_cache_mode="none",\
+vllm:cache_config_info{block_size="16",effective_attention_block_size="None",engine="1",\
+mamba_block_size="None",mamba_cache_mode="none",prefix_cache_retention_interval="0",\
 swa_bounded_replay="False"} 1.0
 # TYPE vllm:spec_decode_num_drafts counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 0.0
@@ -46,9 +48,13 @@ def test_each_rank_states_its_own() -> None:
         drafts=True,
         attention_block_size=544,
         mamba_cache_mode="align",
+        mamba_block_size=544,
+        retention_interval="dense",
         bounded_replay=True,
     )
-    assert second == EngineStatement(source="metrics", drafts=False, bounded_replay=False)
+    assert second == EngineStatement(
+        source="metrics", drafts=False, retention_interval=0, bounded_replay=False
+    )
 
 
 def test_counters_of_the_rust_frontend_prove_drafts_only_above_zero() -> None:
@@ -95,6 +101,19 @@ def test_values_of_another_shape_are_left_out() -> None:
     body = {"vllm_config": {"cache_config": cache, "speculative_config": {"method": ["eagle"]}}}
     stated = server_info_statement(msgspec.json.encode(body))
     assert stated == EngineStatement(source="server_info", drafts=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, 0), (4096, 4096), (None, "dense"), (False, None), (-1, None), ("0", None)]
+)
+def test_server_info_states_ranks_and_retention(value: object, expected: object) -> None:
+    cache = {"prefix_cache_retention_interval": value, "mamba_block_size": 64}
+    parallel = {"decode_context_parallel_size": 4}
+    stated = server_info_statement(
+        msgspec.json.encode({"vllm_config": {"cache_config": cache, "parallel_config": parallel}})
+    )
+    assert stated is not None
+    assert (stated.retention_interval, stated.mamba_block_size, stated.decode_ranks) == (expected, 64, 4)
 
 
 def test_server_info_is_asked_once_for_each_process() -> None:

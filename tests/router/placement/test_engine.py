@@ -11,7 +11,9 @@ import pytest
 from publisher.block_hash import HashScheme, block_hashes
 from router.feeds.base import FeedState, FeedStats
 from router.fleet.engines import DesiredFleet, EngineAddress
+from router.fleet.statement import EngineStatement
 from router.fleet.status import Fleet
+from router.index.learn.facts import SetupEvidence
 from router.index.learn.layout import ModelFacts
 from router.index.model import FleetResidency
 from router.index.query_plan import EngineHit
@@ -116,7 +118,7 @@ def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
     fleet.apply(one.engine_id, batch(write.stored(tokens(40, seed=1))))
     layout = one.layout
     assert layout is not None
-    kept = _kept(one, Hit(), length, 0)
+    kept = _kept(one, Hit(), length)
     inflight = InflightPrefixes()
     inflight.add(one.engine_id, block_hashes(prompt, scheme), NOW, kept)
     found = inflight.common(block_hashes(following, scheme), NOW, (len(following) - 1) // 16)
@@ -124,6 +126,20 @@ def test_what_a_prompt_ahead_leaves_is_what_its_events_will_show(
     fleet.apply(one.engine_id, batch(write.stored(prompt)))
     later = fleet.predict(Prompt(following), [one.engine_id])[one.engine_id]
     assert one.hit(asked).coming_tokens == later.hit_tokens > 0
+
+
+@pytest.mark.parametrize(("interval", "kept"), [(None, (6,)), (32, (2, 4, 6)), ("dense", (1, 2, 3, 4, 5, 6))])
+def test_a_prompt_in_flight_leaves_what_its_engine_says_it_retains(
+    interval: int | Literal["dense"] | None, kept: tuple[int, ...]
+) -> None:
+    one = engine()
+    fleet = FleetResidency(ModelFacts())
+    one.learn_from(fleet.residency(one.engine_id), shadow=None)
+    stated = EngineStatement(source="metrics", retention_interval=interval)
+    fleet.engine(one.engine_id).learn_setup(SetupEvidence(statements=(stated,)))
+    windows = Writer(HashScheme(hash_block_size=16), group=1, kind="sliding_window", window=64)
+    fleet.apply(one.engine_id, batch(Writer(HashScheme()).stored(tokens(40)), windows.stored(tokens(40))))
+    assert _kept(one, Hit(), 100) == kept
 
 
 @pytest.mark.parametrize("missing", [0, 1, 9])

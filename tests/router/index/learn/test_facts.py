@@ -196,6 +196,78 @@ def test_a_stated_block_size_is_known_from_the_first_short_prompt() -> None:
     assert fact(fleet, "mamba_cache_mode") == Fact("mamba_cache_mode", "align", "metrics", "certain")
 
 
+def inside(labels: dict[str, str], more: EngineStatement) -> FleetResidency:
+    """Blocks of 32 and states of 16, as with decode context parallelism of 2: the last state is at 80."""
+    stated = informed(more, metrics_statement({"mamba_cache_mode": "align", **labels}, drafts=False))
+    full = writer(0, "full_attention", 32)
+    fleet = FleetResidency(UNCONFIGURED)
+    fleet.engine("a").learn_setup(stated)
+    events = [full.stored(PROMPT[:64]), STATES.stored(PROMPT[:80], keep=(3, 4))]
+    part = writer(0, "full_attention").stored(PROMPT[:80], start=4)
+    fleet.apply("a", batch(events[0], part, events[1]))
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("labels", "ranks", "expected"),
+    [
+        ({}, None, None),
+        ({"effective_attention_block_size": "32"}, None, None),
+        ({"effective_attention_block_size": "32", "mamba_block_size": "16"}, None, ("metrics", "likely")),
+        ({}, 2, ("server_info", "certain")),
+    ],
+)
+def test_decode_context_parallelism_is_known_from_the_engine_itself(
+    labels: dict[str, str], ranks: int | None, expected: tuple[Any, Any] | None
+) -> None:
+    """With EAGLE in every group no event proves it, so that hits inside a block would stay unknown."""
+    fleet = inside(labels, info("eagle3", decode_ranks=ranks))
+    known = None if expected is None else Fact("decode_ranks", 2, *expected)
+    assert fact(fleet, "decode_ranks") == known
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    assert layout.alignment == (16 if expected else 32)
+    assert hit(fleet) == (64 if expected else 0)
+
+
+def test_a_stated_mamba_block_is_known_from_the_first_short_prompt() -> None:
+    fleet = FleetResidency(UNCONFIGURED)
+    labels = {"mamba_cache_mode": "align", "mamba_block_size": "64"}
+    fleet.engine("a").learn_setup(informed(metrics_statement(labels, drafts=False)))
+    fleet.apply("a", batch(writer(1, "mamba").stored(PROMPT[:32], keep=(1,)), FULL.stored(PROMPT[:32])))
+    layout = fleet.engine("a").layout
+    assert layout is not None
+    assert [group.block_size for group in layout.groups] == [16, 64]
+    assert layout.hash_block_size == layout.alignment == 16
+    assert fact(fleet, "mamba_block_size") == Fact("mamba_block_size", 64, "metrics", "certain")
+
+
+@pytest.mark.parametrize(
+    ("configured", "label", "value", "source"),
+    [
+        (None, None, 0, "none"),
+        (None, "0", 0, "metrics"),
+        (None, "128", 128, "metrics"),
+        (None, "None", "dense", "metrics"),
+        (None, "-3", 0, "none"),
+        (64, "128", 64, "configuration"),
+        ("dense", "0", "dense", "configuration"),
+    ],
+)
+def test_the_retention_interval_is_the_engines_own(
+    configured: Any, label: str | None, value: object, source: Any
+) -> None:
+    labels = {"block_size": "16"} | ({} if label is None else {"prefix_cache_retention_interval": label})
+    stated = informed(metrics_statement(labels, drafts=False))
+    windows = writer(1, "sliding_window", window=64)
+    facts = ModelFacts(retention_interval=configured)
+    fleet = fleet_with(stated, FULL, windows, facts=facts)
+    certainty: Any = "assumed" if source == "none" else "certain"
+    assert fact(fleet, "retention_interval") == Fact("retention_interval", value, source, certainty)
+    assert fleet.engine("a").facts.retention_interval == value
+    assert fact(fleet_with(stated, FULL, facts=facts), "retention_interval") is None
+
+
 def test_windows_that_are_published_are_not_replayed() -> None:
     stated = informed(EngineStatement(source="metrics", bounded_replay=True), replay_tokens=64)
     fleet = fleet_with(stated, FULL)

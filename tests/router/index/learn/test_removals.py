@@ -132,6 +132,28 @@ def test_a_restart_starts_the_evidence_anew() -> None:
     assert e.removals.semantics is Removals.UNDECIDED
 
 
+def test_blocks_stored_under_several_hashes_raise_no_alarm() -> None:
+    """Where hits end inside a block, its parts have hashes of their own: a full pool is no phantom."""
+    groups = (GroupSpec(0, "full_attention", 64), GroupSpec(1, "mamba", 16, mamba_cache_mode="align"))
+    scheme = HashScheme(hash_block_size=16)
+    pool = HybridBlockPool(groups, num_blocks=40, scheme=scheme, dcp_world_size=4)
+    e = EngineResidency("e", MemoryIndex(), ModelFacts(mamba_cache_mode="align", decode_ranks=4))
+    rng = random.Random(0)
+    text = [rng.randrange(1000) for _ in range(400)]
+    most = 0
+    for end in [*range(400, 17, -16), *range(17, 400, 16)]:
+        request = pool.request(text[:end])
+        assert pool.start(request) is not None
+        while (chunk := pool.next_chunk(request, 64)) and pool.compute(request, chunk):
+            pool.end_step()
+        pool.finish(request)
+        apply(e, *pool.take_events())
+        assert e.audit(40)
+        most = max(most, e.index.physical("e", "GPU"))
+    assert most > 40, "the pool never held more hashes than blocks"
+    assert e.removals.semantics in {Removals.PER_COPY, Removals.UNDECIDED}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_real_pool_is_never_taken_for_anything_but_per_copy(seed: int) -> None:
     rng = random.Random(seed)

@@ -191,10 +191,18 @@ def test_an_engine_that_keeps_everything_though_the_configuration_says_not() -> 
 
 def test_a_retention_interval_that_the_engine_contradicts() -> None:
     said = page(cache_config_info='prefix_cache_retention_interval="4096"')
-    found = run(heard(one(**WINDOW), metrics=said))
+    found = run(heard(one(**WINDOW), metrics=said, model=ModelConfig(retention_interval=0)))
     found.expect("cache.retention", Severity.WARNING, "is 4096", "retention_interval = 4096")
     dense = page(cache_config_info='prefix_cache_retention_interval="None"')
-    run(heard(one(**WINDOW), metrics=dense)).expect("cache.retention", Severity.WARNING, '= "dense"')
+    found = run(heard(one(**WINDOW), metrics=dense, model=ModelConfig(retention_interval=0)))
+    found.expect("cache.retention", Severity.WARNING, '= "dense"')
+
+
+def test_a_retention_interval_that_the_engine_states_needs_no_setting() -> None:
+    said = page(cache_config_info='prefix_cache_retention_interval="4096"')
+    found = run(heard(one(**WINDOW), metrics=said))
+    assert not [one for one in found.of("cache.retention") if one.severity is Severity.WARNING]
+    found.expect("cache.sources", Severity.OK, "retention_interval = 4096 (metrics, certain)")
 
 
 @pytest.mark.parametrize(
