@@ -60,7 +60,8 @@ test-sglang: $(DEV) ## Tests against the radix cache and events of SGLang's whee
 	@ls $(SGLANG_WHEELS)/*.whl >/dev/null 2>&1 || \
 		$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --dest $(SGLANG_WHEELS) sglang==0.5.23
 	@python=$$(scripts/vllm_env.sh) && KVATLAS_VLLM_PYTHON="$$python" \
-		KVATLAS_SGLANG_WHEEL="$$(ls $(SGLANG_WHEELS)/*.whl)" $(BIN)/python -m pytest $(seeds) tests/publisher/test_sglang_events.py $(ARGS)
+		KVATLAS_SGLANG_WHEEL="$$(ls $(SGLANG_WHEELS)/*.whl)" $(BIN)/python -m pytest $(seeds) tests/publisher/test_sglang_events.py \
+		tests/router/prompts/test_sglang_chats.py $(ARGS)
 
 test-connectors: $(DEV) ## Tests of connectors/ inside the environment that has torch and vLLM (installs it on first use)
 	@python=$$(scripts/vllm_env.sh) && "$$python" -m pytest $(seeds) tests/connectors --timeout 1200 $(ARGS)

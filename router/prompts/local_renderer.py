@@ -36,7 +36,14 @@ from router.prompts.chat.template import (
     message_shape,
     parse_tools,
 )
-from router.prompts.families.base import Family, Missing, MissingFamily, RustFrontend, SglangFrontend
+from router.prompts.families.base import (
+    Family,
+    Missing,
+    MissingFamily,
+    RustFrontend,
+    SglangFrontend,
+    is_rendered_by_sglang,
+)
 from router.prompts.families.deepseek import DeepseekV4, DeepseekV32
 from router.prompts.prompt_cache import KnownMessage
 from router.prompts.request import (
@@ -110,7 +117,8 @@ class ChatRenderer:
     ) -> RustFrontend | SglangFrontend | MissingFamily:
         sources = {self._template_source(directory, with_tools=with_tools) for with_tools in (False, True)}
         source = sources.pop()
-        if self.name != "hf" or sources or source is None:
+        own = frontend is SglangFrontend and is_rendered_by_sglang(directory)
+        if self.name != "hf" or sources or source is None or own:
             return MissingFamily(f"the {frontend.name} has code of its own for this model's chats")
         return frontend(source, directory.special_tokens, self._config)
 

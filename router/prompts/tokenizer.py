@@ -323,6 +323,9 @@ class ModelDir(msgspec.Struct):
     special_tokens: dict[str, str]
     processor_template: str | None = None
     renderer: str = "hf"
+    model_type: str = ""
+    architecture: str = ""
+    """Both from ``config.json``; "" where that does not say."""
 
     def template_for(self, *, with_tools: bool) -> str | None:
         """The template source for a chat, or None."""
@@ -357,6 +360,7 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
     config = _read_json(folder / "tokenizer_config.json")
     named = _named_tokens(folder, config)
     _add_missing_tokens(tokenizer, config, named)
+    model_type, architecture = _model_kind(_read_json(folder / "config.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return ModelDir(
@@ -365,7 +369,9 @@ def _read(folder: Path, _stamps: tuple[tuple[str, int, int], ...]) -> ModelDir:
         _templates(folder, config),
         {key: _content(value) for key, value in named.items()},
         _processor_template(folder),
-        _renderer(_read_json(folder / "config.json")),
+        "harmony" if model_type == "gpt_oss" else _OWN_RENDERERS.get(architecture, "hf"),
+        model_type,
+        architecture,
     )
 
 
@@ -475,8 +481,7 @@ def _processor_template(folder: Path) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def _renderer(config: dict[str, Any]) -> str:
-    if config.get("model_type") == "gpt_oss":
-        return "harmony"
+def _model_kind(config: dict[str, Any]) -> tuple[str, str]:
+    """Return ``model_type`` and the first architecture."""
     architectures = config.get("architectures") or [""]
-    return _OWN_RENDERERS.get(architectures[0], "hf")
+    return str(config.get("model_type") or ""), str(architectures[0])

@@ -9,15 +9,11 @@ does not need for this are stand-ins, and its C++ hash is written in Python. Pri
 from __future__ import annotations
 
 import hashlib
-import importlib.abc
-import importlib.util
+import importlib
 import random
 import sys
-import zipfile
 from array import array
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -26,6 +22,7 @@ import msgspec
 from publisher.block_hash import SGLANG, HashScheme, PromptExtras
 from publisher.events import GroupSpec, encode_sglang_batch
 from publisher.pool.radix import RadixPool
+from tests.support.sglang_wire import Wheel
 
 PAGE = 4
 _CACHE = "sglang.srt.mem_cache."
@@ -34,36 +31,6 @@ _REAL = {
     *(_CACHE + name for name in ("cache_init_params", "base_prefix_cache")),
     "sglang.srt.disaggregation.kv_events",
 }
-
-
-class _StandIn(ModuleType):
-    """A package of which every attribute exists."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, made := MagicMock(name=name))
-        return made
-
-
-class _Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports ``sglang`` from its wheel, most of it as stand-ins."""
-
-    def __init__(self, path: str) -> None:
-        self._files = zipfile.ZipFile(path)
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != "sglang":
-            return None
-        return importlib.util.spec_from_loader(fullname, self, is_package=fullname not in _REAL)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return (ModuleType if spec.name in _REAL else _StandIn)(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ in _REAL:
-            path = module.__name__.replace(".", "/") + ".py"
-            exec(compile(self._files.read(path), path, "exec"), module.__dict__)
 
 
 def _native_hash(key: Sequence[Any], prior: bytes | None, page_size: int) -> list[str]:
@@ -138,7 +105,7 @@ class Pair:
 
 def main(wheel: str, seeds: int) -> int:
     """Returns the number of events that were equal."""
-    sys.meta_path.insert(0, _Wheel(wheel))
+    sys.meta_path.insert(0, Wheel(wheel, _REAL))
     # An attribute of a stand-in exists before its module is imported, so no ``from`` import.
     vars(importlib.import_module(_CACHE + "utils"))["get_native_hash"] = _native_hash
     pairs = [Pair(random.Random(seed), eagle=bool(seed % 2)) for seed in range(seeds)]

@@ -5,34 +5,66 @@ Source: srt/disaggregation/kv_events.py of SGLang 0.5.23.
 
 from __future__ import annotations
 
+import importlib
+import importlib.abc
+import importlib.util
 import os
 import sys
 import zipfile
+from collections.abc import Collection
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
 WHEEL = "KVATLAS_SGLANG_WHEEL"
-_EVENTS = "sglang/srt/disaggregation/kv_events.py"
-LOADS = "sglang/srt/managers/scheduler_components/load_publisher.py"
-# What the modules import and their classes do not use.
-_UNUSED = (
-    *("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.utils.network", "sglang.srt.runtime_context"),
-    *("sglang.srt.disaggregation", "sglang.srt.disaggregation.kv_events"),
-)
+_EVENTS = "sglang.srt.disaggregation.kv_events"
+LOADS = "sglang.srt.managers.scheduler_components.load_publisher"
 
 
 class _StandIn(ModuleType):
-    """A package of which every attribute exists."""
+    """A package of which every attribute exists: modules in ``real``, and else what does nothing."""
 
-    __path__: list[str] = []  # noqa: RUF012  # as of packages
+    def __init__(self, name: str, real: Collection[str]) -> None:
+        super().__init__(name)
+        self.__real = real
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return object
+        if f"{self.__name__}.{name}" in self.__real:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        made = type(name, (), {"__init__": _nothing}) if name[0].isupper() else MagicMock(name=name)
+        setattr(self, name, made)
+        return made
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """The constructor of a stand-in."""
+
+
+class Wheel(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports ``sglang`` from its wheel: the modules in ``real``, and stand-ins for all others."""
+
+    def __init__(self, path: str, real: Collection[str]) -> None:
+        self._files = zipfile.ZipFile(path)
+        self._real = real
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "sglang":
+            return None
+        return importlib.util.spec_from_loader(fullname, self, is_package=fullname not in self._real)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ModuleType(spec.name) if spec.name in self._real else _StandIn(spec.name, self._real)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ in self._real:
+            path = module.__name__.replace(".", "/") + ".py"
+            exec(compile(self._files.read(path), path, "exec"), module.__dict__)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -70,26 +102,16 @@ def wheel_path() -> str:
     return path
 
 
-def classes(source: str, path_in_wheel: str = _EVENTS) -> Any:
+def classes(source: str, name: str = _EVENTS) -> Any:
     """The module with the classes: ``own``, or ``wheel``'s; skips the test if there is no wheel."""
     if source == "own":
         return sys.modules[__name__]
-    path = wheel_path()
-    module = ModuleType(path_in_wheel.replace("/", "_").removesuffix(".py"))
-    # Struct types are resolved through ``sys.modules``.
-    sys.modules[module.__name__] = module
-    before = {name: sys.modules.get(name) for name in _UNUSED}
+    wheel = Wheel(wheel_path(), {name})
+    sys.meta_path.insert(0, wheel)
     try:
-        for name in before:
-            sys.modules[name] = _StandIn(name)
-        with zipfile.ZipFile(path) as wheel:
-            exec(
-                compile(wheel.read(path_in_wheel), path_in_wheel, "exec"), module.__dict__
-            )  # the wheel's code
+        return importlib.import_module(name)
     finally:
-        for name, known in before.items():
-            if known is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = known
-    return module
+        sys.meta_path.remove(wheel)
+        # Another test imports another module as it is; struct types are resolved through ``sys.modules``.
+        for known in [one for one in sys.modules if one.partition(".")[0] == "sglang" and one != name]:
+            del sys.modules[known]

@@ -24,7 +24,8 @@ are refused, and numbers that Rust writes differently as JSON.
 
 SGLang (0.5.23) gives messages to the template of ``transformers`` as they are, without fields that are null.
 Chats of roles and texts alone are made here, but for those that end with the assistant's message, which
-SGLang turns into a user's; it is asked for the tokens of all others.
+SGLang turns into a user's; it is asked for the tokens of all others. Every prompt made here was equal to that
+of the server code in its wheel (``tests/router/prompts/test_sglang_chats.py``).
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from router.prompts.chat.template import UNLIKE, ChatContext, value_kinds
 from router.prompts.cuts import Encoded, Ids
 from router.prompts.request import ChatBody, NotLocalError
 from router.prompts.settings import ModelPrompts
+from router.prompts.tokenizer import ModelDir
 
 # A family whose package or vocabulary is missing: its chats are left to a render server or an engine.
 
@@ -249,6 +251,32 @@ def is_unlike_sglang(body: bytes) -> bool:
     return _UNLIKE_SGLANG.search(body) is not None
 
 
+# Models whose chats SGLang 0.5.23 renders by a conversation or code of its own: by their path, as given to
+# ``--model-path`` (the matching functions of srt/parser/conversation.py), by ``model_type``
+# (``MODEL_TYPE_TO_TEMPLATE`` there; serving_chat.py) and by architecture (python_chat_template.py).
+_SGLANG_NAMES: Final = re.compile(
+    r"\bpoints\b|moss.*vl|internvl|janus|vicuna|llava|deepseek.*vl2|minicpm-[vo]|phi-4-multimodal|"
+    r"deepseek-ocr|unlimited|paddleocr|whisper",
+    re.IGNORECASE,
+)
+_SGLANG_TYPES: Final = frozenset(
+    {
+        *("internvl_chat", "deepseek_vl_v2", "multi_modality", "phi4mm", "minicpmv", "minicpmo", "moss_vl"),
+        *("deepseek-ocr", "unlimited-ocr", "paddleocr_vl", "whisper", "minimax_m3_vl"),
+    }
+)
+_SGLANG_ARCHITECTURES: Final = frozenset({"GlmMoeDsaForCausalLM", "Glm5NextForConditionalGeneration"})
+
+
+def is_rendered_by_sglang(directory: ModelDir) -> bool:
+    """Whether SGLang does not use the template of this model's directory."""
+    return (
+        directory.model_type in _SGLANG_TYPES
+        or directory.architecture in _SGLANG_ARCHITECTURES
+        or _SGLANG_NAMES.search(str(directory.folder)) is not None
+    )
+
+
 class SglangFrontend:
     """One model's chats at SGLang; ``source`` is its only template."""
 
@@ -267,7 +295,8 @@ class SglangFrontend:
 
     def check(self, body: ChatBody) -> None:
         """Refuse every field that reaches the prompt besides the messages."""
-        if not body.is_bare():
+        # Some reasoning parsers set an effort themselves (srt/parser/hunyuan_reasoning.py).
+        if not body.is_bare() or "reasoning_effort" in self.variables:
             raise NotLocalError("frontend")
 
     def parse(self, message: Message) -> Message:
