@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,10 @@ from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool, PoolRequest
 from publisher.events import BlockHash, GroupSpec
 from router.observe.history import FIRST_TOKENS, HALF_LIFE_S
-from router.prompts.prompt import Prompt
+
+if TYPE_CHECKING:
+    # The configuration has this module's settings, and a prompt loads numpy and tokenizers.
+    from router.prompts.prompt import Prompt
 
 # Typical for English text with vocabularies of 32k-256k tokens.
 BYTES_PER_TOKEN = 4

@@ -427,7 +427,7 @@ class _Projection:
         """Add a started prompt."""
         left = prompt.answer_tokens - prompt.answered_tokens
         held = len(prompt.hashes) + len(prompt.generated) + 1
-        self._run(prompt, held, left if left > 1 else 1)  # noqa: FURB136
+        self._run(prompt, held, max(left, 1))
 
     def start(self, prompt: PooledPrompt) -> None:
         """Start the next prompt when there is room."""
