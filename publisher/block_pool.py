@@ -6,9 +6,9 @@ every field. With ``events=False`` no event is built, for an engine that publish
 no token is read either.
 
 Life cycle of a request: ``request`` -> ``start`` (takes the hit) -> ``compute`` per chunk and per decoded
-token, ``append`` per generated token -> ``finish``. ``preempt`` returns it to the state before ``start``. A
-scheduler step is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end a step too,
-because the engine does both only after one.
+token, ``PoolRequest.append`` per generated token -> ``finish``. ``preempt`` returns it to the state before
+``start``. A scheduler step is everything between two ``end_step`` calls; ``finish`` and ``take_events`` end a
+step too, because the engine does both only after one.
 
 With a connector behind the pool, ``start`` may begin a load, which ``loaded`` ends. ``due`` lists the blocks
 to copy out (``publisher.pool.host_tier`` stores them); ``pin`` protects them during the copy.
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from typing import Protocol
 
 from publisher.block_hash import NO_EXTRAS, HashChain, HashScheme, PromptExtras
 from publisher.events import AllBlocksCleared, Event, Family, GroupSpec
@@ -42,12 +43,44 @@ from publisher.pool.tables import (
     aligned_chunk,
 )
 
-__all__ = ["HybridBlockPool", "IntegrityError", "PoolRequest"]
+__all__ = ["EnginePool", "HybridBlockPool", "IntegrityError", "PoolRequest"]
 
 Reach = Callable[[PoolRequest, int], int]
 """(request, its hit in tokens) -> tokens covered by the hit and the load together."""
 
 _IN_PROMPT_ORDER = itemgetter(0, 1)
+
+
+class EnginePool(Protocol):
+    """The pool of one engine as its scheduler uses it; ``HybridBlockPool`` describes the methods."""
+
+    @property
+    def usage(self) -> float: ...
+
+    def request(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> PoolRequest: ...
+
+    def start(
+        self,
+        request: PoolRequest,
+        budget_tokens: int | None = None,
+        *,
+        reach: Reach | None = None,
+        loads_states: bool = False,
+    ) -> int | None: ...
+
+    def next_chunk(self, request: PoolRequest, budget_tokens: int | None = None) -> int: ...
+
+    def compute(self, request: PoolRequest, num_tokens: int) -> bool: ...
+
+    def finish(self, request: PoolRequest) -> None: ...
+
+    def preempt(self, request: PoolRequest) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def take_events(self) -> list[Event]: ...
+
+    def reset(self) -> bool: ...
 
 
 class HybridBlockPool:
@@ -116,8 +149,6 @@ class HybridBlockPool:
         of the prompt and of every token that will be generated. In the second case only events use the
         tokens. Raises ``ValueError`` if the prompt is empty or the hashes do not reach its end.
         """
-        if not token_ids:
-            raise ValueError("a request needs at least one token")
         return PoolRequest(
             token_ids, extras, self.scheme, len(self._tables), hashes=hashes, int_hashes=self._int_hashes
         )
@@ -282,10 +313,6 @@ class HybridBlockPool:
         if self._quiet:
             request.quiet_to = min([table.quiet_to(before, now) for table in tables])
         return True
-
-    def append(self, request: PoolRequest, token_id: int) -> None:
-        """Add a generated token; it has KV only after it is computed."""
-        request.append(token_id)
 
     def extend(self, request: PoolRequest, token_ids: Sequence[int]) -> None:
         """Add several generated tokens."""

@@ -15,16 +15,15 @@ Invariant: every page is free, in the tree once, or a request's own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from publisher.block_hash import HashScheme
-from publisher.block_pool import HybridBlockPool, IntegrityError, PoolRequest, Reach
+from publisher.block_hash import NO_EXTRAS, HashScheme, PromptExtras
+from publisher.block_pool import IntegrityError, PoolRequest, Reach
 from publisher.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     Event,
-    GroupSpec,
     encode_tokens,
     to_block_hash,
 )
@@ -70,18 +69,14 @@ class _Held:
         self.last, self.locked, self.own = last, locked, 0
 
 
-class RadixPool(HybridBlockPool):
-    """The pool of one SGLang engine with full attention; it loads nothing from elsewhere.
+class RadixPool:
+    """The pool of one SGLang engine with full attention, an ``EnginePool``; it loads nothing from elsewhere.
 
     Block 0 is left out, as in vLLM, so that an engine of either kind has room for the same prompts.
     """
 
-    def __init__(
-        self, groups: tuple[GroupSpec, ...], *, num_blocks: int, scheme: HashScheme, chunk_tokens_max: int
-    ) -> None:
-        super().__init__(
-            groups, num_blocks=num_blocks, scheme=scheme, chunk_tokens_max=chunk_tokens_max, events=False
-        )
+    def __init__(self, *, num_blocks: int, scheme: HashScheme, chunk_tokens_max: int) -> None:
+        self._scheme, self._chunk_tokens_max = scheme, chunk_tokens_max
         self._page, self._ahead = scheme.hash_block_size, scheme.lookahead
         self._pages = self._free = num_blocks - 1
         # SGLang has one root; the salt is part of the key of its children (``RadixKey.child_key``).
@@ -101,9 +96,13 @@ class RadixPool(HybridBlockPool):
     def num_free_blocks(self) -> int:
         return self._free + self._evictable()
 
-    def resident(self, group_idx: int) -> dict[WireHash, int]:
+    def resident(self, _group_idx: int) -> dict[WireHash, int]:
         """Number of copies per hash: one."""
         return {block: 1 for node in self._nodes() for block in node.hashes}
+
+    def request(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> PoolRequest:
+        """Make a request for this prompt. Raises ``ValueError`` if it is empty."""
+        return PoolRequest(token_ids, extras, self._scheme, 1, hashes=None, int_hashes=True)
 
     def start(
         self,
@@ -112,12 +111,11 @@ class RadixPool(HybridBlockPool):
         *,
         reach: Reach | None = None,
         loads_states: bool = False,
-        reserved_blocks: int = 0,
     ) -> int | None:
         """Take the hit and lock it; returns it in tokens, None if there are too few pages for a chunk."""
         last, hit = self._match(request, self._whole(request.num_tokens - 1))  # the last token is computed
         self._lock(last, 1)
-        budget = self.chunk_tokens_max if budget_tokens is None else budget_tokens
+        budget = self._chunk_tokens_max if budget_tokens is None else budget_tokens
         end = min(request.num_tokens, hit * self._page + budget)
         if end <= hit * self._page or self._pages_of(end) - hit > self.num_free_blocks:
             self._lock(last, -1)
@@ -125,6 +123,11 @@ class RadixPool(HybridBlockPool):
         self._held[request] = _Held(last, hit)
         request.started, request.hit, request.num_computed = True, hit * self._page, hit * self._page
         return request.hit
+
+    def next_chunk(self, request: PoolRequest, budget_tokens: int | None = None) -> int:
+        """Return how many tokens are computed next, at most ``budget_tokens``; 0: none are left."""
+        budget = self._chunk_tokens_max if budget_tokens is None else budget_tokens
+        return max(0, min(request.num_tokens - request.num_computed, budget))
 
     def compute(self, request: PoolRequest, num_tokens: int) -> bool:
         """Compute the next tokens; False if there are no pages for them."""

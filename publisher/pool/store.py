@@ -257,7 +257,7 @@ class BlockStore:
 class PoolRequest:
     """One request in a block pool: its tokens, its hashes, and its blocks in every group.
 
-    Made by ``HybridBlockPool.request``. Counts are in tokens. Block tables hold block numbers, 0 for a block
+    Made by a pool's ``request``. Counts are in tokens. Block tables hold block numbers, 0 for a block
     that is not held (outside the window, or a skipped state). ``loading_to`` is the end of a running load,
     else 0; ``offered`` tokens have been offered to a connector. Events carry ``session_id``.
 
@@ -299,6 +299,8 @@ class PoolRequest:
         hashes: HashChain | Sequence[WireHash] | None,
         int_hashes: bool,
     ) -> None:
+        if not token_ids:
+            raise ValueError("a request needs at least one token")
         self.token_ids: list[int] = list(token_ids)
         self.extras = extras
         self.session_id: str | None = None
@@ -338,7 +340,9 @@ class PoolRequest:
         return self.hashes if len(self.hashes) == count else self.hashes[:count]
 
     def append(self, token_id: int) -> None:
-        """Add one generated token. Raises ``ValueError`` if the supplied hashes are too few."""
+        """Add one generated token; it has KV only after it is computed. Raises ``ValueError`` if the supplied
+        hashes are too few.
+        """
         self.token_ids.append(token_id)
         # Hashes change only at the end of a whole hash block.
         if not len(self.token_ids) % self._hash_block_size:

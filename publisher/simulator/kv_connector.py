@@ -91,7 +91,7 @@ class KvConnector:
         self.lease_s = lease_s
         self.begun: deque[Load] = deque()
         self.unread: deque[TransferParams] = deque()
-        self._pool = pool
+        self.pool = pool
         self._clock = clock
         self._backoff = int(any(group.family is Family.MAMBA for group in pool.layout.groups))
         self._kept: dict[str, _Kept] = {}
@@ -174,7 +174,7 @@ class KvConnector:
             self.unread.append(params)
             return
         fresh = 0
-        for group, table in zip(self._pool.layout.groups, pooled.tables, strict=True):
+        for group, table in zip(self.pool.layout.groups, pooled.tables, strict=True):
             fresh += len(transferred_blocks(group, table[pooled.num_cached[group.group_idx] :]))
         self.begun.append(Load(request, params, pooled.loading_to, fresh))
 
@@ -227,7 +227,7 @@ class KvConnector:
             return
         request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"  # clients may use an id twice
         self._keep(request_id, pooled, request.prompt)
-        groups = self._pool.layout.groups
+        groups = self.pool.layout.groups
         request.handed = prefill_params(
             request_id=request_id,
             engine_id=self.engine_id,
@@ -242,8 +242,8 @@ class KvConnector:
 
     def _keep(self, request_id: str, pooled: PoolRequest, prompt: list[int]) -> None:
         blocks = [block for table in pooled.tables for block in table if block]
-        self._pool.pin(blocks)
-        self._kept[request_id] = _Kept(blocks, self._pool.writes(blocks), array("I", prompt))
+        self.pool.pin(blocks)
+        self._kept[request_id] = _Kept(blocks, self.pool.writes(blocks), array("I", prompt))
         self._deadlines_s[request_id] = self._clock() + self.lease_s
 
     def renew(self, request_ids: list[str]) -> None:
@@ -264,7 +264,7 @@ class KvConnector:
             return not end or prompt_digest(kept.prompt, end) == digest
         self.stats.notifications_after_expiry += 1
         gone = self._gone.get(request_id)
-        if gone is None or self._pool.writes(gone.blocks) != gone.writes:
+        if gone is None or self.pool.writes(gone.blocks) != gone.writes:
             return False
         return not end or prompt_digest(gone.prompt, end) == digest
 
@@ -281,7 +281,7 @@ class KvConnector:
 
     def _release(self, request_id: str, kept: _Kept) -> None:
         del self._deadlines_s[request_id]
-        self._pool.unpin(kept.blocks)
+        self.pool.unpin(kept.blocks)
         self._gone[request_id] = kept
         while len(self._gone) > _REMEMBERED_MAX:
             self._gone.popitem(last=False)

@@ -251,7 +251,7 @@ class OffloadingConnector(KvConnector):
 
     def reach(self, request: SimRequest) -> int:
         # Only whole blocks before the last token are fetched.
-        unit = self._pool.layout.alignment
+        unit = self.pool.layout.alignment
         return (super().reach(request) - 1) // unit * unit if super().reach(request) else 0
 
     def begin(self, request: SimRequest, pooled: PoolRequest) -> None:

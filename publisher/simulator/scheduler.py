@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from publisher.block_pool import HybridBlockPool, PoolRequest
+from publisher.block_pool import EnginePool, HybridBlockPool, PoolRequest
 from publisher.events import Event
 from publisher.pool.host_tier import HeldKey, HostTier
 from publisher.simulator.kv_connector import KvConnector
@@ -88,7 +88,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: HybridBlockPool,
+        pool: EnginePool,
         *,
         costs: StepCosts,
         max_num_seqs: int,
@@ -163,12 +163,12 @@ class Scheduler:
         if not intact:
             tables = zip(pooled.tables, pooled.num_cached, strict=True)
             loaded = [block for table, cached in tables for block in table[cached:] if block]
-            self._wrong_blocks |= zip(loaded, self._pool.writes(loaded), strict=True)
+            self._wrong_blocks |= zip(loaded, self.connector.pool.writes(loaded), strict=True)
             self._use_wrong_answer(request)
         if request.reported_hit is None:
             request.cached_tokens = end
         self.connector.settle(request)
-        self._pool.loaded(pooled)
+        self.connector.pool.loaded(pooled)
         self._enqueue(request, pooled)
 
     def probed(self, request: SimRequest, found: frozenset[HeldKey]) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
             if not request.output:
                 self._count_first_token(request)
             request.output.append(token_id)
-            self._pool.append(pooled, token_id)
+            pooled.append(token_id)
             self.stats.generation_tokens += 1
             if token_id == request.eos_id and not request.ignore_eos:
                 self._finish(request, "stop")
@@ -294,9 +294,11 @@ class Scheduler:
         connector = self.connector
         reach = None if connector is None else connector.reaches(request)
         hit = self._pool.start(pooled, budget, reach=reach, loads_states=not request.found)
-        if self._wrong_blocks and hit and self._holds_wrong_blocks(pooled):
+        if connector is None:
+            return hit
+        if self._wrong_blocks and hit and self._holds_wrong_blocks(pooled, connector.pool):
             self._use_wrong_answer(request)
-        if connector is None or reach is None or hit is None:
+        if reach is None or hit is None:
             return hit
         connector.begin(request, pooled)
         if request.cached_tokens is None and (pooled.loading_to or not request.found):
@@ -309,9 +311,9 @@ class Scheduler:
         if self._wrong_answer is not None:
             request.sampler = self._wrong_answer()
 
-    def _holds_wrong_blocks(self, pooled: PoolRequest) -> bool:
+    def _holds_wrong_blocks(self, pooled: PoolRequest, pool: HybridBlockPool) -> bool:
         held = [block for table in pooled.tables for block in table if block in self._wrong_blocks]
-        return any(self._wrong_blocks[b] == n for b, n in zip(held, self._pool.writes(held), strict=True))
+        return any(self._wrong_blocks[b] == n for b, n in zip(held, pool.writes(held), strict=True))
 
     def _count_hit(self, request: SimRequest, hit: int, cached: int) -> None:
         request.cached_tokens = cached if request.reported_hit is None else request.reported_hit

@@ -92,10 +92,13 @@ class SimulatedEngine:
         self.pool = self._pool()
         pulls = settings.kv_connector == "offloading"
         owner = None if pulls else OWNER
-        self.tier = (
-            HostTier(self.pool.layout, settings.host_blocks, owner=owner) if settings.host_blocks else None
-        )
-        self.connector = None if settings.role is None and not pulls else self._connector()
+        self.tier: HostTier | None = None
+        self.connector: KvConnector | None = None
+        if isinstance(self.pool, HybridBlockPool):
+            if settings.host_blocks:
+                self.tier = HostTier(self.pool.layout, settings.host_blocks, owner=owner)
+            if settings.role is not None or pulls:
+                self.connector = self._connector(self.pool)
         self.scheduler = Scheduler(
             self.pool,
             costs=StepCosts(
@@ -234,13 +237,11 @@ class SimulatedEngine:
         if self.connector is not None and self._server is not None:
             self._server.should_exit = True
 
-    def _pool(self) -> HybridBlockPool:
+    def _pool(self) -> HybridBlockPool | RadixPool:
         settings = self.settings
         chunk = settings.max_num_batched_tokens
         if settings.kind == "sglang":
-            return RadixPool(
-                self.groups, num_blocks=settings.num_blocks, scheme=self.scheme, chunk_tokens_max=chunk
-            )
+            return RadixPool(num_blocks=settings.num_blocks, scheme=self.scheme, chunk_tokens_max=chunk)
         return HybridBlockPool(
             self.groups,
             num_blocks=settings.num_blocks,
@@ -252,11 +253,11 @@ class SimulatedEngine:
             events=settings.publish_events,
         )
 
-    def _connector(self) -> KvConnector:
+    def _connector(self, pool: HybridBlockPool) -> KvConnector:
         settings = self.settings
         more = {"tier": self.tier} if settings.kv_connector == "offloading" else {}
         return _CONNECTORS[settings.kv_connector](
-            self.pool,
+            pool,
             **more,
             engine_id=settings.engine_id or str(uuid.uuid4()),
             lease_s=settings.kv_lease_s,

@@ -20,7 +20,7 @@ from unittest.mock import MagicMock
 import msgspec
 
 from publisher.block_hash import SGLANG, HashScheme, PromptExtras
-from publisher.events import GroupSpec, encode_sglang_batch
+from publisher.events import encode_sglang_batch
 from publisher.pool.radix import RadixPool
 from tests.support.sglang_wire import Wheel
 
@@ -60,7 +60,6 @@ class Pair:
         self.theirs.kv_events.take()  # that of its construction
         self._free = pages
         self.ours = RadixPool(
-            (GroupSpec(0, "full_attention", PAGE),),
             num_blocks=pages + 1,
             scheme=HashScheme(SGLANG, "", PAGE, self._ahead, tagged=False),
             chunk_tokens_max=512,

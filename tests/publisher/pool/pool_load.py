@@ -86,7 +86,7 @@ class PoolScheduler:
         for request, _ in scheduled:
             if request.num_computed < request.num_tokens:
                 continue
-            self.pool.append(request, sample(request.token_ids))
+            request.append(sample(request.token_ids))
             if request.num_tokens >= self.limits[id(request)]:
                 self.running.remove(request)
                 self.pool.finish(request)

@@ -47,7 +47,7 @@ def generate(pool: HybridBlockPool, request: PoolRequest, token_ids: Iterable[in
     for token_id in token_ids:
         if request.num_computed < request.num_tokens:
             assert pool.compute(request, 1)
-        pool.append(request, token_id)
+        request.append(token_id)
         pool.end_step()
 
 

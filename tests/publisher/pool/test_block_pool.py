@@ -206,7 +206,7 @@ def test_out_of_blocks_then_preempted_then_resumed() -> None:
     prefill(pool, one)
     prefill(pool, two)
     generate(pool, one, range(7000, 7017))
-    pool.append(two, 1)
+    two.append(1)
     assert not pool.compute(two, 1)
     assert two.num_computed == 48
     pool.preempt(two)

@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
     def go_on(self, pick: int, token: int) -> None:
         request = self.running[pick % len(self.running)]
         if request.num_computed == request.num_tokens:
-            self.pool.append(request, token)
+            request.append(token)
         before = request.num_computed
         chunk = self.pool.next_chunk(request)
         if self.pool.compute(request, chunk):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from publisher.block_hash import SGLANG, HashScheme, PromptExtras, block_hashes
 from publisher.block_pool import PoolRequest
-from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, GroupSpec, to_block_hash
+from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, to_block_hash
 from publisher.pool.radix import RadixPool
 from tests.support.event_writer import tokens
 from tests.support.examples import examples
@@ -20,8 +20,7 @@ SCHEME = HashScheme(SGLANG, "", PAGE, tagged=False)
 
 
 def make_pool(pages: int = 64) -> RadixPool:
-    groups = (GroupSpec(0, "full_attention", PAGE),)
-    return RadixPool(groups, num_blocks=pages + 1, scheme=SCHEME, chunk_tokens_max=512)
+    return RadixPool(num_blocks=pages + 1, scheme=SCHEME, chunk_tokens_max=512)
 
 
 def serve(pool: RadixPool, prompt: list[int], *, salt: str | None = None, decoded: int = 0) -> int:
@@ -31,7 +30,7 @@ def serve(pool: RadixPool, prompt: list[int], *, salt: str | None = None, decode
     assert hit is not None
     assert pool.compute(request, request.num_tokens - hit)
     for token in range(decoded):
-        pool.append(request, token)
+        request.append(token)
         assert pool.compute(request, 1)
         pool.end_step()
     pool.finish(request)
@@ -143,7 +142,7 @@ def test_events_tell_what_is_cached_and_hits_are_what_they_tell(rng: random.Rand
         for one in list(live):
             left = one.num_tokens - one.num_computed
             if not left:
-                pool.append(one, rng.choice((1, 2)))
+                one.append(rng.choice((1, 2)))
                 left = 1
             if not pool.compute(one, rng.randint(1, left)) or rng.random() < 0.3:
                 (pool.preempt if rng.random() < 0.3 else pool.finish)(one)

@@ -216,7 +216,7 @@ def serve(pool: HybridBlockPool, request: PoolRequest, rng: random.Random) -> No
         pool.end_step()
     else:
         for _ in range(rng.randrange(30)):
-            pool.append(request, rng.randrange(50))
+            request.append(rng.randrange(50))
             if not pool.compute(request, 1):
                 break
             pool.end_step()
