@@ -14,7 +14,7 @@ import pytest
 from router.admission.key_file import KeyFile, KeySettings, digest_of
 from router.fleet.status import HeldResponse
 from router.replication.redis_client import Client
-from router.replication.responses import ResponseDirectory
+from router.replication.service import ResponseDirectory
 from router.replication.settings import IndexSettings
 from tests.router.replication.backend import make_settings
 from tests.support.redis_servers import Server, any_program

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.feeds.base import FeedState
 from router.fleet.settings import FleetSettings
 from router.replication.settings import IndexSettings

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.replication.leases import Leases
 from router.replication.redis_client import Client
 from router.replication.service import SharedIndex
