@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from publisher.block_pool import HybridBlockPool
-from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import DecodedBatch
-from publisher.simulator.settings import EngineSettings, hash_scheme, resolve_groups
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings, hash_scheme, resolve_groups
 from router.app import Router
 from router.config.schema import Config, ModelConfig
 from router.feeds.base import FeedState, FeedStats

@@ -35,7 +35,7 @@ import uvloop
 from benchmarks.fake_engine_events import SESSIONS, TAIL_BYTES, session_body
 from benchmarks.picker import cpu_s
 from benchmarks.streams import HEAD, LAST, TOKEN
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 
 CONNECTIONS = 32
 EVENTS_PORT = 19101

@@ -26,7 +26,7 @@ from typing import Any, cast
 import msgspec
 import uvloop
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.epp import messages as m

@@ -28,7 +28,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.index import resident_bytes
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress

@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.routing import put
-from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from router.demo.run import engine_process
 
 ENGINE = EngineSettings(prefill_s_per_token=1e-7, decode_s_per_token=1e-5)

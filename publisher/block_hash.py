@@ -18,13 +18,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import cbor2
 import msgspec
 import xxhash
 
 from publisher.events import BlockHash
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # vLLM's fixed seed since 0.29, used unless PYTHONHASHSEED is set in the engine's environment.
 DEFAULT_SEED = "vllm-none-hash"
@@ -123,7 +127,7 @@ _HASHERS: dict[str, Callable[[object], bytes]] = {
     "xxhash_cbor": _xxhash_cbor,
     "learned": _learned,
 }
-# From this many new blocks on, they are serialized together (``block_bytes.py``).
+# From this many new blocks on, they are serialized together (``_plain_hashes``).
 _MANY_BLOCKS = 64
 
 
@@ -288,11 +292,9 @@ class HashChain(msgspec.Struct, eq=False, gc=False):
         self.hashes.extend(_words_of(whole, len(parent), -1))
 
     def _extend_plain(self, token_ids: Sequence[int], first: int, end: int) -> None:
-        from publisher import block_bytes  # noqa: PLC0415  # imports numpy
-
         size = self.scheme.hash_block_size
         new = token_ids[first * size : end * size]
-        found = block_bytes.plain_hashes(new, size, self.scheme.algo, self._last())
+        found = _plain_hashes(new, size, self.scheme.algo, self._last())
         if found is None:
             self._extend_each(token_ids, first, end)
             return
@@ -374,3 +376,101 @@ def block_hashes(
 ) -> list[BlockHash]:
     """All hashes of one prompt, one per hash block."""
     return cast("list[BlockHash]", HashChain(scheme, extras).extend(token_ids).tolist())
+
+
+# Serialize many blocks without extra keys at once: a quarter less time for a thousand blocks.
+#
+# A block is hashed over ``dumps((parent, tokens, None))``. Only the parent's hash depends on the block
+# before. One call of the same library therefore writes the tokens of many blocks, and the result is cut into
+# blocks. The bytes around parent and tokens are copied from an example of the same length. The only
+# knowledge of a format here is the length of a serialized number.
+
+
+# Larger numbers are serialized with other lengths.
+_ID_MAX: Final = (1 << 31) - 1
+# Shorter tuples have other frames (pickle's ``TUPLE1`` to ``TUPLE3``).
+_BLOCK_TOKENS_MIN: Final = 4
+# Numbers per call: below the size at which pickle begins another frame.
+_CHUNK_TOKENS: Final = 8192
+
+
+class _Format(msgspec.Struct, frozen=True):
+    """How an algorithm serializes and hashes.
+
+    A number takes one byte more from each of ``steps`` on, and two more from 65536 on. ``tail`` is the number
+    of bytes after the numbers of a tuple that is serialized alone.
+    """
+
+    dumps: Callable[[Any], bytes]
+    hasher: Callable[[bytes], Any]
+    steps: tuple[int, int]
+    tail: int = 0
+
+
+_FORMATS: Final = {
+    "sha256": _Format(pickled, hashlib.sha256, (0, 256), 3),
+    "sha256_cbor": _Format(canonical_cbor, hashlib.sha256, (24, 256)),
+    "xxhash": _Format(pickled, xxhash.xxh3_128, (0, 256), 3),
+    "xxhash_cbor": _Format(canonical_cbor, xxhash.xxh3_128, (24, 256)),
+    "learned": _Format(msgspec.msgpack.encode, xxhash.xxh3_128, (128, 256)),
+}
+# The bytes before the parent's hash, between it and the tokens, and after the tokens.
+_Around = tuple[bytes, bytes, bytes]
+
+
+def _plain_hashes(
+    token_ids: Sequence[int], size: int, algo: str, parent: bytes
+) -> tuple[bytes, bytes] | None:
+    """Hash blocks without extra keys; ``parent`` is the hash before the first.
+
+    Returns the full hashes, concatenated, and the last eight bytes of each as native numbers. None for ids or
+    a block size that cannot be serialized so.
+    """
+    import numpy as np  # noqa: PLC0415  # not for those that only read hashes
+
+    try:
+        numbers = np.asarray(token_ids, dtype=np.int64)
+    except OverflowError:
+        return None
+    if size < _BLOCK_TOKENS_MIN or numbers.min() < 0 or numbers.max() > _ID_MAX:
+        return None
+    form = _FORMATS[algo]
+    hasher = form.hasher
+    step = max(size, _CHUNK_TOKENS - _CHUNK_TOKENS % size)
+    full: list[bytes] = []
+    examples: dict[int, _Around] = {}
+    for start in range(0, len(numbers), step):
+        data, ends = _written(numbers[start : start + step], size, form)
+        at = ends[0]
+        for end in ends[1:]:
+            body = data[at:end]
+            around = examples.get(end - at)
+            if around is None:
+                block = token_ids[len(full) * size : (len(full) + 1) * size]
+                around = examples[end - at] = _around(form, body, tuple(block), len(parent))
+            before, between, after = around
+            parent = hasher(before + parent + between + body + after).digest()
+            full.append(parent)
+            at = end
+    words = len(parent) // 8
+    whole = b"".join(full)
+    return whole, np.frombuffer(whole, ">u8")[words - 1 :: words].astype(np.uint64).tobytes()
+
+
+def _written(numbers: npt.NDArray[np.int64], size: int, form: _Format) -> tuple[bytes, list[int]]:
+    """Serialize all numbers; returns the bytes, the offset of each block and the end of the last."""
+    data = form.dumps(tuple(numbers.tolist()))
+    lengths = 1 + 2 * (numbers >= 65536).astype("u1")
+    for step in form.steps:
+        lengths += numbers >= step
+    ends = lengths.reshape(-1, size).sum(axis=1, dtype="i8").cumsum()
+    begin = len(data) - form.tail - int(ends[-1])
+    return data, [begin, *(ends + begin).tolist()]
+
+
+def _around(form: _Format, body: bytes, block: tuple[int, ...], parent_bytes: int) -> _Around:
+    """The bytes around parent and tokens, from one block that is serialized whole."""
+    parent = b"\xfe" * parent_bytes
+    before, _, rest = form.dumps((parent, block, None)).partition(parent)
+    at = rest.index(body)
+    return before, rest[:at], rest[at + len(body) :]

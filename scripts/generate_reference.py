@@ -22,8 +22,7 @@ from cyclopts import App
 from prometheus_client.metrics_core import Metric
 from struct_source import Field, code, fields, prose, shown, table
 
-from publisher.engine import EngineSettings
-from publisher.simulator.settings import PRESETS
+from publisher.simulator.settings import PRESETS, EngineSettings
 from router.admission.admission_queue import QueueSettings
 from router.admission.gate import KeyGate
 from router.admission.key_file import KeyFile

@@ -32,15 +32,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from publisher.engine import (
-    ChatRequest,
-    EngineModel,
-    EngineSettings,
-    SimRequest,
-    VirtualEngine,
-    model_length,
-    resolve_groups,
-)
+from publisher.simulator.api_protocol import ChatRequest
+from publisher.simulator.model import EngineModel
+from publisher.simulator.request import SimRequest
+from publisher.simulator.settings import EngineSettings, model_length, resolve_groups
+from publisher.simulator.stepper import VirtualEngine
 from router.app import Router
 from router.config.errors import ConfigError
 from router.fleet.status import EngineStatus
@@ -526,7 +522,7 @@ async def _lines(answer: HttpResponse) -> AsyncIterator[bytes]:
 
 # Baseline: the same requests at the same times under round robin, on virtual engines.
 #
-# The engines are those of the demo, on a virtual clock (``publisher.engine.VirtualEngine``), so the
+# The engines are those of the demo, on a virtual clock (``VirtualEngine``), so the
 # comparison needs no second run and adds no load. Round robin gets the requests with the times of the real
 # run: with later answers, its users would have asked later too, so its queueing is slightly underestimated.
 

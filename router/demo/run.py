@@ -16,7 +16,8 @@ import uvloop
 from rich.console import Console
 from rich.live import Live
 
-from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
 from router.config.errors import ConfigError
 from router.config.schema import Config, ModelConfig, ServerConfig

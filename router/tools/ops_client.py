@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import msgspec
 from rich.console import Console
 
-from publisher.engine import EngineSettings, run
+from publisher.simulator.server import run
+from publisher.simulator.settings import EngineSettings
 from router.config.errors import ConfigError, meant, misfit
 from router.config.schema import OPS_PORT
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.kv_protocols import MooncakeLink
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.pd.settings import PdSettings, PdStats
 from tests.support.ports import free_port

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from publisher.engine import EngineSettings
+from publisher.simulator.settings import EngineSettings
 from router.demo.run import engine_process
 from router.replication.redis_client import Client
 from router.replication.redis_connection import IndexUnavailable

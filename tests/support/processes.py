@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import msgspec
 
-from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from tests.support.ports import free_port
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.config.schema import Config, ServerConfig
 from router.pd.settings import SidecarSettings
 from router.server_process import RouterServer

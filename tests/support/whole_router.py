@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 import openai
 
-from publisher.engine import DEMO_TOKENIZER_DIR, EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR, EngineSettings
 from router.app import Router
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.fleet.engines import EngineAddress

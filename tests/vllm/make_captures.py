@@ -23,8 +23,9 @@ from typing import Any
 
 import aiohttp
 
-from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.events import GroupSpec
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.tools.capture import CaptureWriter
 from router.tools.record import RecordSource, SourceRecorder
 from tests.support.paths import DATA

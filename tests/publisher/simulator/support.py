@@ -9,7 +9,8 @@ from typing import Any
 import aiohttp
 import openai
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 
 DEADLINE_S = 10.0
 QUICK: dict[str, Any] = {"prefill_s_per_token": 1e-7, "decode_s_per_token": 1e-5, "num_blocks": 2048}

@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.simulator.scheduler import Step
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.fleet.statement import read_pool_blocks
 from tests.publisher.simulator.support import DEADLINE_S, LONG_TEXT, all_blocks_free, engine, request
 from tests.support.paths import ROOT
@@ -186,7 +187,11 @@ def test_a_step_that_fails_is_visible_and_fails_its_requests() -> None:
 
 
 def test_as_a_process_it_serves_and_ends_cleanly_on_sigterm() -> None:
-    script = "from publisher.engine import EngineSettings, run; run(EngineSettings(num_blocks=256))"
+    script = (
+        "from publisher.simulator.server import run\n"
+        "from publisher.simulator.settings import EngineSettings\n"
+        "run(EngineSettings(num_blocks=256))"
+    )
 
     async def check() -> None:
         process = await asyncio.create_subprocess_exec(

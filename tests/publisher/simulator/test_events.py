@@ -10,9 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.engine import SimulatedEngine
 from publisher.event_decoder import decode_batch
 from publisher.events import AllBlocksCleared, BlockRemoved, BlockStored, to_block_hash
+from publisher.simulator.server import SimulatedEngine
 from publisher.zmq_publisher import END_SEQ
 from router.feeds.base import FeedState
 from router.feeds.subscriber import Feed

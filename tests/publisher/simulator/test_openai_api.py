@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from publisher.block_hash import PromptExtras
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from tests.publisher.simulator.support import LONG_TEXT, client, engine, request
 
 MODEL = "kvatlas-demo"

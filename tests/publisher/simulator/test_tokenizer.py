@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.simulator.model import TextSource
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from publisher.simulator.tokenizer import ChatTokenizer, TemplateError
 from tests.support.paths import ROOT
 

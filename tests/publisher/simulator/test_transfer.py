@@ -17,11 +17,13 @@ import pytest
 
 from publisher.block_hash import HashScheme
 from publisher.block_pool import HybridBlockPool
-from publisher.engine import PRESETS, SimRequest, SimulatedEngine
 from publisher.events import BlockStored, Event, GroupSpec
 from publisher.simulator.kv_connector import KvConnector
 from publisher.simulator.kv_messages import TransferParams
 from publisher.simulator.model import WRONG_MARK, WrongContinuation
+from publisher.simulator.request import SimRequest
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import PRESETS
 from tests.publisher.simulator.support import LONG_TEXT, all_blocks_free, engine, request
 from tests.support.waiting import run, until
 

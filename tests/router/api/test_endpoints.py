@@ -9,7 +9,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router import __version__
 from router.config.schema import Config, ServerConfig
 from router.fleet.engines import EngineAddress

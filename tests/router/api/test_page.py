@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
 from router.fleet.engines import EngineAddress

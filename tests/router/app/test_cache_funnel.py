@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.observe.receipts import WORTH_HALF_LIFE_S, FunnelCounts
 from router.proxy.settings import ProxySettings
 from router.tools.doctor.findings import Severity

@@ -12,7 +12,8 @@ import msgspec
 import openai
 import pytest
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.app import Router
 from router.config.schema import ServerConfig
 from router.fleet.engines import EngineAddress

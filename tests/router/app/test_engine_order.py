@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.api_protocol import ChatRequest, CompletionRequest, invalid
 from publisher.simulator.http_agents import Call
+from publisher.simulator.server import SimulatedEngine
 from router.admission.key_file import KeySettings
 from router.placement.candidate import PolicySettings
 from router.placement.engine import BAND_MS

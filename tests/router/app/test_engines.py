@@ -15,8 +15,9 @@ import pytest
 
 from publisher.block_hash import HashScheme, PromptExtras
 from publisher.block_pool import HybridBlockPool
-from publisher.engine import EngineSettings, SimulatedEngine
 from publisher.events import GroupSpec
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.load import parse_engine
 from router.config.schema import ShadowConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.events import GroupSpec
+from publisher.simulator.server import SimulatedEngine
 from tests.support.front import fronting
 from tests.support.waiting import run, until
 from tests.support.whole_router import MODEL, TEXT, Rig, configure, routing, running

@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.placement.inflight import InflightSettings
 from tests.support.waiting import run

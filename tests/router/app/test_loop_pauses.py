@@ -13,7 +13,7 @@ from functools import partial
 import hpack
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.epp.settings import EppSettings
 from router.http import h2_codec as h2
 from router.http.h2_codec import encode_literal, frame, settings_frame, window_update_frame

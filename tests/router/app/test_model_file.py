@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from publisher.block_hash import HashScheme
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
 from router.fleet.engines import EngineAddress

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.kv_protocols import MooncakeLink
 from publisher.simulator.model import WRONG_MARK, Continuation
+from publisher.simulator.server import SimulatedEngine
 from router.proxy.settings import ProxySettings
 from tests.router.app.test_prefill_decode import (
     BODIES,

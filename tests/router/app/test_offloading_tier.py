@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.model import WRONG_MARK
+from publisher.simulator.server import SimulatedEngine
 from tests.router.app.test_prefill_decode import (
     BODIES,
     SPLITS,

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.events import GroupSpec
 from publisher.simulator.model import WRONG_MARK
+from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import QueueSettings
 from router.fleet.engines import EngineAddress, Role
 from router.pd.settings import PdSettings

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.placement.candidate import PolicySettings, PullSettings
 from router.placement.engine import Engine

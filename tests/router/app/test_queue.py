@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import AdmissionQueue, QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.proxy.settings import ProxySettings

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import Config, ModelConfig, ServerConfig
 from router.http.settings import ListenSettings

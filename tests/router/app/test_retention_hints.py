@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from connectors.scheduler.plans import HINT, retention_hint
-from publisher.engine import SimulatedEngine
 from publisher.pool.host_tier import RetentionHint
+from publisher.simulator.server import SimulatedEngine
 from router.admission.key_file import KeySettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.observe.receipts import WORTH_HALF_LIFE_S
 from router.placement.candidate import PullSettings, WarmUpSettings

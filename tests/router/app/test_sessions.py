@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.admission.key_file import KeySettings, digest_of
 from router.config.schema import ServerConfig
 from router.openai.request import CHAT, MESSAGES, RESPONSES

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.fleet.settings import FleetSettings
 from router.fleet.statement import EngineStatement

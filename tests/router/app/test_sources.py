@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.load import load
 from router.fleet.settings import FileSettings, FleetSettings, KubernetesSettings

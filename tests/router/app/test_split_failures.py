@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
 from publisher.simulator.kv_connector import Load
 from publisher.simulator.model import WRONG_MARK
+from publisher.simulator.server import SimulatedEngine
 from tests.router.app.test_prefill_decode import BODIES, completion, prompt, receipts, told_alone, words
 from tests.support.examples import some
 from tests.support.pairs import CONNECTORS, Pair, fronted

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.config.errors import ConfigError
 from router.config.schema import Config, ServerConfig
 from router.fleet.engines import EngineAddress

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.examples import some
 from tests.support.paths import ROOT
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router import cli
 from router.__main__ import run
 from tests.support.paths import ROOT

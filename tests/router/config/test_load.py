@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.errors import ConfigError
 from router.config.load import SECTIONS, describe, load, parse_engine, plain_keys
 from router.config.schema import Config

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.engine import EngineSettings
+from publisher.simulator.settings import EngineSettings
 from router.__main__ import run
 from router.demo.load import Tally
 from router.demo.run import KvConnector, apart

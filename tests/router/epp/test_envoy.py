@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.admission.key_file import KeySettings, TenantRules, digest_of
 from router.config.schema import ServerConfig
 from router.epp.settings import EppSettings, EppStats

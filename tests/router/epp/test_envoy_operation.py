@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.admission.admission_queue import QueueSettings
 from router.admission.key_file import KeySettings, digest_of
 from router.epp import exchange

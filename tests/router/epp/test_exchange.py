@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.admission.admission_queue import QueueSettings
 from router.epp import messages as m
 from router.epp.grpc import DESTINATION, SUBSET_KEY, GrpcReader, message_frame

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from publisher.engine import SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
 from router.fleet.engines import EngineAddress
 from router.pd.settings import PdSettings, SidecarSettings
 from router.placement.candidate import PolicySettings, PullSettings

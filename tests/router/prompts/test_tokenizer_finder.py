@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from huggingface_hub import constants
 
-from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import GroupSpec
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
 from router.prompts.model_config import PROBES

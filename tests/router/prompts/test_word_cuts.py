@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.prompts import cuts as module
 from router.prompts.cuts import Cuts, between_words, cuts_of, parts_words, word_cuts
 from router.prompts.settings import PromptStats

@@ -12,7 +12,8 @@ import anthropic
 import openai
 import pytest
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.proxy.answers import SseRelay
 from tests.support.proxy_rig import (
     DONE,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.server_process import ShutdownGuard
 from tests.router.serve.test_reload import AWAY, Serving
 from tests.support.waiting import run, until

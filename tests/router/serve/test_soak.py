@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from publisher.engine import EngineSettings
+from publisher.simulator.settings import EngineSettings
 from router.admission.key_file import digest_of
 from tests.router.serve.test_reload import Serving
 from tests.support.processes import EngineProcess

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.cli import app
 from router.config.errors import ConfigError
 from router.simulate import report

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.tools.capture import read_capture
 from router.tools.explain import ExplainOptions, run_explain
 from router.tools.record import resolve

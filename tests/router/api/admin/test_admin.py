@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import structlog
 
-from publisher.engine import EngineSettings, SimulatedEngine
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import EngineSettings
 from router.api.admin_auth import AdminSettings
 from router.config.checks import check_config
 from router.config.errors import ConfigError

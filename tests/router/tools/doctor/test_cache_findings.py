@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
 from publisher.events import GroupSpec
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from publisher.zmq_publisher import ZmqPublisher
 from router.config.schema import ModelConfig
 from router.prompts.families import harmony

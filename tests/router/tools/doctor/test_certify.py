@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR, SimulatedEngine
 from publisher.events import BlockRemoved, BlockStored, Event
+from publisher.simulator.server import SimulatedEngine
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import Config, ModelConfig
 from router.fleet.engines import EngineAddress
 from router.prompts.settings import ANY_MODEL

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from tests.support.paths import ROOT
 from tests.support.waiting import run
 from tests.support.whole_router import running

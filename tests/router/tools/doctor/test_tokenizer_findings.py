@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from publisher.engine import DEMO_TOKENIZER_DIR
+from publisher.simulator.settings import DEMO_TOKENIZER_DIR
 from router.config.schema import ModelConfig
 from router.tools.doctor.findings import Severity
 from tests.router.tools.doctor.rig import examined, http_server, server
