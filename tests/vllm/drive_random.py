@@ -34,7 +34,7 @@ from connectors.hits import HitResolver
 from connectors.tier.base import block_key, split_key
 from publisher.block_hash import MultimodalItem, PromptExtras
 from publisher.event_decoder import decode_batch
-from publisher.events import BlockHash, BlockStored, Family, spec_classes
+from publisher.events import BlockHash, BlockStored, Family
 from router.index.base import Plane, Rows
 from router.index.hit_rules import evaluate
 from router.index.learn import hash_scheme
@@ -251,9 +251,9 @@ def prompt_of(ask: PlacementRequest) -> Prompt:
 
 
 def unproven_inside(mix: Mix) -> bool:
-    """Whether no event may ever prove hits inside a block: decode context parallelism with marked states, or
-    with hashes that look ahead ("Known holes", docs/exactness.md)."""
-    marked = any(c.family is Family.MAMBA and c.spec.is_eagle for c in spec_classes(mix.layout.specs))
+    """Whether no event may ever prove hits inside a block: decode context parallelism with EAGLE, or with
+    hashes that look ahead ("Known holes", docs/exactness.md)."""
+    marked = any(spec.is_eagle for spec in mix.layout.specs)
     return mix.layout.dcp > 1 and (marked or bool(mix.lookahead))
 
 

@@ -74,6 +74,9 @@ def random_mix(name: str, *, v033: bool = False) -> Mix:
             may_report = _may_report(_pool_layout(mix.layout), mix.layout)
         except ValueError:
             continue
+        # ``mamba_block_size`` is one setting of vLLM's CacheConfig.
+        if len({spec.block_size for spec in mix.layout.specs if spec.family is Family.MAMBA}) > 1:
+            continue
         order = random.Random(f"order/{name}")
         return replace(
             mix,
