@@ -520,11 +520,20 @@ class Planner:
         known: dict[str, str] = {
             e.engine_id: e.base_model for e in engines if e.publishes_events and e.base_model is not None
         }
-        # Other replicas are asked about one variant only.
-        if isinstance(read, Prompt) and read.variants:
-            known = {name: model for name, model in known.items() if self._is_behind(name, read.frontend)}
         prompt = read if isinstance(read, Prompt) and not read.skips_cache else None
-        return await shared.look(prompt, known, detail=detail)
+        if prompt is None or not prompt.variants:
+            return await shared.look(prompt, known, detail=detail)
+        # In a fleet with several frontends each engine is looked up with its own tokens. Load and shared
+        # stores are those of the first answer.
+        found: PeerSnapshot | None = None
+        for frontend, variant in prompt.variants.items():
+            behind = {name: model for name, model in known.items() if self._is_behind(name, frontend)}
+            if behind:
+                one = await shared.look(variant, behind, detail=detail)
+                found = (
+                    one if found is None else msgspec.structs.replace(found, hits={**found.hits, **one.hits})
+                )
+        return NO_PEER_SNAPSHOT if found is None else found
 
     def _asked(
         self, prompt: Prompt, candidate_set: CandidateSet, look: PeerSnapshot, now: float, *, detail: bool

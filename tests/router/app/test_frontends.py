@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
+
+import pytest
 
 from router.openai.request import CHAT
 from router.proxy.settings import ProxySettings
+from router.replication.settings import IndexSettings
+from tests.support.redis_servers import Server, program
 from tests.support.waiting import run, until
-from tests.support.whole_router import MODEL, configure, routing, running
+from tests.support.whole_router import MODEL, Rig, configure, routing, running
 
 STORY = "a long story about a small engine and its famous garden. " * 12
 
@@ -38,6 +44,47 @@ def test_both_frontends_are_predicted_exactly() -> None:
                 assert lengths[0] == lengths[1] != lengths[2] == lengths[3], "the line ends between parts"
                 _, shown = await rig.ask("GET", "/kvatlas/engines")
                 assert [one["frontend"] for one in shown] == ["python", "rust"]
+
+    run(main())
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = Server(program("valkey"))
+    yield made
+    made.close()
+
+
+def test_both_frontends_are_predicted_exactly_by_every_replica(server: Server) -> None:
+    """One replica follows an engine, the other predicts it from the shared index."""
+    body = _body([STORY, *["one"] * 10, STORY])
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            engines = await stack.enter_async_context(running({}, {"frontend": "rust"}))
+            rigs = []
+            for name in ("r0", "r1"):
+                index = IndexSettings(url=server.url, replica=name, lookup_timeout_s=5.0)
+                config = configure(*engines, proxy=ProxySettings(pin_header=True), index=index)
+                rigs.append(await stack.enter_async_context(routing(config)))
+            for engine in engines:
+                headers = {"x-kvatlas-engine": engine.base_url}
+
+                async def held(rig: Rig, url: str = engine.base_url) -> int:
+                    _, explained = await rig.ask("POST", "/kvatlas/explain", body)
+                    (found,) = [one for one in explained["engines"] if one["engine"] == url]
+                    return int(found["hit_tokens"]["GPU"])
+
+                for rig in rigs:
+                    async with rig.session.post(rig.url + CHAT, json=body, headers=headers) as answer:
+                        assert answer.status == 200, await answer.text()
+                    for other in rigs:
+                        await until(lambda other=other: held(other), "its blocks are known")  # type: ignore[misc]
+            outcomes = [[receipt.outcome for receipt in rig.router.accounts.receipts.latest] for rig in rigs]
+            assert outcomes == [["exact"] * 2] * 2
+            first, second = rigs[1].router.accounts.receipts.latest
+            assert min(first.actual_tokens or 0, second.actual_tokens or 0) > 0
+            assert first.prompt_tokens != second.prompt_tokens, "the line ends between parts"
 
     run(main())
 
